@@ -1,0 +1,48 @@
+# Every target works on a machine with nothing but Python 3.11: the first one called builds .venv from the pinned
+# requirements-dev.txt, the others find it ready.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help demo test test-all test-gpu check format bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+# torch goes first: packages that depend on it must find the pinned build and not fetch another one.
+$(VENV)/.ready: requirements-dev.txt setup.py
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet $$(grep '^torch==' requirements-dev.txt)
+	$(PIP) install --quiet -r requirements-dev.txt
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png
+	$(PY) examples/demo.py
+
+test: $(VENV)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
+	$(PY) -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices too
+	$(PY) -m pytest -m "not gpu"
+
+test-gpu: $(VENV)/.ready  ## the CUDA tests
+	$(PY) -m pytest -m gpu
+
+check: $(VENV)/.ready  ## lint, format, types, import direction
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest tests/test_layout.py
+
+format: $(VENV)/.ready  ## let ruff fix what it can
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove everything that the targets made
+	rm -rf $(VENV) .venvs runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

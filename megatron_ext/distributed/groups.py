@@ -1,0 +1,87 @@
+"""Which ranks hold the pieces of a tensor. The only reader of Megatron's global state.
+
+A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". Megatron's groups are looked up in
+`megatron.core.parallel_state` if somebody has imported it; we never import it ourselves, since a `parallel_state` that
+nobody imported cannot have been initialised.
+"""
+
+import sys
+from types import ModuleType
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+Group = ProcessGroup | None
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks in `group`; 1 for None."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This rank's place in `group`; 0 for None."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def check_group(group: Group, argument: str = "tp_group") -> Group:
+    """`group` itself, once it is known to hold this rank.
+
+    Raises:
+        ValueError: `group` is not a process group, or this rank is not a member of it.
+    """
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
+        raise ValueError(
+            f"{argument} does not hold this rank (global rank {dist.get_rank()}): every caller must be a member; "
+            f"pass the group that new_group() returned on this rank's own member list"
+        )
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"{argument} is a {type(group).__name__}: it must be a torch.distributed.ProcessGroup or None; "
+            f"pass for instance parallel_state.get_tensor_model_parallel_group()"
+        )
+    return group
+
+
+def parallel_state() -> ModuleType | None:
+    """Megatron's `parallel_state` module where its model-parallel groups are initialised, else None."""
+    module = sys.modules.get("megatron.core.parallel_state")
+    return module if module is not None and module.model_parallel_is_initialized() else None
+
+
+def tensor_parallel_group(group: Group = None, *, expert: bool = False, argument: str = "tp_group") -> Group:
+    """The tensor-parallel group to use: `group` if given, else Megatron's (the experts' one if `expert`), else None.
+
+    None means "not sharded": what the fused head takes in a process without Megatron.
+
+    Raises:
+        ValueError: `group` does not hold this rank.
+    """
+    if group is not None:
+        return check_group(group, argument)
+    state = parallel_state()
+    if state is None:
+        return None
+    if expert:
+        return state.get_expert_tensor_parallel_group(check_initialized=False)
+    return state.get_tensor_model_parallel_group(check_initialized=False)
+
+
+def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, argument: str = "tp_group") -> Group:
+    """As `tensor_parallel_group`, for callers that cannot guess: None only in a process that stands alone.
+
+    The layers and mappings use it: among several ranks without a group they would silently treat a shard as the whole.
+
+    Raises:
+        ValueError: several ranks run, and there is neither a `group` nor an initialised `parallel_state`.
+    """
+    found = tensor_parallel_group(group, expert=expert, argument=argument)
+    if found is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"{argument} is None and Megatron's parallel_state is not initialised, but {dist.get_world_size()} ranks "
+            f"run: which of them share a tensor is unknown; pass {argument}, or call "
+            f"megatron.core.parallel_state.initialize_model_parallel() first"
+        )
+    return found

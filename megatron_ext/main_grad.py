@@ -1,0 +1,51 @@
+"""Weight gradients straight into fp32 `main_grad`, by Megatron-Core's protocol and without Apex.
+
+Megatron's DDP and optimizers give each parameter an fp32 buffer `main_grad`, over micro-batches. With gradient
+accumulation fusion a layer's backward adds its weight gradient there itself, says so with
+`weight.grad_added_to_main_grad = True`, and returns a dummy gradient so that autograd's hooks still fire: zeros where
+`weight.zero_out_wgrad` is set (a weight that two layers share), uninitialised memory elsewhere.
+"""
+
+import torch
+from torch import Tensor
+
+
+def buffer_of(weight: Tensor) -> Tensor:
+    """The tensor that collects `weight`'s gradient.
+
+    Raises:
+        ValueError: the weight has no `main_grad`.
+    """
+    main_grad = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            "gradient_accumulation_fusion=True but weight.main_grad is missing: the fusion adds the weight gradient "
+            "into it; wrap the model in Megatron's DistributedDataParallel, or turn gradient_accumulation_fusion off"
+        )
+    return main_grad
+
+
+def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
+    """`out += left.T @ right`, in place, accumulated in `out`'s dtype.
+
+    On CUDA 16-bit operands go through one GEMM with fp32 output; on CPU, which has no such GEMM, the 16-bit product is
+    rounded once and added in `out`'s dtype.
+    """
+    if left_TN.dtype == out_ND.dtype:
+        out_ND.addmm_(left_TN.t(), right_TD)
+    elif left_TN.is_cuda and out_ND.dtype == torch.float32:
+        torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
+    else:
+        out_ND.add_(left_TN.t() @ right_TD)
+
+
+def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """After the gradient was added: tell Megatron, and the gradient that backward returns for `weight` in its place.
+
+    None where nobody listens (a weight without the attribute `grad_added_to_main_grad`).
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=dtype, device=weight.device, requires_grad=False)

@@ -1,0 +1,66 @@
+"""The unsharded, unfused truth, a few lines each: what tests and benchmarks compare with.
+
+One process, the whole vocabulary, plain autograd. Written to be read, not to be fast: every tensor keeps the dtype it
+comes in, so a float64 input gives a float64 truth.
+
+Legend: T tokens, D hidden size, V vocabulary. Leading dims of hidden states, logits and labels may be anything.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, softcap: float | None = None, temperature: float = 1.0
+) -> Tensor:
+    """`[..., V]`: the lm head. The softcap bends the logits, then the temperature divides them."""
+    z = F.linear(hidden, weight, bias)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def counted(z: Tensor, vocab_size: int | None = None) -> Tensor:
+    """`z` with the columns past the true vocabulary at -inf: they get no probability and no gradient."""
+    if vocab_size is None or vocab_size == z.shape[-1]:
+        return z
+    return z.masked_fill(torch.arange(z.shape[-1], device=z.device) >= vocab_size, -torch.inf)
+
+
+def log_probs(z: Tensor, labels: Tensor, vocab_size: int | None = None, ignore_index: int = -100) -> Tensor:
+    """Log-probability of each label under `z`; 0 where the label is `ignore_index`."""
+    kept = labels != ignore_index
+    safe = labels.where(kept, 0).unsqueeze(-1)
+    picked = torch.log_softmax(counted(z, vocab_size), dim=-1).gather(-1, safe).squeeze(-1)
+    return picked.where(kept, 0.0)
+
+
+def entropy(z: Tensor, vocab_size: int | None = None) -> Tensor:
+    """-sum p log p of each token, over the columns with any probability."""
+    log_p = torch.log_softmax(counted(z, vocab_size), dim=-1)
+    finite = log_p > -torch.inf
+    return -(log_p.exp() * log_p.where(finite, 0.0)).sum(-1)
+
+
+def cross_entropy(
+    z: Tensor,
+    labels: Tensor,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Per-token loss `(1 - e) nll - e mean_log_prob + z_loss * lse^2`; 0 where the label is `ignore_index`.
+
+    `mean_log_prob` runs over the columns that count: below the true vocabulary size and not -inf (PyTorch's
+    definition of label smoothing, with masked columns left out).
+    """
+    z = counted(z, vocab_size)
+    lse = torch.logsumexp(z, dim=-1)
+    loss = -(1 - label_smoothing) * log_probs(z, labels, None, ignore_index) + z_loss * lse.square()
+    if label_smoothing:
+        finite = z > -torch.inf
+        mean_log_prob = (z.where(finite, 0.0).sum(-1) / finite.sum(-1)) - lse
+        loss = loss - label_smoothing * mean_log_prob
+    return loss.where(labels != ignore_index, 0.0)

@@ -1,0 +1,28 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+MEGATRON = "megatron-core>=0.14"
+TRITON = "triton>=3.6"
+HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
+
+setup(
+    name="megatron-ext",
+    version="0.1.0",
+    description="Tensor-parallel core and lm head for NVIDIA Megatron-Core: right, small and fast",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
+    package_data={"megatron_ext": ["py.typed"]},
+    install_requires=["torch>=2.6"],
+    extras_require={
+        "test": [MEGATRON, "pytest>=8", "hypothesis>=6", "numpy"],
+        "examples": [MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
+        "triton": [TRITON],
+        "te": ["transformer-engine[pytorch]>=2.0"],
+        "hf": HF,
+        "ray": ["ray>=2.40"],
+    },
+)

@@ -1,0 +1,25 @@
+import pytest
+import torch
+
+from tests.ranks import close_pools, prepare_process
+
+
+def pytest_configure(config):
+    prepare_process()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped."""
+    if not torch.cuda.is_available():
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    torch.manual_seed(0)
+
+
+def pytest_unconfigure(config):
+    close_pools()

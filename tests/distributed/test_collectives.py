@@ -1,0 +1,111 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import (
+    check_group,
+    group_rank,
+    group_size,
+    require_tensor_parallel_group,
+    tensor_parallel_group,
+)
+from megatron_ext.distributed.vocab import VocabShard
+from tests.ranks import ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+
+
+def shards(world_size, shape, dtype=torch.float32):
+    """Every rank's tensor: each rank draws all of them alike."""
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(-8, 8, shape, generator=g).to(dtype) for _ in range(world_size)]
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_pieces(dtype):
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    xs = shards(size, (2 * size, 3, 4 * size), dtype)
+    x = xs[rank].clone()
+    total = torch.stack(xs).sum(0)
+    assert torch.equal(collectives.all_reduce(x, group), total)
+    assert torch.equal(collectives.all_reduce(x, group, "max"), torch.stack(xs).amax(0))
+    for dim in (0, 1, -1):
+        assert torch.equal(collectives.all_gather(x, group, dim), torch.cat(xs, dim))
+    for dim in (0, -1):
+        assert torch.equal(collectives.reduce_scatter(x, group, dim), total.chunk(size, dim)[rank])
+    assert torch.equal(collectives.all_to_all(x, group), torch.cat([y.chunk(size)[rank] for y in xs]))
+    assert torch.equal(x, xs[rank]), "a collective wrote its input"
+
+
+@ranks(1, 2, 4)
+def test_uneven_pieces():
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    sizes = [3, 0, 5, 1][:size]
+    start = sum(sizes[:rank])
+    whole = torch.arange(2.0 * sum(sizes)).view(2, sum(sizes)).double()
+    for dim, full in ((1, whole), (0, whole.t())):
+        piece = full.narrow(dim, start, sizes[rank])
+        with count_collectives() as counts:
+            assert torch.equal(collectives.all_gather(piece, group, dim, sizes), full)
+            assert torch.equal(collectives.reduce_scatter(full, group, dim, sizes), piece * size)
+        assert sum(counts.values()) == (2 if size > 1 else 0)
+    # rank r sends r + i rows to rank i
+    rows = torch.full((sum(rank + i for i in range(size)), 2), float(rank))
+    received = collectives.all_to_all(rows, group, [rank + i for i in range(size)], [rank + i for i in range(size)])
+    assert torch.equal(
+        received, torch.cat([torch.full((rank + i, 2), float(i)) for i in range(size)]) if size > 1 else rows
+    )
+
+
+@ranks(2)
+def test_non_contiguous_input_and_in_place():
+    x = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(collectives.all_reduce(x, dist.group.WORLD), 2 * x)
+    own = torch.ones(3)
+    assert collectives.all_reduce(own, dist.group.WORLD, in_place=True) is own
+    assert torch.equal(own, torch.full((3,), 2.0))
+    buffer = torch.full((3,), float(dist.get_rank() + 1))
+    assert torch.equal(collectives.broadcast(buffer, dist.group.WORLD, source=1), torch.full((3,), 2.0))
+
+
+@ranks(2, 4)
+def test_groups():
+    world, rank = dist.group.WORLD, dist.get_rank()
+    assert (group_size(None), group_rank(None)) == (1, 0)
+    assert (group_size(world), group_rank(world)) == (dist.get_world_size(), rank)
+    assert tensor_parallel_group() is None, "nobody initialised Megatron"
+    with pytest.raises(ValueError, match="tp_group is None and Megatron's parallel_state is not initialised"):
+        require_tensor_parallel_group()
+    alone = dist.new_group([0])
+    if rank == 0:
+        assert check_group(alone) is alone
+    else:
+        with pytest.raises(ValueError, match="does not hold this rank"):
+            check_group(alone)
+    with pytest.raises(ValueError, match="group is a int: it must be a torch.distributed.ProcessGroup"):
+        check_group(3, "group")
+
+
+def test_vocab_shard():
+    shard = VocabShard(64, 128, 100)
+    assert (shard.columns, shard.counted) == (64, 36)
+    assert shard.owns(torch.tensor([63, 64, 99, 100, 127, -100])).tolist() == [False, True, True, False, False, False]
+    assert VocabShard(128, 192, 100).counted == 0
+    with pytest.raises(ValueError, match="start 5, stop 4"):
+        VocabShard(5, 4, 10)
+    with pytest.raises(ValueError, match="size is 0"):
+        VocabShard(0, 4, 0)
+
+
+@ranks(1, 2, 4)
+def test_vocab_shards_cover_the_vocabulary():
+    world = dist.group.WORLD
+    equal, split = VocabShard.equal(5, world), VocabShard.split(11, world)
+    assert equal == VocabShard(5 * group_rank(world), 5 * group_rank(world) + 5, 5 * group_size(world))
+    mine = torch.zeros(11)
+    mine[split.start : split.stop] = 1
+    assert torch.equal(collectives.all_reduce(mine, world), torch.ones(11)), "every id has one owner"
+    assert split.columns in (11 // group_size(world), 11 // group_size(world) + 1)

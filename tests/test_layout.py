@@ -1,0 +1,108 @@
+"""The house rules that a machine can hold us to: which room may import which, and who may communicate."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_ext"
+
+# Data flows one way: a room imports itself and the rooms after it in this list.
+ROOMS = [
+    "run",
+    "doctor",
+    "policy",
+    "megatron",
+    "dtensor",
+    "emulation",
+    "model_utils",
+    "tensor_parallel",
+    "head",
+    "sequence",
+    "distributed",
+    "main_grad",
+    "reference",
+]
+MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "emulation"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path):
+    """Every module that the file imports, at its top or inside a function."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute, so that one reads where a name lives"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_only_downward(path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    assert room in ROOMS, f"{room} is a new room: give it a place in ROOMS and in the README"
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "megatron_ext" and len(parts) > 1:
+            assert ROOMS.index(parts[1]) >= ROOMS.index(room), f"{room} imports {name}, which lies above it"
+        if parts[0] == "megatron":
+            assert room in MAY_IMPORT_MEGATRON, f"{room} imports {name}; only {MAY_IMPORT_MEGATRON} know Megatron"
+
+
+COMMUNICATION = {
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_object",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_object_list",
+    "barrier",
+    "send",
+    "recv",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_collectives_py_communicates(path):
+    if path == PACKAGE / "distributed" / "collectives.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in COMMUNICATION:
+            owner = ast.unparse(node.value)
+            assert owner not in ("dist", "torch.distributed", "distributed_c10d", "functional"), (
+                f"{path.name}:{node.lineno} calls {owner}.{node.attr}; use megatron_ext.distributed.collectives"
+            )
+
+
+def test_imports_with_torch_alone():
+    """The package and its core rooms load no Megatron, Triton or transformers."""
+    code = (
+        "import sys\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in BANNED: raise ImportError(f'{name} must stay optional')\n"
+        "BANNED = {'megatron', 'triton', 'transformers', 'transformer_engine', 'apex', 'ray', 'accelerate'}\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "import megatron_ext, megatron_ext.head, megatron_ext.tensor_parallel, megatron_ext.distributed\n"
+        "import megatron_ext.sequence, megatron_ext.reference, megatron_ext.emulation\n"
+        "loaded = BANNED & {name.split('.')[0] for name in sys.modules}\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
