@@ -11,13 +11,13 @@ PACKAGE = Path(__file__).parents[1] / "megatron_ext"
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
+    "model_utils",
     "run",
     "doctor",
     "policy",
     "megatron",
     "dtensor",
     "emulation",
-    "model_utils",
     "tensor_parallel",
     "head",
     "sequence",

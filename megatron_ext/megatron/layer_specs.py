@@ -1,0 +1,149 @@
+"""Layer specs that build Megatron-Core's GPTModel from our layers.
+
+`gpt_layer_spec` and `gpt_moe_layer_spec` are `ModuleSpec` objects, ready for `GPTModel(transformer_layer_spec=...)` and
+for Megatron-LM's `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm,
+norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too.
+
+A layer spec does not reach three modules of a GPTModel: the word embeddings and the output layer, which it takes from
+`megatron.core.tensor_parallel` (`megatron_ext.substitute_tensor_parallel()` puts ours there), and the final norm.
+Without Apex and Transformer Engine that one refuses sequence parallelism, so importing this module gives Megatron our
+norm in just the case where it would raise.
+"""
+
+import dataclasses
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_ext.megatron.norms import Norm, QKNorm
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class ExtSpecProvider(BackendSpecProvider):
+    """Megatron's question "which class for which job", answered with ours."""
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        return None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return QKNorm if for_qk else Norm
+
+    def core_attention(self) -> type:
+        return DotProductAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> tuple[type, MLPSubmodules | None]:
+        if moe_use_grouped_gemm:
+            raise ValueError(
+                "moe_grouped_gemm is True: the experts of this spec run one after another; set moe_grouped_gemm=False, "
+                "or take Transformer Engine's layer spec"
+            )
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+    def activation_func(self) -> type | None:
+        return None
+
+
+def _layer_spec(num_experts: int | None) -> ModuleSpec:
+    backend = ExtSpecProvider()
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=backend.layer_norm(),
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=backend.column_parallel_linear(),
+                    core_attention=backend.core_attention(),
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=backend.layer_norm(for_qk=True),
+                    k_layernorm=backend.layer_norm(for_qk=True),
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=backend.layer_norm(),
+            mlp=get_mlp_module_spec_for_backend(backend, num_experts=num_experts),
+            mlp_bda=get_bias_dropout_add,
+            # Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+            },
+        ),
+    )
+
+
+gpt_layer_spec = _layer_spec(num_experts=None)
+# The number of experts comes from the config when the layer is built; here it only has to be there.
+gpt_moe_layer_spec = _layer_spec(num_experts=1)
+
+
+def gpt_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
+    """This pipeline stage's layers and final norm, all ours, for `GPTModel(transformer_layer_spec=...)`.
+
+    Layers have experts where `config.num_moe_experts` and `config.moe_layer_freq` (every n-th, or a list of 0 and 1)
+    say so.
+    """
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    if config.num_moe_experts is None:
+        specs = [gpt_layer_spec] * count
+    else:
+        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        freq = config.moe_layer_freq
+        pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
+        specs = [gpt_moe_layer_spec if has_experts else gpt_layer_spec for has_experts in pattern[first:][:count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+
+
+def with_our_norms(spec: Any) -> Any:
+    """A copy of a layer or block spec in which our norm stands wherever Megatron's torch fallback stood.
+
+    For Megatron's own layers under sequence parallelism without Apex and Transformer Engine.
+    """
+    if spec is WrappedTorchNorm:
+        return Norm
+    if isinstance(spec, list):
+        return [with_our_norms(item) for item in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        fields = [field.name for field in dataclasses.fields(spec)]
+        return dataclasses.replace(spec, **{name: with_our_norms(getattr(spec, name)) for name in fields})
+    return spec
+
+
+class _FinalNorm:
+    """Megatron's own final norm where it can be built, ours under sequence parallelism, where it would raise."""
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
+        kind = Norm if config.sequence_parallel else WrappedTorchNorm
+        return kind(config, hidden_size, eps, *args, **kwargs)
+
+
+if transformer_block.LayerNormImpl is WrappedTorchNorm:
+    transformer_block.LayerNormImpl = _FinalNorm

@@ -1,0 +1,79 @@
+"""Norms for Megatron's layer specs that need neither Apex nor Transformer Engine.
+
+Megatron's fallback without those two refuses sequence parallelism, zero-centred gammas and persistent kernels. Ours are
+PyTorch's own fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each rank sees
+a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
+tensor-parallel ranks.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+
+class _MarkedNorm(torch.nn.Module):
+    """What LayerNorm and RMSNorm share: parameters, their marks, and gammas stored as offsets from 1 where asked."""
+
+    has_bias: bool
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        self.zero_centered_gamma = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+        make_weight = torch.zeros if self.zero_centered_gamma else torch.ones
+        self.weight = torch.nn.Parameter(make_weight(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if self.has_bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def gamma(self) -> Tensor:
+        return self.weight + 1 if self.zero_centered_gamma else self.weight
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.weight.sequence_parallel}"
+
+
+class LayerNorm(_MarkedNorm):
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last dim. Input and output `[..., H]`, same dtype."""
+
+    has_bias = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.hidden_size,), self.gamma(), self.bias, self.eps)
+
+
+class RMSNorm(_MarkedNorm):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim. Input and output `[..., H]`, same dtype."""
+
+    has_bias = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.hidden_size,), self.gamma(), self.eps)
+
+
+class Norm:
+    """The norm that a Megatron config names, for the norm slots of a layer spec.
+
+    `Norm(config, hidden_size, eps)` returns a `LayerNorm` or `RMSNorm`. Further arguments that Megatron's norms take
+    are accepted: the config has the same facts.
+
+    Raises:
+        ValueError: `config.normalization` is something else.
+    """
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
+        kinds: dict[str, type[_MarkedNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+        if config.normalization not in kinds:
+            raise ValueError(
+                f"config.normalization is {config.normalization!r}: it must be one of {sorted(kinds)}; "
+                f"for another norm put its class into the layer spec"
+            )
+        return kinds[config.normalization](config, hidden_size, eps)
+
+
+class QKNorm:
+    """The norm of queries and keys where `config.qk_layernorm` asks for one, else the identity."""
+
+    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
+        return Norm(config, hidden_size, eps) if config.qk_layernorm else IdentityOp()
