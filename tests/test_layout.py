@@ -83,10 +83,10 @@ def test_only_collectives_py_communicates(path):
     if path == PACKAGE / "distributed" / "collectives.py":
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in COMMUNICATION:
-            owner = ast.unparse(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COMMUNICATION:
+            owner = ast.unparse(node.func.value)
             assert owner not in ("dist", "torch.distributed", "distributed_c10d", "functional"), (
-                f"{path.name}:{node.lineno} calls {owner}.{node.attr}; use megatron_ext.distributed.collectives"
+                f"{path.name}:{node.lineno} calls {owner}.{node.func.attr}; use megatron_ext.distributed.collectives"
             )
 
 

@@ -1,0 +1,62 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.megatron.norms import LayerNorm, Norm, QKNorm, RMSNorm
+
+
+def config(**overrides):
+    return SimpleNamespace(
+        **{"normalization": "LayerNorm", "sequence_parallel": True, "qk_layernorm": False, **overrides}
+    )
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_values_and_gradients(kind, zero_centered):
+    x, dy = torch.randn(5, 2, 6, dtype=torch.float64), torch.randn(5, 2, 6, dtype=torch.float64)
+    norm = Norm(config(normalization=kind, layernorm_zero_centered_gamma=zero_centered), 6, 1e-3).double()
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(torch.randn(6))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    norm(ours).backward(dy)
+
+    gamma = (norm.weight.detach() + zero_centered).requires_grad_()
+    beta = norm.bias.detach().clone().requires_grad_() if kind == "LayerNorm" else None
+    centred = theirs - theirs.mean(-1, keepdim=True) if kind == "LayerNorm" else theirs
+    expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-3) * gamma
+    expected = expected if beta is None else expected + beta
+    expected.backward(dy)
+
+    torch.testing.assert_close(norm(x), expected.detach())
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(norm.weight.grad, gamma.grad)
+    if beta is not None:
+        torch.testing.assert_close(norm.bias.grad, beta.grad)
+
+
+def test_fresh_norm_is_the_identity_on_normalised_rows():
+    x = F.layer_norm(torch.randn(3, 8), (8,))
+    for zero_centered in (False, True):
+        norm = Norm(config(layernorm_zero_centered_gamma=zero_centered), 8)
+        torch.testing.assert_close(norm(x), x, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_carry_the_mark_that_sums_their_gradients_over_tensor_parallel_ranks(sequence_parallel):
+    for kind in ("LayerNorm", "RMSNorm"):
+        norm = Norm(config(normalization=kind, sequence_parallel=sequence_parallel), 4)
+        assert [p.sequence_parallel for p in norm.parameters()] == [sequence_parallel] * len(list(norm.parameters()))
+
+
+def test_config_names_the_norm():
+    assert type(Norm(config(), 4)) is LayerNorm
+    assert type(Norm(config(normalization="RMSNorm"), 4)) is RMSNorm
+    assert type(QKNorm(config(qk_layernorm=True), 4)) is LayerNorm
+    x = torch.randn(2, 4)
+    assert QKNorm(config(), 4)(x) is x
+    with pytest.raises(ValueError, match=r"config.normalization is 'L3Norm': it must be one of"):
+        Norm(config(normalization="L3Norm"), 4)
