@@ -1,0 +1,83 @@
+"""Enter and leave the emulation."""
+
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _device
+
+from megatron_ext.emulation.redirections import redirections
+
+_ABSENT = object()
+_lock = threading.Lock()
+_entered = 0  # how many `with megatron_on_cpu()` are open in this process
+_undo = ExitStack()
+
+
+@contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Megatron-Core runs on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
+
+    For laptops, CI and debuggers: what Megatron would do on CUDA device 0 it does on the CPU, unmodified. It may be
+    entered before or after `megatron.core` is imported, by several threads, and again inside itself (the outermost one
+    counts); it holds for all threads of the process. On leaving, also by an exception, every attribute that was
+    replaced is the original object again. Models and optimizers built inside belong inside.
+
+    Megatron needs its local layers here (no Apex, no Transformer Engine): `transformer_impl="local"`, no gradient
+    accumulation fusion, no persistent layer norm, no masked softmax fusion. `torch.compile`d functions run as plain
+    Python inside.
+
+    Raises:
+        RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda".
+    """
+    global _entered, _undo
+    with _lock:
+        if _entered == 0:
+            _undo = _enter()
+        _entered += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                _undo.close()
+
+
+def _enter() -> ExitStack:
+    """Make all replacements; closing the stack takes them back, the last one first."""
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
+            "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
+        )
+    _let_torch_see_itself()
+    with ExitStack() as undo:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for owner, replacements in redirections():
+            for name, new in replacements.items():
+                entries = owner if isinstance(owner, MutableMapping) else vars(owner)
+                undo.callback(_put, owner, name, entries.get(name, _ABSENT))
+                _put(owner, name, new)
+        return undo.pop_all()
+
+
+def _let_torch_see_itself() -> None:
+    """torch keeps tables of its own functions, made at first use. Made inside, they would hold our replacements."""
+    torch.compile(lambda: None)
+    torch.jit._builtins._get_builtin_table()
+    _device._device_constructors()
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, MutableMapping):
+        if value is _ABSENT:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+    elif value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -1,0 +1,285 @@
+"""What megatron_on_cpu() replaces, and with what: one table, and the few stand-ins that it needs.
+
+Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's, its
+random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
+
+Functions are replaced, rather than intercepted by a `TorchFunctionMode`: a mode costs every torch call and every
+`tensor.shape` about a microsecond and holds for one thread only, where these hold for all and cost only those who call.
+"""
+
+import builtins
+import functools
+import inspect
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+_CPU = torch.device("cpu")
+
+# Everything that takes `device=` and makes a tensor.
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
+    "zeros_like"
+)
+_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`: on a device that never lags behind, an event is a moment."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`: work is done when the call returns, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.cuda_stream = _CPU, 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that gives `value` whatever it is asked."""
+    return lambda *args, **kwargs: value
+
+
+_nothing = _answer(None)
+
+
+def _cpu_for(device: Any) -> Any:
+    """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.split(":")[0] == "cuda" else device
+    return _CPU if type(device) is int else device
+
+
+def _on_cpu(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+    """`function`, asked for the CPU where it is asked for CUDA: in `device=`, or in its argument at `position`."""
+
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _cpu_for(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
+        if position is not None and len(args) > position:
+            args = (*args[:position], _cpu_for(args[position]), *args[position + 1 :])
+        return function(*args, **kwargs)
+
+    return redirected
+
+
+def _over_gloo(create_group: Callable[..., Any], default: str | None) -> Callable[..., Any]:
+    """`create_group` with gloo in the place of NCCL, and without what only NCCL understands."""
+    signature = inspect.signature(create_group)
+
+    @functools.wraps(create_group)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        backend = given.get("backend") or default
+        if backend is None or "nccl" in backend:
+            given["backend"] = backend and "gloo"
+            given.pop("pg_options", None)
+        given.pop("device_id", None)
+        return create_group(**given)
+
+    return redirected
+
+
+def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL's binding takes split sizes as tensors, gloo's wants lists."""
+
+    @functools.wraps(all_to_all_single)
+    def redirected(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lists = [a.tolist() if isinstance(a, Tensor) else a for a in args]
+        named = {k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+        return all_to_all_single(output, input, *lists, **named)
+
+    return redirected
+
+
+def _loading_to_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def redirected(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(f, map_location if callable(map_location) else _CPU, *args, **kwargs)
+
+    return redirected
+
+
+def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizers tell dtypes apart by names such as 'torch.cuda.FloatTensor'."""
+
+    @functools.wraps(tensor_type)
+    def redirected(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return tensor_type(self, dtype, *args, **kwargs)
+
+    return redirected
+
+
+def _refuse_cuda() -> None:
+    raise RuntimeError(
+        "CUDA was asked for inside megatron_on_cpu(), by a way that the emulation does not redirect: ask for "
+        "device='cpu' there, or leave the emulation first"
+    )
+
+
+def _device_count() -> int:
+    """One "device" for each rank of this machine, as a launcher tells it: scripts check their local rank against it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _host_memory() -> tuple[int, int]:
+    """Free and total bytes of the host."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="CPU", major=8, minor=0, total_memory=_host_memory()[1], multi_processor_count=os.cpu_count()
+    )
+
+
+def _cuda() -> dict[str, Any]:
+    """The functions of `torch.cuda`."""
+    generator = torch.default_generator
+    stream = Stream()
+    return {
+        # the device: one, ready, of a generation with bf16 and without fp8
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),  # so that torch.cuda._lazy_call calls at once instead of putting it off
+        "_lazy_init": _refuse_cuda,
+        "init": _nothing,
+        "device_count": _device_count,
+        "current_device": _answer(0),
+        "set_device": _nothing,
+        "device": nullcontext,
+        "synchronize": _nothing,
+        "get_device_properties": _device_properties,
+        "get_device_capability": _answer((8, 0)),
+        "get_device_name": _answer("CPU"),
+        "is_bf16_supported": _answer(True),
+        # random numbers: the CPU generator's (not torch.manual_seed, which itself calls torch.cuda.manual_seed_all)
+        "default_generators": (generator,),
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "seed": generator.seed,
+        "seed_all": generator.seed,
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        # streams and events
+        "Stream": Stream,
+        "Event": Event,
+        "stream": nullcontext,
+        "current_stream": _answer(stream),
+        "default_stream": _answer(stream),
+        "set_stream": _nothing,
+        "is_current_stream_capturing": _answer(False),
+        # memory: every figure that torch.cuda derives from its statistics is 0
+        "memory_stats": lambda device=None: defaultdict(int),
+        "mem_get_info": lambda device=None: _host_memory(),
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "reset_peak_memory_stats": _nothing,
+        "reset_accumulated_memory_stats": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+    }
+
+
+def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced."""
+    cuda = _cuda()
+    yield torch.cuda, cuda
+    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
+        yield module, {name: new for name, new in cuda.items() if name in vars(module)}
+    yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
+    yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
+    yield torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()}
+    yield torch, {
+        "load": _loading_to_cpu(torch.load),
+        "is_autocast_enabled": _on_cpu(torch.is_autocast_enabled, position=0),
+        "get_autocast_dtype": _on_cpu(torch.get_autocast_dtype, position=0),
+    }
+    yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
+    yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
+    yield Tensor, {name: _on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()}
+    yield Tensor, {
+        "to": _on_cpu(Tensor.to, position=1),
+        "cuda": lambda self, *args, **kwargs: self,
+        "type": _type_on_cuda(Tensor.type),
+        "pin_memory": lambda self, device=None: self.clone(),  # a copy, as on CUDA: callers free the original
+        "record_stream": _nothing,
+    }
+    yield dist, {
+        "init_process_group": _over_gloo(dist.init_process_group, default="gloo"),
+        "new_group": _over_gloo(dist.new_group, default=None),  # None: as the default group
+        "all_to_all_single": _with_split_lists(dist.all_to_all_single),
+    }
+    # Megatron's MoE reads this name, which it only defines where Transformer Engine is installed; builtins come last in
+    # the look-up of a name.
+    yield builtins, {"te_general_gemm": None}
+    # Megatron insists on this variable, which orders CUDA kernels, wherever tensors are sharded.
+    yield os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    yield _legacy_fused_kernels()
+
+
+def _legacy_fused_kernels() -> tuple[Any, dict[str, Any]]:
+    """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
+    name = "megatron.legacy.fused_kernels"
+    if name in sys.modules:
+        return sys.modules[name], {"load": _nothing}
+    kernels = ModuleType(name)
+    kernels.load = _nothing  # type: ignore[attr-defined]
+    return sys.modules, {name: kernels}

@@ -1,0 +1,294 @@
+"""Tiny GPT models on real Megatron-Core, on CPU: what the tests of several rooms compare with each other.
+
+    @ranks(2)
+    def test_something():
+        with model_parallel(tp=2):
+            losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
+
+Weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same model at
+every size of tensor, pipeline and expert parallelism, and for every layer spec that names its parameters alike.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.emulation import megatron_on_cpu
+
+VOCAB = 64
+SEQUENCE = 16
+
+
+@contextmanager
+def model_parallel(
+    tp: int = 1, pp: int = 1, vp: int | None = None, cp: int = 1, ep: int = 1, seed: int = 123, **sizes
+) -> Iterator[None]:
+    """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
+
+    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed.
+    """
+    with megatron_on_cpu():
+        from megatron.core import num_microbatches_calculator, parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        groups = set(dist.distributed_c10d._world.pg_map)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vp,
+                context_parallel_size=cp,
+                expert_model_parallel_size=ep,
+                create_gloo_process_groups=False,
+                **sizes,
+            )
+            torch.manual_seed(seed)
+            model_parallel_cuda_manual_seed(seed)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            num_microbatches_calculator.destroy_num_microbatches_calculator()
+            MTPLossLoggingHelper.tracker.clear()
+            moe_utils.clear_aux_losses_tracker()
+            for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron forgets its groups, gloo keeps them
+                dist.destroy_process_group(group)
+
+
+def tiny_config(**overrides):
+    """A `TransformerConfig` that runs on CPU, with the parallel sizes of the surrounding `model_parallel`."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 64,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": virtual_stages,
+        # As Megatron-LM demands for interleaving: batched, two messages between one pair of stages could change places.
+        "overlap_p2p_comm": virtual_stages is not None,
+        "batch_p2p_comm": virtual_stages is None,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "pipeline_dtype": torch.float32,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**settings | overrides)
+
+
+def stock_spec(config, vp_stage: int | None = None):
+    """Megatron's local layers. Under sequence parallelism, which its torch norms refuse, with norms that bear it."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    if not config.sequence_parallel:
+        return layer
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _SequenceParallelNorm
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_SequenceParallelNorm)
+
+
+class _SequenceParallelNorm(torch.nn.LayerNorm):
+    """A LayerNorm on this rank's tokens; the mark has Megatron sum its gradients over the tensor-parallel ranks."""
+
+    def __init__(self, config, hidden_size, eps=1e-5):
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def tiny_gpt(spec=None, *, tied: bool = True, vocab_size: int = VOCAB, model: dict | None = None, **overrides):
+    """This rank's GPTModel, as a list of its chunks: one, or as many as there are virtual pipeline stages.
+
+    `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None: Megatron's
+    local layers. `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    config = tiny_config(**overrides)
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in [None] if stages is None else range(stages):
+        layers = spec or stock_spec
+        if not isinstance(layers, (ModuleSpec, TransformerBlockSubmodules)):
+            layers = layers(config, stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        mtp = None
+        if config.mtp_num_layers and last:
+            mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=stage)
+        arguments = {
+            "vocab_size": vocab_size,
+            "max_sequence_length": SEQUENCE,
+            "share_embeddings_and_output_weights": tied,
+            "position_embedding_type": "rope",
+            "mtp_block_spec": mtp,
+            "vp_stage": stage,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            "post_process": last,
+        }
+        chunks.append(GPTModel(config, layers, **arguments | (model or {})))
+        set_weights(chunks[-1])
+    return chunks
+
+
+@torch.no_grad()
+def set_weights(model, seed: int = 0) -> None:
+    """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    for shard in nested_values(state):
+        if not isinstance(shard, ShardedTensor):
+            continue
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(shard.key.encode()))
+        whole = 0.05 * torch.randn(shard.global_shape, generator=generator)
+        if "norm" in shard.key and shard.key.endswith("weight"):
+            whole += 1
+        layer, offsets = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
+        own = tuple(slice(start, start + n) for start, n in zip(offsets, shard.local_shape, strict=True))
+        shard.data.copy_(whole[layer][own])
+
+
+def tiny_batches(steps: int = 1, batch: int = 4, seq: int = SEQUENCE, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
+    """int64 [steps, batch, seq + 1]: random token ids, the same on all ranks; labels are the inputs one further on."""
+    return torch.randint(vocab_size, (steps, batch, seq + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def causal_mask(seq: int) -> Tensor:
+    """bool [1, 1, seq, seq], True where Megatron's local attention must not look."""
+    return torch.ones(seq, seq, dtype=torch.bool).triu(1)[None, None]
+
+
+def forward_step(microbatches: Iterator[Tensor], model):
+    """What Megatron's schedules call: runs `model` on the next [micro_batch, seq + 1] token ids."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    tokens_BS = next(microbatches)
+    size, seq = tokens_BS.shape[0], tokens_BS.shape[1] - 1
+    batch = {
+        "tokens": tokens_BS[:, :-1],
+        "labels": tokens_BS[:, 1:],
+        "position_ids": torch.arange(seq).expand(size, seq),
+    }
+    if parallel_state.get_context_parallel_world_size() > 1:
+        batch = get_batch_on_this_cp_rank(batch)
+        mask = None
+    else:
+        mask = causal_mask(seq)
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+
+    def loss(per_token_BS: Tensor):
+        mean = per_token_BS.sum() / (size * seq)  # of this rank's tokens under context parallelism: its part of the mean
+        return mean, mean.detach().clone()
+
+    return output, loss
+
+
+def run_schedule(chunks: list, tokens_BS: Tensor, *, micro_batch: int = 1, step=forward_step, forward_only=False) -> float:
+    """Megatron's schedule for the current sizes over one global batch; gives its mean loss, on every rank."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    own = tokens_BS.chunk(replicas)[parallel_state.get_data_parallel_rank()]
+    microbatches = own.split(micro_batch)
+    losses = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(microbatches) for _ in chunks],
+        model=chunks,
+        num_microbatches=len(microbatches),
+        seq_length=tokens_BS.shape[1] - 1,
+        micro_batch_size=micro_batch,
+        forward_only=forward_only,
+    )
+    loss = torch.stack(losses).mean() if losses else torch.zeros(())  # only the last stage has them
+    for group in (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ):
+        dist.all_reduce(loss, group=group)
+    return loss.item() / replicas
+
+
+def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
+    """`chunks` in Megatron's DistributedDataParallel, their config set up for its schedules."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
+    config = chunks[0].config
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def make_optimizer(chunks: list, *, lr: float = 3e-4, **settings):
+    """Megatron's distributed Adam for chunks that `data_parallel` returned."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=True, **settings)
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+
+
+def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4, micro_batch: int = 1, step=forward_step) -> list[float]:
+    """Train on `batches` [steps, batch, seq + 1] with Megatron's own means; gives the loss of each step on every rank.
+
+    Data parallelism with the distributed optimizer (Adam, clipped gradients), the schedule for the current pipeline
+    sizes, and `finalize_model_grads`.
+    """
+    chunks = data_parallel(chunks)
+    optimizer = make_optimizer(chunks, lr=lr)
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    losses = []
+    for tokens_BS in batches:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses.append(run_schedule(chunks, tokens_BS, micro_batch=micro_batch, step=step))
+        updated, _, _ = optimizer.step()
+        assert updated
+    return losses
+
+
+def loss_and_grads(
+    chunks: list, tokens_BS: Tensor, *, micro_batch: int = 1, step=forward_step
+) -> tuple[float, dict[str, Tensor]]:
+    """One forward and backward without an optimizer: the loss, and the final gradient of each local parameter by name."""
+    wrapped = data_parallel(chunks, distributed_optimizer=False)
+    for chunk in wrapped:
+        chunk.zero_grad_buffer()
+    loss = run_schedule(wrapped, tokens_BS, micro_batch=micro_batch, step=step)
+    return loss, {
+        f"{i}.{name}": parameter.main_grad.clone()
+        for i, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
