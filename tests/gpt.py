@@ -33,7 +33,6 @@ def model_parallel(
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -48,16 +47,23 @@ def model_parallel(
                 create_gloo_process_groups=False,
                 **sizes,
             )
-            torch.manual_seed(seed)
-            model_parallel_cuda_manual_seed(seed)
+            seed_ranks(seed)
             yield
         finally:
             parallel_state.destroy_model_parallel()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.clear_aux_losses_tracker()
-            for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron forgets its groups, gloo keeps them
+            for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
+
+
+def seed_ranks(seed: int = 123) -> None:
+    """Restart all random numbers: those shared by the tensor-parallel ranks, and each rank's own (dropout's)."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 def tiny_config(**overrides):
@@ -82,6 +88,7 @@ def tiny_config(**overrides):
         "batch_p2p_comm": virtual_stages is None,
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "mtp_loss_scaling_factor": 0.1,
         "pipeline_dtype": torch.float32,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
@@ -117,8 +124,8 @@ class _SequenceParallelNorm(torch.nn.LayerNorm):
 def tiny_gpt(spec=None, *, tied: bool = True, vocab_size: int = VOCAB, model: dict | None = None, **overrides):
     """This rank's GPTModel, as a list of its chunks: one, or as many as there are virtual pipeline stages.
 
-    `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None: Megatron's
-    local layers. `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
+    `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None:
+    Megatron's local layers. `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -202,13 +209,15 @@ def forward_step(microbatches: Iterator[Tensor], model):
     output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
 
     def loss(per_token_BS: Tensor):
-        mean = per_token_BS.sum() / (size * seq)  # of this rank's tokens under context parallelism: its part of the mean
+        mean = per_token_BS.sum() / (size * seq)  # under context parallelism this rank's part of it
         return mean, mean.detach().clone()
 
     return output, loss
 
 
-def run_schedule(chunks: list, tokens_BS: Tensor, *, micro_batch: int = 1, step=forward_step, forward_only=False) -> float:
+def run_schedule(
+    chunks: list, tokens_BS: Tensor, *, micro_batch: int = 2, step=forward_step, forward_only=False
+) -> float:
     """Megatron's schedule for the current sizes over one global batch; gives its mean loss, on every rank."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -259,12 +268,16 @@ def make_optimizer(chunks: list, *, lr: float = 3e-4, **settings):
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
 
 
-def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4, micro_batch: int = 1, step=forward_step) -> list[float]:
+def train_steps(
+    chunks: list, batches: Tensor, *, lr: float = 3e-4, micro_batch: int = 2, step=forward_step
+) -> list[float]:
     """Train on `batches` [steps, batch, seq + 1] with Megatron's own means; gives the loss of each step on every rank.
 
     Data parallelism with the distributed optimizer (Adam, clipped gradients), the schedule for the current pipeline
-    sizes, and `finalize_model_grads`.
+    sizes, and `finalize_model_grads`. Random numbers restart with the first step, so that two models draw the same
+    dropout.
     """
+    seed_ranks()
     chunks = data_parallel(chunks)
     optimizer = make_optimizer(chunks, lr=lr)
     chunks[0].config.grad_scale_func = optimizer.scale_loss
@@ -280,9 +293,10 @@ def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4, micro_batch:
 
 
 def loss_and_grads(
-    chunks: list, tokens_BS: Tensor, *, micro_batch: int = 1, step=forward_step
+    chunks: list, tokens_BS: Tensor, *, micro_batch: int = 2, step=forward_step
 ) -> tuple[float, dict[str, Tensor]]:
-    """One forward and backward without an optimizer: the loss, and the final gradient of each local parameter by name."""
+    """One forward and backward: the loss, and each local parameter's final gradient by name ("chunk.name")."""
+    seed_ranks()
     wrapped = data_parallel(chunks, distributed_optimizer=False)
     for chunk in wrapped:
         chunk.zero_grad_buffer()

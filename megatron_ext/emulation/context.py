@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _device
 
 from megatron_ext.emulation.redirections import redirections
 
@@ -26,8 +25,8 @@ def megatron_on_cpu() -> Iterator[None]:
     replaced is the original object again. Models and optimizers built inside belong inside.
 
     Megatron needs its local layers here (no Apex, no Transformer Engine): `transformer_impl="local"`, no gradient
-    accumulation fusion, no persistent layer norm, no masked softmax fusion. `torch.compile`d functions run as plain
-    Python inside.
+    accumulation fusion, no persistent layer norm, no masked softmax fusion. Compiled functions run as plain Python inside;
+    what `torch.compile` decorates there compiles as soon as it is called outside.
 
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda".
@@ -67,8 +66,8 @@ def _enter() -> ExitStack:
 def _let_torch_see_itself() -> None:
     """torch keeps tables of its own functions, made at first use. Made inside, they would hold our replacements."""
     torch.compile(lambda: None)
-    torch.jit._builtins._get_builtin_table()
-    _device._device_constructors()
+    with torch.device("cpu"):
+        torch.empty(0)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """What megatron_on_cpu() replaces, and with what: one table, and the few stand-ins that it needs.
 
-Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's, its
-random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
+Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
+its random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
 
 Functions are replaced, rather than intercepted by a `TorchFunctionMode`: a mode costs every torch call and every
 `tensor.shape` about a microsecond and holds for one thread only, where these hold for all and cost only those who call.
@@ -156,8 +156,8 @@ def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(tensor_type)
     def redirected(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+        if dtype is None:  # under a TorchFunctionMode this function runs twice, once around itself
+            return "torch.cuda." + tensor_type(self).removeprefix("torch.").removeprefix("cuda.")
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return tensor_type(self, dtype, *args, **kwargs)
@@ -238,41 +238,34 @@ def _cuda() -> dict[str, Any]:
     }
 
 
-def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced."""
-    cuda = _cuda()
-    yield torch.cuda, cuda
-    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
-        yield module, {name: new for name, new in cuda.items() if name in vars(module)}
-    yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
-    yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
-    yield torch, {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()}
-    yield torch, {
+def _torch() -> dict[str, Any]:
+    return {
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
         "load": _loading_to_cpu(torch.load),
         "is_autocast_enabled": _on_cpu(torch.is_autocast_enabled, position=0),
         "get_autocast_dtype": _on_cpu(torch.get_autocast_dtype, position=0),
     }
-    yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
-    yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
-    yield Tensor, {name: _on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()}
-    yield Tensor, {
+
+
+def _tensor() -> dict[str, Any]:
+    """The methods of tensors."""
+    return {
+        **{name: _on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()},
         "to": _on_cpu(Tensor.to, position=1),
         "cuda": lambda self, *args, **kwargs: self,
         "type": _type_on_cuda(Tensor.type),
         "pin_memory": lambda self, device=None: self.clone(),  # a copy, as on CUDA: callers free the original
         "record_stream": _nothing,
     }
-    yield dist, {
+
+
+def _distributed() -> dict[str, Any]:
+    """The functions of `torch.distributed`."""
+    return {
         "init_process_group": _over_gloo(dist.init_process_group, default="gloo"),
-        "new_group": _over_gloo(dist.new_group, default=None),  # None: as the default group
+        "new_group": _over_gloo(dist.new_group, default=None),  # None: the default group's
         "all_to_all_single": _with_split_lists(dist.all_to_all_single),
     }
-    # Megatron's MoE reads this name, which it only defines where Transformer Engine is installed; builtins come last in
-    # the look-up of a name.
-    yield builtins, {"te_general_gemm": None}
-    # Megatron insists on this variable, which orders CUDA kernels, wherever tensors are sharded.
-    yield os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    yield _legacy_fused_kernels()
 
 
 def _legacy_fused_kernels() -> tuple[Any, dict[str, Any]]:
@@ -283,3 +276,24 @@ def _legacy_fused_kernels() -> tuple[Any, dict[str, Any]]:
     kernels = ModuleType(name)
     kernels.load = _nothing  # type: ignore[attr-defined]
     return sys.modules, {name: kernels}
+
+
+def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced."""
+    cuda = _cuda()
+    yield torch.cuda, cuda
+    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
+        yield module, {name: new for name, new in cuda.items() if name in vars(module)}
+    yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
+    yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
+    yield torch, _torch()
+    yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
+    yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
+    yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
+    yield Tensor, _tensor()
+    yield dist, _distributed()
+    # Megatron's MoE reads this name, which only Transformer Engine brings; the look-up of a name ends in builtins.
+    yield builtins, {"te_general_gemm": None}
+    # Megatron insists on this variable, which orders CUDA kernels, wherever tensors are sharded.
+    yield os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    yield _legacy_fused_kernels()
