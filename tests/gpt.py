@@ -5,13 +5,14 @@
         with model_parallel(tp=2):
             losses = train_steps(tiny_gpt(), tiny_batches(steps=30))
 
-Weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same model at
-every size of tensor, pipeline and expert parallelism, and for every layer spec that names its parameters alike.
+By default weights depend on parameter names alone, never on how the model is sharded: the same overrides give the same
+model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
 """
 
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def model_parallel(
             parallel_state.destroy_model_parallel()
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
-            moe_utils.clear_aux_losses_tracker()
+            moe_utils.get_moe_layer_wise_logging_tracker().clear()
             for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
 
@@ -121,11 +122,20 @@ class _SequenceParallelNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
-def tiny_gpt(spec=None, *, tied: bool = True, vocab_size: int = VOCAB, model: dict | None = None, **overrides):
+def tiny_gpt(
+    spec=None,
+    *,
+    tied: bool = True,
+    weights: Literal["names", "init"] = "names",
+    vocab_size: int = VOCAB,
+    model: dict | None = None,
+    **overrides,
+):
     """This rank's GPTModel, as a list of its chunks: one, or as many as there are virtual pipeline stages.
 
     `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None:
-    Megatron's local layers. `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
+    Megatron's local layers. `weights`: drawn for each parameter name (see the top), or as the model initialises itself.
+    `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -155,7 +165,8 @@ def tiny_gpt(spec=None, *, tied: bool = True, vocab_size: int = VOCAB, model: di
             "post_process": last,
         }
         chunks.append(GPTModel(config, layers, **arguments | (model or {})))
-        set_weights(chunks[-1])
+        if weights == "names":
+            set_weights(chunks[-1])
     return chunks
 
 

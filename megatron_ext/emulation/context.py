@@ -25,8 +25,8 @@ def megatron_on_cpu() -> Iterator[None]:
     replaced is the original object again. Models and optimizers built inside belong inside.
 
     Megatron needs its local layers here (no Apex, no Transformer Engine): `transformer_impl="local"`, no gradient
-    accumulation fusion, no persistent layer norm, no masked softmax fusion. Compiled functions run as plain Python inside;
-    what `torch.compile` decorates there compiles as soon as it is called outside.
+    accumulation fusion, no persistent layer norm, no masked softmax fusion. Compiled functions run as plain Python
+    inside; what `torch.compile` decorates there compiles as soon as it is called outside.
 
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda".

@@ -291,6 +291,7 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
     yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
     yield Tensor, _tensor()
+    yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield dist, _distributed()
     # Megatron's MoE reads this name, which only Transformer Engine brings; the look-up of a name ends in builtins.
     yield builtins, {"te_general_gemm": None}

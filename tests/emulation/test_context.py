@@ -1,0 +1,332 @@
+"""Entering and leaving the emulation, and what `torch` answers inside it."""
+
+import builtins
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import MutableMapping
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._device import DeviceContext
+
+from megatron_ext.emulation import context, megatron_on_cpu, redirections
+
+OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, torch.jit]
+OWNERS += [torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
+OWNERS += [builtins, os.environ, sys.modules]
+
+
+def snapshot():
+    """Every attribute of everything that the emulation touches, whether it replaces it or not."""
+    return [dict(owner) if isinstance(owner, MutableMapping) else dict(vars(owner)) for owner in OWNERS]
+
+
+def assert_same_objects(before, after):
+    for owner, was, now in zip(OWNERS, before, after, strict=True):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        if owner is sys.modules:  # others may import; what was there stays
+            now = {name: module for name, module in now.items() if name in was or "megatron.legacy" in name}
+        if owner is os.environ:
+            was, now = (
+                {k: sys.intern(v) for k, v in seen.items() if k != "PYTEST_CURRENT_TEST"} for seen in (was, now)
+            )
+        assert was.keys() == now.keys(), f"{where}: {was.keys() ^ now.keys()}"
+        changed = [name for name in was if was[name] is not now[name]]
+        assert not changed, f"{where}: {changed}"
+
+
+@pytest.fixture
+def untouched():
+    """Fails a test that leaves one attribute another object than it was."""
+    context._let_torch_see_itself()  # torch makes its tables, among them attributes of its own, before we look
+    before = snapshot()
+    yield
+    assert_same_objects(before, snapshot())
+
+
+def test_owners_are_all_that_is_replaced():
+    assert {id(owner) for owner, _ in redirections.redirections()} <= {id(owner) for owner in OWNERS}
+
+
+@pytest.mark.usefixtures("untouched")
+def test_restores_every_attribute():
+    before = snapshot()
+    with megatron_on_cpu():
+        replaced = sum(was != now for was, now in zip(before, snapshot(), strict=True))
+        assert replaced >= 10, "the snapshot does not see the replacements"
+
+
+@pytest.mark.usefixtures("untouched")
+def test_restores_after_an_exception():
+    with pytest.raises(ZeroDivisionError), megatron_on_cpu():
+        1 / torch.zeros(1, device="cuda").item()
+
+
+@pytest.mark.usefixtures("untouched")
+def test_restores_what_a_failed_entry_had_replaced(monkeypatch):
+    def broken():
+        yield torch.cuda, {"is_available": lambda: True}
+        raise OSError("no such thing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(context, "redirections", broken)
+        with pytest.raises(OSError, match="no such thing"), megatron_on_cpu():
+            pass
+    with megatron_on_cpu():
+        assert torch.zeros(1, device="cuda").device.type == "cpu"
+
+
+@pytest.mark.usefixtures("untouched")
+def test_nests():
+    outside = torch.zeros
+    with megatron_on_cpu():
+        inside = torch.zeros
+        with megatron_on_cpu():
+            assert torch.zeros is inside
+        assert torch.zeros is inside
+        with pytest.raises(ZeroDivisionError), megatron_on_cpu():
+            1 / 0
+        assert torch.zeros is inside
+    assert torch.zeros is outside
+
+
+@pytest.mark.usefixtures("untouched")
+def test_may_be_entered_again_and_decorate():
+    @megatron_on_cpu()
+    def run():
+        return torch.ones(2, device="cuda").device
+
+    assert [run(), run()] == [torch.device("cpu")] * 2
+
+
+def test_refuses_after_cuda_was_initialised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    before = snapshot()
+    with pytest.raises(RuntimeError, match="after CUDA was initialised.*enter the emulation before"), megatron_on_cpu():
+        pass
+    assert_same_objects(before, snapshot())
+
+
+def test_holds_in_every_thread():
+    devices = []
+    with megatron_on_cpu():
+        thread = threading.Thread(target=lambda: devices.append(torch.zeros(1, device="cuda").device.type))
+        thread.start()
+        thread.join()
+    assert devices == ["cpu"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", 0, torch.device("cuda"), torch.device("cuda", 1)], ids=str)
+def test_cuda_devices_are_the_cpu(device):
+    like = torch.ones(2)
+    with megatron_on_cpu():
+        made = [
+            torch.full((2,), 1.0, device=device),
+            torch.tensor([1.0, 1.0], device=device, pin_memory=True),
+            torch.ones_like(like, device=device),
+            like.new_ones(2, device=device),
+            like.to(device),
+            like.to(device=device),
+            like.to(device, torch.float32, non_blocking=True),
+            like.cuda(device, non_blocking=True),
+            torch.nn.Linear(2, 2, device=device).to(device).cuda().weight.detach().fill_(1)[0],
+        ]
+        if device != 0:
+            with torch.device(device):
+                made.append(torch.ones(2))
+    for tensor in made:
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, like)
+
+
+def test_other_devices_and_dtypes_stay():
+    with megatron_on_cpu():
+        assert torch.empty(2, device="meta").device.type == "meta"
+        assert torch.ones(2).to("meta").device.type == "meta"
+        assert torch.ones(2).to(torch.float64).dtype == torch.float64
+        assert torch.ones(2).to(torch.ones(1, dtype=torch.int8)).dtype == torch.int8
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+
+
+def test_tensor_types_are_named_as_on_cuda():
+    with megatron_on_cpu():
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+        with torch.device("cpu"):  # any function mode makes torch call the method twice
+            assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).type("torch.cuda.HalfTensor").dtype == torch.float16
+        assert torch.ones(1).type(torch.int32).dtype == torch.int32
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_random_numbers_are_those_of_the_cpu_generator():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    with megatron_on_cpu():
+        torch.cuda.manual_seed(7)
+        state = torch.cuda.get_rng_state()
+        assert torch.equal(torch.rand(3, device="cuda"), expected)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3), expected)
+        torch.manual_seed(7)  # which seeds all CUDA devices too
+        assert torch.equal(torch.rand(3), expected)
+        with torch.random.fork_rng(devices=[0]):
+            torch.rand(5)
+        torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_scripts_find_a_device():
+    with megatron_on_cpu():
+        assert torch.cuda.is_available()
+        torch.cuda.set_device(0)
+        device = torch.device("cuda", torch.cuda.current_device())
+        properties = torch.cuda.get_device_properties(device)
+        assert properties.total_memory > 1 << 28
+        assert torch.cuda.get_device_capability() == (properties.major, properties.minor) == (8, 0)
+        assert isinstance(torch.cuda.get_device_name(0), str)
+        assert 0 < torch.cuda.mem_get_info()[0] <= torch.cuda.mem_get_info()[1] == properties.total_memory
+        assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved() == 0
+        assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()
+
+
+def test_one_device_for_each_rank_of_the_machine(monkeypatch):
+    with megatron_on_cpu():
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert torch.cuda.device_count() == 4
+
+
+def test_streams_and_events():
+    with megatron_on_cpu():
+        side, tensor = torch.cuda.Stream(device="cuda"), torch.ones(3, device="cuda")
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.mul_(2)
+        tensor.record_stream(side)
+        torch.cuda.default_stream().wait_event(side.record_event())
+        end.record(side)
+        end.synchronize()
+        torch.cuda.synchronize()
+        assert 0 < start.elapsed_time(end) < 10_000
+        assert tensor.tolist() == [2, 2, 2]
+
+
+def test_autocast():
+    a = torch.ones(2, 2)
+    with megatron_on_cpu():
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+            assert (a @ a).dtype == torch.bfloat16
+        assert not torch.is_autocast_enabled("cuda")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_pinned_memory_is_a_copy():
+    tensor = torch.ones(2)
+    with megatron_on_cpu():
+        pinned = tensor.pin_memory()
+    assert pinned.data_ptr() != tensor.data_ptr()
+    assert torch.equal(pinned, tensor)
+
+
+@pytest.mark.parametrize("location", [None, "cuda", "cuda:1", {"cuda:0": "cuda:1"}, lambda storage, location: storage])
+def test_files_load_to_the_cpu(tmp_path, location):
+    torch.save({"x": torch.arange(3)}, tmp_path / "file.pt")
+    with megatron_on_cpu():
+        loaded = torch.load(tmp_path / "file.pt", map_location=location)
+    assert torch.equal(loaded["x"], torch.arange(3))
+
+
+def test_default_device():
+    with megatron_on_cpu():
+        torch.set_default_device("cuda")
+        try:
+            assert torch.ones(1).device.type == "cpu"
+        finally:
+            torch.set_default_device(None)
+
+
+def test_what_is_not_redirected_says_so():
+    with megatron_on_cpu(), pytest.raises(RuntimeError, match=r"megatron_on_cpu\(\).*does not redirect"):
+        torch._C._VariableFunctions.zeros(1, device="cuda")
+
+
+def test_nothing_is_compiled_inside_and_everything_outside():
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    def body(x):
+        return torch.zeros(2) + x.to(torch.float64)
+
+    before = torch.compile(body, backend=backend, fullgraph=True)
+    with megatron_on_cpu():
+        inside = torch.compile(body, backend=backend, fullgraph=True)
+        assert torch.equal(before(torch.ones(2)), torch.ones(2).double())
+        assert torch.equal(inside(torch.ones(2)), torch.ones(2).double())
+        scripted = torch.jit.script(body)
+        assert torch.equal(scripted(torch.ones(2)), torch.ones(2).double())
+        assert traced == []
+    assert torch.equal(before(torch.ones(2)), torch.ones(2).double())
+    assert torch.equal(inside(torch.ones(2)), torch.ones(2).double())
+    assert len(traced) == 1
+
+
+FIRST_USE = """
+import torch
+from megatron_ext.emulation import megatron_on_cpu
+
+def body(x):
+    return torch.zeros(2) + torch.empty(2, device=x.device).fill_(1) + x.to(torch.float32)
+
+with megatron_on_cpu():  # whatever torch sets up at first use, it sets up here
+    with torch.device("cuda"):
+        torch.empty(1)
+    torch.compile(body)(torch.ones(2))
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).zero_grad()
+with torch.device("meta"):
+    assert torch.empty(1).is_meta
+assert torch.compile(body, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+assert torch.cuda.is_initialized() is False
+"""
+
+
+def test_nothing_that_torch_remembers_is_left_behind():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_USE], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("entered", ["before", "after"])
+def test_megatron_lm_builds_no_kernels(tmp_path, monkeypatch, entered):
+    """Before or after Megatron-LM's module is imported; `megatron` is a namespace, so a folder of ours can hold it."""
+    package = tmp_path / "megatron" / "legacy" / "fused_kernels"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("def load(args):\n    raise OSError('no nvcc')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "megatron.legacy.fused_kernels"
+    try:
+        if entered == "after":
+            importlib.import_module(name)
+        with megatron_on_cpu():
+            from megatron.legacy import fused_kernels
+
+            fused_kernels.load("arguments")
+        with pytest.raises(OSError, match="no nvcc"):
+            importlib.import_module(name).load("arguments")
+    finally:
+        for module in ("megatron.legacy", name):
+            sys.modules.pop(module, None)
+        vars(sys.modules["megatron"]).pop("legacy", None)
