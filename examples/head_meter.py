@@ -1,0 +1,100 @@
+"""What one call of the head costs in a model that is being trained: memory, time and collectives.
+
+The head is everything from the last hidden states to the per-token losses, and back to the gradients of the hidden
+states and the output weight. It is run as the model runs it, at the sizes of the run, with the layers taken out: the
+decoder hands its input through, so that nothing else is allocated or sent.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.distributed.counting import count_collectives
+
+REPEATS = 5
+
+
+def head_step(model, tokens_BS: Tensor, labels_BS: Tensor) -> Callable[[], None]:
+    """One forward and backward of `model`'s head, for the last pipeline stage's GPTModel (unwrapped)."""
+    config = model.config
+    seq = tokens_BS.shape[1] // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    hidden_SBH = torch.randn(
+        seq, tokens_BS.shape[0], config.hidden_size, device=tokens_BS.device, dtype=config.params_dtype
+    ).requires_grad_()
+    position_ids = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+
+    def step() -> None:
+        hidden_SBH.grad = None
+        loss_BS = model(tokens_BS, position_ids, None, decoder_input=hidden_SBH, labels=labels_BS)
+        loss_BS.mean().backward()
+
+    return step
+
+
+@contextmanager
+def without_layers(model):
+    """`model.decoder` returns its input."""
+    model.decoder.forward = lambda hidden_states, **kwargs: hidden_states
+    try:
+        yield
+    finally:
+        del model.decoder.forward
+
+
+class _AllocationMeter(TorchDispatchMode):
+    """The largest sum of the storages, in bytes, that were allocated under it and alive at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._older = WeakSet[UntypedStorage]()
+        self._live = WeakSet[UntypedStorage]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._older.update(self._storages((args, kwargs)) - {*self._live})
+        result = func(*args, **(kwargs or {}))
+        self._live.update(self._storages(result) - {*self._older})
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._live))
+        return result
+
+    @staticmethod
+    def _storages(tree) -> set[UntypedStorage]:
+        return {leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+def peak_mib(step: Callable[[], None], device: torch.device) -> float:
+    """Highest MiB allocated at any moment of `step`, above what was allocated before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+    with _AllocationMeter() as meter:
+        step()
+    return meter.peak / 2**20
+
+
+def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor) -> dict[str, float]:
+    """Peak MiB, median milliseconds and number of collectives of one head step on this rank; all its peers call it."""
+    with without_layers(model):
+        step = head_step(model, tokens_BS, labels_BS)
+        step()  # the first call fills caches
+        peak = peak_mib(step, tokens_BS.device)
+        times_ms = []
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            step()
+            if tokens_BS.is_cuda:
+                torch.cuda.synchronize()
+            times_ms.append((time.perf_counter() - start) * 1e3)
+        # One thread for the backward too: the counter sees the thread it was entered in.
+        with torch.autograd.set_multithreading_enabled(False), count_collectives() as counts:
+            step()
+    return {"peak_mib": peak, "time_ms": statistics.median(times_ms), "collectives": sum(counts.values())}
