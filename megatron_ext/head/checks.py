@@ -1,0 +1,195 @@
+"""What the head refuses. Faults that every rank can see are raised before anything is communicated.
+
+Those that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
+several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.rows import MAX, SUM_EXP
+from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE
+
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def values_readable(x: Tensor) -> bool:
+    """Whether reading `x`'s values costs nothing and is possible: a real CPU tensor outside of `torch.compile`."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(x)
+
+
+def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
+    """Raises ValueError unless `x` is a floating tensor (of `dims` dims)."""
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; cast it")
+    if x.dim() == 0 or (dims is not None and x.dim() != dims):
+        wanted = "at least 1" if dims is None else str(dims)
+        raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
+
+
+def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
+    """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`.
+
+    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
+    compiling or on fake tensors it is not looked at.
+    """
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+    readable = values_readable(labels)
+    if not readable and labels.device.type != "cuda":
+        return
+    wrong = ((labels < 0) | (labels >= size)) & (labels != ignore_index)
+    if readable:
+        if wrong.any():
+            raise ValueError(
+                f"labels holds {labels[wrong][0].item()}: each must be in [0, {size}), the vocabulary, or ignore_index "
+                f"({ignore_index}); mark tokens that do not count with ignore_index"
+            )
+    elif not torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), f"labels: each must be in [0, {size}) or ignore_index ({ignore_index})")
+
+
+def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
+    """Raises ValueError unless the per-token tensor `x` is shaped as `labels`."""
+    if x.shape != labels.shape:
+        raise ValueError(
+            f"{argument} has shape {tuple(x.shape)}, labels {tuple(labels.shape)}: they must be equal; "
+            f"give one number per token"
+        )
+    if x.device != labels.device:
+        raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
+
+
+def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
+    """`vocab`, or equal shards in rank order.
+
+    Raises:
+        ValueError: `vocab` is something else than a VocabShard.
+    """
+    if vocab is None:
+        return VocabShard.equal(columns, group)
+    if not isinstance(vocab, VocabShard):
+        raise ValueError(
+            f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
+            f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
+        )
+    return vocab
+
+
+def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
+    """Whether the shard's width is that of the tensor, and a shard of one rank the whole vocabulary."""
+    if ranks == 1 and vocab.counted != vocab.size:
+        return ValueError(
+            f"vocab is {vocab}, a part of the vocabulary, on one rank: it must be the whole; pass the tp_group whose "
+            f"ranks hold the rest"
+        )
+    if vocab.columns == columns:
+        return None
+    return ValueError(
+        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; "
+        f"pass the VocabShard of this rank's own columns"
+    )
+
+
+def linear_fault(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int
+) -> ValueError | None:
+    """What is wrong with this rank's weight or bias, seen from its hidden states."""
+    try:
+        check_floating("weight", weight, 2)
+        if bias is not None:
+            check_floating("bias", bias, 1)
+    except ValueError as fault:
+        return fault
+    if weight.shape[1] != hidden.shape[-1]:
+        return ValueError(
+            f"weight has shape {tuple(weight.shape)}, hidden {tuple(hidden.shape)}: their last dims must be equal; "
+            f"weight is this rank's [V/R, D]"
+        )
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.device != hidden.device:
+            return ValueError(f"{name} is on {x.device}, hidden on {hidden.device}: move them to one device")
+        if x is not None and x.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            return ValueError(f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal; cast one, or autocast")
+    if bias is not None and bias.shape[0] != weight.shape[0]:
+        return ValueError(
+            f"bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: bias must have one entry per row of "
+            f"weight; pass this rank's shard of it"
+        )
+    return None if vocab is None else shard_fault(vocab, weight.shape[0], "weight", ranks)
+
+
+def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int) -> ValueError | None:
+    """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
+
+    Only a slice can be wrong on one rank alone; what all ranks see is raised.
+
+    Raises:
+        ValueError: hidden states and labels are on two devices, replicated hidden states have another shape than the
+            labels, or the labels cannot be sliced.
+    """
+    if hidden.device != labels.device:
+        raise ValueError(f"labels is on {labels.device}, hidden on {hidden.device}: move them to one device")
+    if not in_slices:
+        if hidden.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)}: hidden must be labels' shape "
+                f"and D; transpose one of them if the sequence and batch dims are swapped"
+            )
+        return None
+    if labels.dim() == 0 or labels.shape[0] % ranks:
+        raise ValueError(
+            f'labels has shape {tuple(labels.shape)}: with hidden_layout="sequence" its dim 0, the full sequence, must '
+            f"divide by the {ranks} ranks of tp_group; pad the sequence"
+        )
+    wanted = (labels.shape[0] // ranks, *labels.shape[1:])
+    if tuple(hidden.shape[:-1]) == wanted:
+        return None
+    return ValueError(
+        f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)} over {ranks} ranks: with "
+        f'hidden_layout="sequence" hidden must be [{", ".join(map(str, wanted))}, D], this rank\'s slice of dim 0, and '
+        f'labels the full sequence; use hidden_layout="replicated" if hidden is full'
+    )
+
+
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+    """Raises on every rank alike what only the statistics of all ranks together show.
+
+    Without a host sync: on CUDA a device-side assertion; not looked at while compiling or on fake tensors.
+
+    Raises:
+        ValueError: a rank refused its arguments; the shards do not make up the vocabulary; or every rank holds the
+            whole vocabulary and not a shard of it.
+    """
+    readable = values_readable(stats_RKT) or stats_RKT.is_cuda
+    if stats_RKT.shape[0] == 1 or torch.compiler.is_compiling() or not readable:
+        return
+    size_R, counted_R, stats_RKT = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1], stats_RKT[..., :-1]
+    refused = (size_R == REFUSED).any()
+    refusal = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
+    apart = ((size_R != size_R[0]) | (counted_R.sum() != size_R[0])).any()
+    shards = (
+        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
+        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
+    )
+    # The whole vocabulary on each rank: equal statistics everywhere, not those of constant rows, and no label past the
+    # first rank's columns. Shards of one vocabulary do not look like that.
+    equal = (stats_RKT[:, [MAX, SUM_EXP]] == stats_RKT[:1, [MAX, SUM_EXP]]).all()
+    whole = equal & (labels_T < options.vocab.columns).all() & (stats_RKT[0, SUM_EXP] < options.vocab.columns).any()
+    gathered = (
+        f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
+        f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group"
+    )
+    for wrong, message in ((refused, refusal), (apart, shards), (whole, gathered)):
+        if wrong.is_cuda:
+            torch._assert_async(~wrong, message)
+        elif wrong:
+            raise ValueError(message)

@@ -1,0 +1,85 @@
+"""The head on logits that the caller already has: the same statistics, the same gradient, nothing of their size saved.
+
+Legend: T tokens, V columns of this rank's vocabulary shard. z_TV logits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.head import gradient, statistics
+from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.rows import accumulation_dtype, row_gradient, row_statistics
+from megatron_ext.head.sizes import chunks
+
+
+class LogitsHead(torch.autograd.Function):
+    """`(loss_T, entropy_T or None, hits_T or None)` of logits `[T, V]`, of any strides.
+
+    Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once.
+
+    Communicates: forward one all-gather of statistics at several ranks, backward nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z_TV: Tensor, labels_T: Tensor, options: HeadOptions, into_logits: bool):
+        ctx.set_materialize_grads(False)
+        kept_T = labels_T != options.ignore_index
+        target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
+        stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
+        for rows in chunks(slice(0, z_TV.shape[0]), 0, options.chunk_tokens, z_TV.shape[1], z_TV.device):
+            row_statistics(
+                z_TV[rows],
+                target_T[rows],
+                stats_KT[:, rows],
+                None,
+                None,
+                options.vocab.counted,
+                options.softcap,
+                options.temperature,
+                options.label_smoothing > 0,
+                options.entropy,
+                options.hits,
+            )
+        stats_RKT = statistics.exchange(stats_KT, options)
+        check_exchange(stats_RKT, labels_T, options)
+        stats = statistics.combine(stats_RKT, stats_KT, options)
+        ctx.options, ctx.into_logits = options, into_logits
+        ctx.save_for_backward(z_TV, target_T, kept_T, *stats)
+        entropy = statistics.entropy(stats, kept_T) if options.entropy else None
+        hits = None
+        if stats.hits is not None:
+            hits = stats.hits & kept_T
+            ctx.mark_non_differentiable(hits)
+        return statistics.loss(stats, kept_T, options), entropy, hits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
+        options = ctx.options
+        z_TV, target_T, kept_T, *rest = ctx.saved_tensors
+        stats = statistics.Statistics(*rest)
+        coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
+        scale, slope, offset = gradient.pass_coefficients(stats, coef)
+        value = (coef.target if offset is None else coef.target + offset) * gradient.target_bend(stats, options)
+        dz_TV = z_TV.detach() if ctx.into_logits else torch.empty_like(z_TV)
+        for rows in chunks(slice(0, z_TV.shape[0]), 0, options.chunk_tokens, z_TV.shape[1], z_TV.device):
+            row_gradient(
+                z_TV[rows],
+                False,
+                target_T[rows],
+                stats.peak[rows],
+                scale[rows],
+                None if slope is None else slope[rows],
+                None if offset is None else offset[rows],
+                value[rows],
+                dz_TV[rows],
+                None,
+                options.vocab.counted,
+                options.softcap,
+                options.temperature,
+            )
+        return dz_TV, None, None, None

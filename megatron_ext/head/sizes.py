@@ -1,0 +1,60 @@
+"""How many tokens and columns at a time, and how many tokens' exponentials are kept. Sizes only, no arithmetic."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.checks import values_readable
+from megatron_ext.head.options import HeadOptions
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+_BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 96 << 20}
+_BLOCK_SHARE = {"cpu": 16, "cuda": 8}
+
+
+def chunks(span: slice, border: int, chunk_tokens: int | None, columns: int, device: torch.device) -> list[slice]:
+    """`span` in pieces, none of which crosses `border`."""
+    step = chunk_tokens or _rounded(_CHUNK_ELEMENTS.get(device.type, 1 << 22) // max(columns, 1), 64)
+    found = []
+    for start, stop in ((span.start, min(span.stop, border)), (max(span.start, border), span.stop)):
+        found += [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
+    return found
+
+
+def column_blocks(tokens: int, columns: int, chunk_tokens: int | None, like: Tensor) -> list[slice]:
+    """The shard's columns in blocks, for passes that take all tokens at once: as many as there are token chunks."""
+    if chunk_tokens:
+        step = -(-columns // max(1, -(-tokens // chunk_tokens)))
+    else:
+        kind = like.device.type if like.device.type in _BLOCK_BYTES else "cpu"
+        row = max(tokens, 1) * like.element_size()
+        step = _rounded(max(_BLOCK_BYTES[kind], row * columns // _BLOCK_SHARE[kind]) // row, 128)
+    return [slice(at, min(at + step, columns)) for at in range(0, columns, max(step, 1))]
+
+
+def cached_tokens(options: HeadOptions, tokens: int, columns: int, like: Tensor) -> int:
+    """How many of the first tokens keep their exponentials for backward."""
+    cache = options.cache
+    if not isinstance(cache, str) and cache <= 1:
+        return int(cache * tokens)
+    row = max(columns * like.element_size(), 1)
+    budget = _free_bytes(like) // 2 if isinstance(cache, str) else int(cache)
+    return tokens if budget is None else min(tokens, budget // row)
+
+
+def _free_bytes(like: Tensor) -> int:
+    """Memory that a new tensor beside `like` may take; on fake tensors and while compiling, as much as it likes."""
+    if like.is_cuda and not torch.compiler.is_compiling():
+        try:
+            free, _ = torch.cuda.mem_get_info(like.device)
+            return free + torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+        except (RuntimeError, AssertionError):  # a fake tensor on a machine without the device
+            return 1 << 62
+    if values_readable(like):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1 << 62
+
+
+def _rounded(n: int, multiple: int) -> int:
+    return max(multiple, n // multiple * multiple)

@@ -1,0 +1,114 @@
+"""Row statistics of all ranks made one, and what is read out of them.
+
+Legend: T tokens, K statistics of a shard (see `rows.py`), R ranks. Everything here is `[T]` or `[K, T]`, in fp32 (fp64
+for fp64 input): nothing of vocabulary size.
+
+M and log S stay apart and sums are taken of z - m: at logits near 1000 `z_y - lse` in fp32 is off by 6e-5, and
+`(z_y - M) - log S` by 2e-6.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.rows import MAX, SUM_EXP, TARGET, statistics_rows
+
+# Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
+# it refused its arguments) and how many columns of it are its own.
+SIZE, COUNTED = 0, 1
+REFUSED = -1.0
+
+
+class Statistics(NamedTuple):
+    """Per-token facts about the whole vocabulary, and `peak`, the maximum of this rank's shard (0 if all -inf)."""
+
+    largest: Tensor  # M = max z
+    log_sum: Tensor  # log S, S = sum exp(z - M)
+    target: Tensor  # z_y - M
+    peak: Tensor  # this rank's m, finite
+    mean: Tensor | None  # mean of z - M over the columns that count
+    columns: Tensor | None  # how many those are
+    expected: Tensor | None  # E_p[z - M]
+    hits: Tensor | None  # bool: the label has the largest logit, the lowest id among equals
+
+    @property
+    def log_prob(self) -> Tensor:
+        return self.target - self.log_sum
+
+    @property
+    def lse(self) -> Tensor:
+        return self.largest + self.log_sum
+
+
+def new_statistics(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[K, T + 1]`: room for what `row_statistics` writes, and the column that says whose it is."""
+    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits)
+    stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
+    stats_KT[:, -1] = 0
+    stats_KT[SIZE, -1], stats_KT[COUNTED, -1] = options.vocab.size, options.vocab.counted
+    return stats_KT
+
+
+def exchange(stats_KT: Tensor, options: HeadOptions) -> Tensor:
+    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0."""
+    stats_RKT = stats_KT.unsqueeze(0)
+    return collectives.all_gather(stats_RKT, options.group) if stats_KT.shape[1] > 1 else stats_RKT
+
+
+def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device) -> None:
+    """Take part in the exchange, telling the other ranks that this one refused its arguments."""
+    exchange(new_statistics(tokens, options, dtype, device).fill_(REFUSED), options)
+
+
+def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statistics:
+    """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out."""
+    stats_RKT, own_KT = stats_RKT[..., :-1], own_KT[:, :-1]
+    peaks_RT = stats_RKT[:, MAX]
+    largest = peaks_RT.amax(0)
+    reference = _finite(largest)
+    # Below the common maximum by this much; a shard without a finite column weighs nothing, at any distance.
+    below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
+    weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
+    total = (stats_RKT[:, SUM_EXP] * weight_RT).sum(0)
+    mean = columns = expected = hits = None
+    extra = 3
+    if options.label_smoothing:
+        columns_RT = stats_RKT[:, extra + 1]
+        columns = columns_RT.sum(0)
+        mean = (stats_RKT[:, extra] + columns_RT * below_RT).sum(0) / columns
+        extra += 2
+    if options.entropy:
+        inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
+        expected = (weight_RT * inner_RT).sum(0) / total
+        extra += 1
+    if options.hits:
+        first = (peaks_RT == largest).to(torch.int8).argmax(0, keepdim=True)
+        hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
+    target = stats_RKT[:, TARGET].amax(0) - reference
+    peak = _finite(own_KT[MAX])
+    return Statistics(largest, total.log(), target, peak, mean, columns, expected, hits)
+
+
+def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
+    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept."""
+    value = -stats.log_prob
+    if stats.mean is not None:
+        value = (1 - options.label_smoothing) * value - options.label_smoothing * (stats.mean - stats.log_sum)
+    if options.z_loss:
+        value = value + options.z_loss * stats.lse.square()
+    return value.where(kept_T, 0.0)
+
+
+def entropy(stats: Statistics, kept_T: Tensor | None) -> Tensor:
+    """`log S - E_p[z - M]`, 0 where not kept."""
+    assert stats.expected is not None
+    value = stats.log_sum - stats.expected
+    return value if kept_T is None else value.where(kept_T, 0.0)
+
+
+def _finite(peak_T: Tensor) -> Tensor:
+    """0 where a row has no finite logit: a reference point that can be subtracted."""
+    return peak_T.where(peak_T > -torch.inf, 0.0)
