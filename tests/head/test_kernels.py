@@ -1,0 +1,98 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_ext.head.kernels import blocks
+
+ROOT = Path(__file__).parents[2]
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+# Columns of a rank at the sizes that count: V 128256 whole and in 8 shards, V 152064 in 8.
+SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008}
+
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def test_twins_agree_under_the_interpreter():
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.head.twins"], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"^(\d+) comparisons", done.stdout), done.stdout
+
+
+@pytest.mark.gpu
+def test_twins_agree_on_the_gpu():
+    from tests.head import twins
+
+    twins.main("cuda")
+
+
+def spilled_bytes(kernel, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path) -> int:
+    """Bytes that Hopper's registers do not hold, as ptxas reports them."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    report = subprocess.run(
+        [PTXAS, "-v", "-arch=sm_90a", ptx, "-o", folder / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stderr
+    found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert found, report
+    return int(found[1]) + int(found[2])
+
+
+@pytest.mark.skipif(interpreted, reason="interpreted kernels are not compiled; the ordinary run does")
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_no_spills_on_hopper(shard, everything, tmp_path):
+    from megatron_ext.head.kernels import rows
+
+    columns = SHARDS[shard]
+    pointers = {"exp_ptr": "*bf16", "out_ptr": "*bf16", "target_ptr": "*i64", "source_ptr": "*fp32"}
+    integers = {"columns_all": "i32", "counted": "i32", "target_stride": "i32"}
+    floats = {"softcap": "fp32", "temperature": "fp32", "tiny": "fp32"}
+
+    def types_of(kernel):
+        types = {}
+        for name in kernel.arg_names:
+            if name.endswith("_ptr"):
+                types[name] = pointers.get(name, "*fp32")
+            elif "stride" in name or name in integers:
+                types[name] = integers.get(name, "i64")
+            elif name in floats:
+                types[name] = floats[name]
+        return types
+
+    table = blocks.STATISTICS_AND_MORE if everything else blocks.STATISTICS
+    step, warps = blocks.sizes(table, columns, double=False)
+    flags = ("HAS_BIAS", "HAS_SOFTCAP", "WITH_MEAN", "WITH_ENTROPY", "WITH_HITS")
+    constants = dict.fromkeys(flags, everything) | {
+        "HAS_EXP": True,
+        "WHOLE_ROW": columns <= step,
+        "DTYPE": tl.float32,
+        "BLOCK_V": step,
+    }
+    kernel = rows._statistics_kernel
+    assert spilled_bytes(kernel, types_of(kernel), constants, warps, tmp_path) == 0
+
+    step, warps = blocks.sizes(blocks.GRADIENT, columns, double=False)
+    flags = ("HAS_SCALE", "HAS_SLOPE", "HAS_OFFSET", "HAS_VALUE", "HAS_BIAS", "HAS_SOFTCAP")
+    for source_is_exp in (False, True):
+        constants = dict.fromkeys(flags, everything) | {
+            "SOURCE_IS_EXP": source_is_exp,
+            "DTYPE": tl.float32,
+            "BLOCK_V": step,
+        }
+        kernel = rows._gradient_kernel
+        assert spilled_bytes(kernel, types_of(kernel), constants, warps, tmp_path) == 0
