@@ -7,6 +7,7 @@ nobody imported cannot have been initialised.
 
 import sys
 from types import ModuleType
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -69,6 +70,24 @@ def tensor_parallel_group(group: Group = None, *, expert: bool = False, argument
     return state.get_tensor_model_parallel_group(check_initialized=False)
 
 
+def data_parallel_group() -> Group:
+    """Megatron's group of ranks that hold copies of this rank's parameters (data and context parallel), else None."""
+    state = parallel_state()
+    return None if state is None else state.get_data_parallel_group(with_context_parallel=True)
+
+
+def context_parallel_group(group: Group = None, *, argument: str = "cp_group") -> Group:
+    """The context-parallel group to use: `group` if given, else Megatron's, else None: the sequence is whole.
+
+    Raises:
+        ValueError: `group` does not hold this rank.
+    """
+    if group is not None:
+        return check_group(group, argument)
+    state = parallel_state()
+    return None if state is None else state.get_context_parallel_group(check_initialized=False)
+
+
 def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, argument: str = "tp_group") -> Group:
     """As `tensor_parallel_group`, for callers that cannot guess: None only in a process that stands alone.
 
@@ -85,3 +104,43 @@ def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, 
             f"megatron.core.parallel_state.initialize_model_parallel() first"
         )
     return found
+
+
+class Coordinates(NamedTuple):
+    """This rank's place in each dimension of the model's sharding, and how many tensor-parallel ranks there are."""
+
+    tp_rank: int = 0
+    ep_rank: int = 0
+    etp_rank: int = 0
+    pp_rank: int = 0
+    tp_size: int = 1
+
+
+def coordinates() -> Coordinates | None:
+    """Where Megatron's groups put this rank; in a process that stands alone without Megatron, the only place there is.
+
+    None where it cannot be known: several ranks run, and `parallel_state` is not initialised.
+    """
+    state = parallel_state()
+    if state is None:
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return Coordinates() if alone else None
+    tp_rank, etp_rank = state.get_tensor_model_parallel_rank(), state.get_expert_tensor_parallel_rank()
+    return Coordinates(
+        tp_rank=tp_rank,
+        ep_rank=state.get_expert_model_parallel_rank(),
+        etp_rank=tp_rank if etp_rank is None else etp_rank,  # None: the experts are sharded like everything else
+        pp_rank=state.get_pipeline_model_parallel_rank(),
+        tp_size=state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def cuda_graph_phase() -> str | None:
+    """What Megatron's own CUDA graphs are doing: "warmup" of a layer, "capture", or None."""
+    module = sys.modules.get("megatron.core.transformer.cuda_graphs")
+    if module is None:
+        return None
+    if module.is_graph_capturing():
+        return "capture"
+    warming_up = hasattr(module, "is_graph_warmup") and module.is_graph_warmup()  # not in Megatron-Core 0.14
+    return "warmup" if warming_up else None

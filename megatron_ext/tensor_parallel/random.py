@@ -1,0 +1,106 @@
+"""Random streams and recomputation of tensor-parallel models. Drop-in for megatron.core.tensor_parallel.random.
+
+rng_state: one generator's state; rng_tracker: named streams; process_rng: this process's tracker; seeding: who draws
+what; recompute, recompute_without_output: activations computed again; rerun: what these two share.
+"""
+
+import sys
+from types import ModuleType
+
+from megatron_ext.tensor_parallel.process_rng import (
+    Process,
+    Tracker,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    initialize_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
+from megatron_ext.tensor_parallel.process_rng import fork_rng as _fork_rng
+from megatron_ext.tensor_parallel.process_rng import get_all_states as _get_all_rng_states
+from megatron_ext.tensor_parallel.process_rng import set_all_states as _set_all_rng_states
+from megatron_ext.tensor_parallel.recompute import CheckpointFunction, checkpoint
+from megatron_ext.tensor_parallel.recompute_without_output import (
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputFunction,
+)
+from megatron_ext.tensor_parallel.rerun import Depth, is_checkpointing
+from megatron_ext.tensor_parallel.rerun import set_checkpointing as _set_checkpointing
+from megatron_ext.tensor_parallel.rerun import unset_checkpointing as _unset_checkpointing
+from megatron_ext.tensor_parallel.rng_state import convert_cuda_rng_state
+from megatron_ext.tensor_parallel.rng_state import get_rng_state as _get_cuda_rng_state
+from megatron_ext.tensor_parallel.rng_state import set_rng_state as _set_cuda_rng_state
+from megatron_ext.tensor_parallel.rng_tracker import DATA_PARALLEL as _DATA_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel.rng_tracker import EXPERT_PARALLEL as _EXPERT_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel.rng_tracker import MODEL_PARALLEL as _MODEL_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel.rng_tracker import (
+    CudaRNGStatesTracker,
+    InferenceCudaRNGStatesTracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
+from megatron_ext.tensor_parallel.seeding import model_parallel_cuda_manual_seed
+from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
+
+__all__ = [
+    "_DATA_PARALLEL_RNG_TRACKER_NAME",
+    "_EXPERT_PARALLEL_RNG_TRACKER_NAME",
+    "_MODEL_PARALLEL_RNG_TRACKER_NAME",
+    "CheckpointFunction",
+    "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputFunction",
+    "CudaRNGStatesTracker",
+    "InferenceCudaRNGStatesTracker",
+    "_fork_rng",
+    "_get_all_rng_states",
+    "_get_cuda_rng_state",
+    "_set_all_rng_states",
+    "_set_checkpointing",
+    "_set_cuda_rng_state",
+    "_unset_checkpointing",
+    "checkpoint",
+    "convert_cuda_rng_state",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "initialize_rng_tracker",
+    "is_checkpointing",
+    "is_graph_safe_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+]
+
+
+class _Random(ModuleType):
+    """The module's variables that change: reading and writing them reaches the places where they live."""
+
+    @property
+    def HAVE_TE(self) -> bool:
+        return have_transformer_engine()
+
+    @property
+    def IS_CHECKPOINTING(self) -> bool:
+        return is_checkpointing()
+
+    @IS_CHECKPOINTING.setter
+    def IS_CHECKPOINTING(self, value: bool) -> None:
+        Depth.now = int(value)
+
+    @property
+    def _CUDA_RNG_STATE_TRACKER(self) -> Tracker | None:
+        return Process.tracker
+
+    @_CUDA_RNG_STATE_TRACKER.setter
+    def _CUDA_RNG_STATE_TRACKER(self, tracker: Tracker | None) -> None:
+        Process.tracker = tracker
+
+    @property
+    def _CUDA_RNG_STATE_TRACKER_INITIALIZED(self) -> bool:
+        return Process.tracker is not None
+
+    @_CUDA_RNG_STATE_TRACKER_INITIALIZED.setter
+    def _CUDA_RNG_STATE_TRACKER_INITIALIZED(self, value: bool) -> None:
+        if not value:
+            Process.tracker = None
+
+
+sys.modules[__name__].__class__ = _Random
