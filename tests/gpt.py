@@ -9,6 +9,7 @@ By default weights depend on parameter names alone, never on how the model is sh
 model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
 """
 
+import multiprocessing
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -276,7 +277,20 @@ def make_optimizer(chunks: list, *, lr: float = 3e-4, **settings):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=True, **settings)
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def train_step(chunks: list, optimizer, tokens_BS: Tensor, **schedule) -> tuple[float, float]:
+    """One step of `chunks` in `data_parallel`: the loss, and the norm of all gradients before they were clipped."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = run_schedule(chunks, tokens_BS, **schedule)
+    updated, norm, _ = optimizer.step()
+    assert updated
+    return loss, float(norm)
 
 
 def train_steps(
@@ -291,16 +305,24 @@ def train_steps(
     seed_ranks()
     chunks = data_parallel(chunks)
     optimizer = make_optimizer(chunks, lr=lr)
-    chunks[0].config.grad_scale_func = optimizer.scale_loss
-    losses = []
-    for tokens_BS in batches:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses.append(run_schedule(chunks, tokens_BS, micro_batch=micro_batch, step=step))
-        updated, _, _ = optimizer.step()
-        assert updated
-    return losses
+    return [train_step(chunks, optimizer, tokens_BS, micro_batch=micro_batch, step=step)[0] for tokens_BS in batches]
+
+
+@contextmanager
+def child_processes() -> Iterator[None]:
+    """For `dist_checkpointing.save`, which starts processes: the pool's workers are daemons, which may not have any."""
+    config = multiprocessing.current_process()._config
+    daemon, config["daemon"] = config.get("daemon", False), False
+    try:
+        yield
+    finally:
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        config["daemon"] = daemon
+        filesystem_async._results_queue = None  # else kept for the next save, in a process that waits for it
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
 
 
 def loss_and_grads(

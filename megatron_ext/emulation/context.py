@@ -1,12 +1,15 @@
 """Enter and leave the emulation."""
 
+import sys
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from megatron_ext.emulation.megatron_modules import MODULES, AfterImport
 from megatron_ext.emulation.redirections import redirections
 
 _ABSENT = object()
@@ -53,14 +56,36 @@ def _enter() -> ExitStack:
             "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
         )
     _let_torch_see_itself()
-    with ExitStack() as undo:
+    undo = ExitStack()
+    try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for owner, replacements in redirections():
-            for name, new in replacements.items():
-                entries = owner if isinstance(owner, MutableMapping) else vars(owner)
-                undo.callback(_put, owner, name, entries.get(name, _ABSENT))
-                _put(owner, name, new)
-        return undo.pop_all()
+        _replace(redirections(), undo)
+        _replace_in_megatron(undo)
+    except BaseException:
+        undo.close()
+        raise
+    return undo
+
+
+def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack) -> None:
+    for owner, replacements in rows:
+        for name, new in replacements.items():
+            entries = owner if isinstance(owner, MutableMapping) else vars(owner)
+            undo.callback(_put, owner, name, entries.get(name, _ABSENT))
+            _put(owner, name, new)
+
+
+def _replace_in_megatron(undo: ExitStack) -> None:
+    """In its modules that are imported, and in each of the others as soon as it is."""
+
+    def replace(module: ModuleType) -> None:
+        _replace(MODULES[module.__name__](module), undo)
+
+    for name in MODULES.keys() & sys.modules.keys():
+        replace(sys.modules[name])
+    finder = AfterImport(MODULES, then=replace)
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)
 
 
 def _let_torch_see_itself() -> None:

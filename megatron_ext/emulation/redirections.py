@@ -1,4 +1,4 @@
-"""What megatron_on_cpu() replaces, and with what: one table, and the few stand-ins that it needs.
+"""What megatron_on_cpu() replaces in torch, and with what: one table, and the few stand-ins that it needs.
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
@@ -7,16 +7,14 @@ Functions are replaced, rather than intercepted by a `TorchFunctionMode`: a mode
 `tensor.shape` about a microsecond and holds for one thread only, where these hold for all and cost only those who call.
 """
 
-import builtins
 import functools
 import inspect
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -268,18 +266,11 @@ def _distributed() -> dict[str, Any]:
     }
 
 
-def _legacy_fused_kernels() -> tuple[Any, dict[str, Any]]:
-    """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
-    name = "megatron.legacy.fused_kernels"
-    if name in sys.modules:
-        return sys.modules[name], {"load": _nothing}
-    kernels = ModuleType(name)
-    kernels.load = _nothing  # type: ignore[attr-defined]
-    return sys.modules, {name: kernels}
-
-
 def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced."""
+    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced.
+
+    Nothing here knows Megatron: it may not be imported yet. `megatron_modules.py` has what must be replaced there.
+    """
     cuda = _cuda()
     yield torch.cuda, cuda
     for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
@@ -293,8 +284,5 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield Tensor, _tensor()
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield dist, _distributed()
-    # Megatron's MoE reads this name, which only Transformer Engine brings; the look-up of a name ends in builtins.
-    yield builtins, {"te_general_gemm": None}
     # Megatron insists on this variable, which orders CUDA kernels, wherever tensors are sharded.
     yield os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    yield _legacy_fused_kernels()

@@ -1,0 +1,99 @@
+"""What is replaced in Megatron's own modules, once they are imported: the little that cannot be answered from torch.
+
+Here runs what Megatron falls back to without Transformer Engine and Apex, on paths that nobody takes on GPUs.
+"""
+
+import importlib.machinery
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Replacements = Iterator[tuple[Any, dict[str, Any]]]
+
+
+def _legacy_fused_kernels(module: ModuleType) -> Replacements:
+    """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
+    yield module, {"load": lambda *args, **kwargs: None}
+
+
+def _mixture_of_experts(module: ModuleType) -> Replacements:
+    """It asks whether this function is None, but defines it only where Transformer Engine is installed."""
+    yield module, {"te_general_gemm": getattr(module, "te_general_gemm", None)}
+
+
+def _checkpoint_writer(module: ModuleType) -> Replacements:
+    """It logs the memory of its processes and, where psutil is missing, waits forever for one that died of that."""
+    yield module, {"_process_memory": lambda: 0}
+
+
+def _distributed_optimizer(module: ModuleType) -> Replacements:
+    """Save and load the state of torch's Adam, which takes the place of the fused ones.
+
+    Megatron reads the state before the first step has made it, misses its step count when it fills in what was loaded,
+    and gives all parameters one tensor to count in, which then counts every step once for each of them.
+    """
+    optimizer = module.DistributedOptimizer
+    describe, fill_in = optimizer.state_dict, optimizer._set_main_param_and_optimizer_states
+
+    def state_dict(self: Any) -> Any:
+        if isinstance(self.optimizer, torch.optim.Adam):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    if not state:
+                        zeros = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+                        state.update(step=torch.tensor(0.0), **zeros)
+        return describe(self)
+
+    def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        if "step" in state:
+            state["step"] = state["step"].clone()
+            tensors = {"step": state["step"], **tensors}
+        fill_in(self, model_param, tensors)
+
+    if not module.HAVE_APEX_OR_TE:
+        yield (
+            optimizer,
+            {
+                "state_dict": state_dict,
+                "_set_main_param_and_optimizer_states": set_main_param_and_optimizer_states,
+            },
+        )
+
+
+MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
+    "megatron.legacy.fused_kernels": _legacy_fused_kernels,
+    "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+    "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
+}
+
+
+class AfterImport:
+    """A finder for `sys.meta_path`: calls `then(module)` once a module of one of these names has been imported."""
+
+    def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:
+        self._names, self._then = names, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self._names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # back to that of its class
+            execute(module)
+            self._then(module)
+
+        loader.exec_module = exec_module
+        return spec

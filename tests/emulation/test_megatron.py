@@ -1,0 +1,277 @@
+"""Real Megatron-Core under the emulation: every way to shard and schedule a GPTModel trains the same model.
+
+The reference is a loop in plain PyTorch around the unsharded model: no schedule, no data parallelism, AdamW.
+"""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpt import (
+    SEQUENCE,
+    causal_mask,
+    child_processes,
+    data_parallel,
+    loss_and_grads,
+    make_optimizer,
+    model_parallel,
+    seed_ranks,
+    tiny_batches,
+    tiny_gpt,
+    train_step,
+    train_steps,
+)
+from tests.ranks import ranks
+
+STEPS = 6
+LR = 3e-4
+DEEP = {"num_layers": 4}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+
+
+def plain_loss(model, tokens_BS):
+    positions = torch.arange(SEQUENCE).expand(len(tokens_BS), SEQUENCE)
+    return model(tokens_BS[:, :-1], positions, causal_mask(SEQUENCE), labels=tokens_BS[:, 1:]).mean()
+
+
+def plain_train(model, batches) -> list[tuple[float, float]]:
+    matrices = [p for name, p in model.named_parameters() if p.dim() > 1]
+    vectors = [p for name, p in model.named_parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR)
+    steps = []
+    for tokens_BS in batches:
+        optimizer.zero_grad()
+        loss = plain_loss(model, tokens_BS)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps.append((loss.item(), norm.item()))
+    return steps
+
+
+def trainable(**overrides):
+    chunks = data_parallel(tiny_gpt(**overrides))
+    return chunks, make_optimizer(chunks, lr=LR)
+
+
+def assert_trains_like_plain(sizes: dict, overrides: dict) -> None:
+    """The losses, and the norms of the gradients, whose scale Adam alone would hide."""
+    batches = tiny_batches(STEPS)
+    with model_parallel():
+        plain = {name: value for name, value in overrides.items() if name != "sequence_parallel"}
+        expected = plain_train(tiny_gpt(**plain)[0], batches)
+    with model_parallel(**sizes):
+        chunks, optimizer = trainable(**overrides)
+        steps = [train_step(chunks, optimizer, tokens_BS) for tokens_BS in batches]
+    losses, norms = torch.tensor(steps).unbind(1)
+    expected_losses, expected_norms = torch.tensor(expected).unbind(1)
+    torch.testing.assert_close(losses, expected_losses, rtol=2e-6, atol=0)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0)
+
+
+@ranks(1)
+@pytest.mark.parametrize("overrides", [{}, {"tied": False}, DEEP, MOE], ids=["tied", "untied", "deep", "moe"])
+def test_one_rank(overrides):
+    assert_trains_like_plain({}, overrides)
+
+
+TWO_RANKS = {
+    "dp2": ({}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "tp2-sp": ({"tp": 2}, {"sequence_parallel": True}),
+    "pp2": ({"pp": 2}, {}),
+    "pp2-untied": ({"pp": 2}, {"tied": False}),
+    "pp2-vp2": ({"pp": 2, "vp": 2}, DEEP),
+    "ep2": ({"ep": 2}, MOE),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_two_ranks(case):
+    assert_trains_like_plain(*TWO_RANKS[case])
+
+
+FOUR_RANKS = {
+    "tp2-dp2": ({"tp": 2}, {}),
+    "tp2-pp2": ({"tp": 2, "pp": 2}, {}),
+    "tp2-sp-pp2-vp2": ({"tp": 2, "pp": 2, "vp": 2}, {**DEEP, "sequence_parallel": True}),
+}
+
+
+@ranks(4)
+@pytest.mark.parametrize("case", FOUR_RANKS)
+def test_four_ranks(case):
+    assert_trains_like_plain(*FOUR_RANKS[case])
+
+
+def own_shard(whole, parameter):
+    """This rank's piece of the unsharded gradient."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return whole
+    return whole.chunk(dist.get_world_size(), dim=parameter.partition_dim)[dist.get_rank()]
+
+
+@ranks(2)
+@pytest.mark.parametrize("overrides", [{}, {"tied": False}, {"mtp_num_layers": 1}], ids=["tied", "untied", "mtp"])
+def test_every_gradient_of_tensor_parallel_two_is_that_of_one(overrides):
+    tokens_BS = tiny_batches()[0]
+    with model_parallel():
+        model = tiny_gpt(**overrides)[0]
+        plain = plain_loss(model, tokens_BS)
+        plain.backward()
+    with model_parallel(tp=2):
+        chunks = tiny_gpt(**overrides)
+        loss, grads = loss_and_grads(chunks, tokens_BS, micro_batch=len(tokens_BS))
+    torch.testing.assert_close(torch.tensor(loss), plain.detach(), rtol=1e-6, atol=0)
+    expected = {f"0.{name}": p.grad for name, p in model.named_parameters()}
+    assert grads.keys() == expected.keys()
+    for (name, grad), parameter in zip(grads.items(), chunks[0].parameters(), strict=True):
+        assert grad.abs().max() > 0, name
+        torch.testing.assert_close(grad, own_shard(expected[name], parameter), rtol=1e-4, atol=1e-7, msg=name)
+
+
+RECOMPUTE = {
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_recompute_draws_the_same_dropout(recompute):
+    batches = tiny_batches(STEPS)
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    with model_parallel(tp=2):
+        kept = train_steps(tiny_gpt(**dropout), batches, lr=LR)
+        recomputed = train_steps(tiny_gpt(**dropout, **RECOMPUTE[recompute]), batches, lr=LR)
+        without = train_steps(tiny_gpt(), batches, lr=LR)
+    assert recomputed == kept
+    assert abs(without[0] - kept[0]) > 1e-4, "dropout is not on"
+
+
+@ranks(1)
+def test_multi_token_prediction_trains_its_layer():
+    batches = tiny_batches(2)
+    with model_parallel():
+        chunks = tiny_gpt(mtp_num_layers=1)
+        before = copy.deepcopy(chunks[0].mtp.state_dict())
+        losses = train_steps(chunks, batches, lr=LR)
+        without = train_steps(tiny_gpt(), batches, lr=LR)
+        moved = {n: not torch.equal(p, before[n]) for n, p in chunks[0].mtp.named_parameters()}
+    assert all(moved.values()), moved
+    assert losses[0] == without[0]
+    assert losses[1] != without[1]
+
+
+def state_of(chunks, optimizer, loading: bool) -> dict:
+    """What Megatron saves and loads: weights and optimizer state, in the format that fits other sizes."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    model = {f"model{i}": chunk.module.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    reshardable = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", None)  # not before 0.15
+    sharding = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if reshardable else {}
+    return {**model, "optimizer": optimizer.sharded_state_dict(model["model0"], is_loading=loading, **sharding)}
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["dp2", "pp2"])
+def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, sizes):
+    """Weights and optimizer state: the losses go on as if nothing had happened."""
+    from megatron_ext.emulation import megatron_on_cpu
+
+    with megatron_on_cpu():
+        from megatron.core import dist_checkpointing
+
+    batches = tiny_batches(6)
+    with model_parallel(tp=2):
+        chunks, optimizer = trainable(tied=False)
+        for tokens_BS in batches[:3]:
+            train_step(chunks, optimizer, tokens_BS)
+        with child_processes():
+            dist_checkpointing.save(state_of(chunks, optimizer, loading=False), str(tmp_path))
+        expected = [train_step(chunks, optimizer, tokens_BS)[0] for tokens_BS in batches[3:]]
+    with model_parallel(**sizes, seed=7):
+        chunks, optimizer = trainable(tied=False)
+        for parameter in chunks[0].parameters():
+            parameter.data.fill_(0.5)  # nothing may survive but what is loaded
+        loaded = dist_checkpointing.load(state_of(chunks, optimizer, loading=True), str(tmp_path))
+        chunks[0].module.load_state_dict(loaded["model0"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        losses = [train_step(chunks, optimizer, tokens_BS)[0] for tokens_BS in batches[3:]]
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@ranks(2)
+def test_sizes_change_within_one_process():
+    """Nothing of one test's groups, seeds and trackers is left for the next."""
+    from megatron_ext.emulation import megatron_on_cpu
+
+    groups = len(dist.distributed_c10d._world.pg_map)
+    for sizes in ({"tp": 2}, {"pp": 2}, {}):
+        with model_parallel(**sizes):
+            assert len(dist.distributed_c10d._world.pg_map) > groups
+            seed_ranks()
+        assert len(dist.distributed_c10d._world.pg_map) == groups
+    with megatron_on_cpu():
+        from megatron.core import parallel_state
+
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+@ranks(2)
+def test_groups_asked_for_on_nccl_are_gloo():
+    from megatron_ext.emulation import megatron_on_cpu
+
+    with megatron_on_cpu():
+        group = dist.new_group([0, 1], None, "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
+        assert dist.get_backend(group) == "gloo"
+        pieces = torch.tensor([2, 1])  # both ranks send two elements to rank 0, one to rank 1
+        received = torch.empty(int(2 * pieces[dist.get_rank()]))
+        sent = torch.arange(3.0) + 10 * dist.get_rank()
+        own = pieces[dist.get_rank()].repeat(2)
+        dist.all_to_all_single(received, sent, own, input_split_sizes=pieces, group=group)
+        dist.destroy_process_group(group)
+    assert received.tolist() == {0: [0, 1, 10, 11], 1: [2, 12]}[dist.get_rank()]
+
+
+IMPORTED_FIRST = """
+import os, warnings
+warnings.simplefilter("ignore")
+import torch.distributed as dist
+import megatron.core.models.gpt, megatron.core.optimizer, megatron.core.distributed  # outside
+from megatron_ext.emulation import megatron_on_cpu
+
+from tests.gpt import model_parallel, tiny_batches, tiny_gpt, train_steps
+
+with megatron_on_cpu():
+    dist.init_process_group("nccl", init_method="file://" + os.path.abspath(os.environ["STORE"]), rank=0, world_size=1)
+with model_parallel():
+    print(*train_steps(tiny_gpt(), tiny_batches(2), lr=3e-4))
+dist.destroy_process_group()
+"""
+
+
+@ranks(1)
+def test_megatron_may_be_imported_first(tmp_path):
+    """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""
+    environment = {**os.environ, "STORE": str(tmp_path / "store"), "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_FIRST], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    with model_parallel():
+        expected = train_steps(tiny_gpt(), tiny_batches(2), lr=LR)
+    torch.testing.assert_close([float(x) for x in done.stdout.split()], expected, rtol=1e-6, atol=0)
