@@ -1,0 +1,142 @@
+"""What the parallel layers have in common: their group, their sharded weight, copies of themselves, checkpoints."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.tensor_parallel.initialization import (
+    InitMethod,
+    device_for_parameters,
+    initialize_on_cpu,
+    initialize_on_device,
+)
+from megatron_ext.tensor_parallel.linear import Plan
+from megatron_ext.tensor_parallel.parameters import (
+    copy_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron_ext.tensor_parallel.sharding import sharded_linear
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """An option of Megatron's config, or of anything with some of its attributes."""
+    return getattr(config, name, default)
+
+
+class ShardedLayer(torch.nn.Module):
+    """A layer with a weight that is cut over `tp_group`."""
+
+    tp_group: Group
+    weight: Tensor | None
+
+    def make_weight(
+        self,
+        rows: int,
+        columns: int,
+        dim: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        stride: int = 1,
+        is_expert: bool = False,
+    ) -> Tensor | None:
+        """Give the layer its `[rows, columns]` shard of a weight cut along `dim`. On CPU, gives the full weight."""
+        weight = self._new_parameter(config, rows, columns)
+        set_tensor_model_parallel_attributes(weight, True, dim, stride)
+        self.weight = weight
+        if not option(config, "perform_initialization", True):
+            return None
+        if option(config, "use_cpu_initialization", False):
+            rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
+            return initialize_on_cpu(weight, init_method, dim, stride, rank, ranks)
+        initialize_on_device(weight, init_method, dim, stride, self.tp_group, is_expert=is_expert)
+        return None
+
+    def _new_parameter(self, config: Any, *shape: int) -> Parameter:
+        device = device_for_parameters(option(config, "use_cpu_initialization", False))
+        return Parameter(torch.empty(shape, dtype=option(config, "params_dtype", torch.float32), device=device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedLayer":
+        """A copy with parameters of its own, attributes and all, that lives on the same ranks."""
+        if self.tp_group is not None:
+            memo[id(self.tp_group)] = self.tp_group
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        for name, parameter in self.named_parameters(recurse=False):
+            new = getattr(clone, name)
+            copy_tensor_model_parallel_attributes(new, parameter)
+            for mark in ("allreduce", "sequence_parallel", "shared", "shared_embedding"):
+                if hasattr(parameter, mark):
+                    setattr(new, mark, getattr(parameter, mark))
+        return clone
+
+
+class ParallelLinear(ShardedLayer):
+    """What the column-parallel and the row-parallel layer have in common."""
+
+    def _read_config(self, config: Any, group: Group, is_expert: bool) -> None:
+        self.config = config
+        self.tp_group = group
+        self.is_expert = is_expert
+        self.expert_parallel = option(config, "expert_model_parallel_size", 1) > 1
+        # The experts' token dispatcher does what the layers would do otherwise.
+        self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
+        self.gradient_accumulation_fusion = bool(option(config, "gradient_accumulation_fusion", False))
+        self.master_weight: Tensor | None = None
+
+    def _share(self, argument: str, features: int) -> int:
+        """This rank's share of `features`."""
+        ranks = group_size(self.tp_group)
+        if features % ranks:
+            raise ValueError(
+                f"{argument} is {features}: it must divide by the {ranks} tensor-parallel ranks; "
+                f"pad it to {-(-features // ranks) * ranks}"
+            )
+        return features // ranks
+
+    def _make_bias(self, features: int) -> None:
+        self.bias = self._new_parameter(self.config, features)
+        if option(self.config, "perform_initialization", True):
+            torch.nn.init.zeros_(self.bias)
+
+    def _mark_for_gradient_sums(self) -> None:
+        """`allreduce=False` keeps experts out of the data-parallel sums: other ranks hold other experts."""
+        for parameter in self.parameters(recurse=False):
+            parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+
+    def _mark_for_offloading(self, x: Tensor) -> None:
+        """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""
+        context = option(self.config, "_cpu_offloading_context")
+        if context is not None and getattr(context, "inside_context", False):
+            x.activation_offloading = option(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
+
+    def plan(self) -> Plan:
+        """What the next call communicates."""
+        raise NotImplementedError
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that were put off, if there are any."""
+
+    def _sharded_state_dict(self, axes: dict[str, int], prefix: str, sharded_offsets: Any, metadata: Any) -> dict:
+        state = self.state_dict(prefix="", keep_vars=True)
+        return sharded_linear(state, axes, prefix, sharded_offsets, self.tp_group, metadata)
+
+    def get_extra_state(self) -> None:
+        """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Whatever another kind of layer left there is ignored."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", None)  # checkpoints without it load too
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        plan = self.plan()
+        sizes = f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}"
+        return f"{sizes}, TP={group_size(self.tp_group)}, {plan.input} -> {plan.output}"

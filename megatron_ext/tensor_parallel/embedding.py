@@ -1,0 +1,133 @@
+"""The embedding table whose rows are shared out."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.tensor_parallel.base import ShardedLayer, option
+from megatron_ext.tensor_parallel.initialization import InitMethod
+from megatron_ext.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron_ext.tensor_parallel.sharding import sharded_tensor
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int, make_vocab_size_divisible_by: int = 1) -> int:
+    """The smallest size of at least `vocab_size` of which each of `tp_size` ranks gets an equal share.
+
+    Each share is a multiple of `make_vocab_size_divisible_by` (Megatron-LM pads to 128, for the matmul's sake).
+    """
+    multiple = tp_size * make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+class VocabParallelEmbedding(ShardedLayer):
+    """Word embeddings, each rank with its `[num_embeddings / R, embedding_dim]` rows of the table.
+
+    From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: one all-reduce forward, nothing
+    backward; with `reduce_scatter_embeddings` one reduce-scatter forward and one all-gather backward.
+
+    Args:
+        num_embeddings: Vocabulary size, over all ranks; divides by R (see `padded_vocab_size`).
+        embedding_dim: Size D of the hidden state.
+        init_method: Fills a tensor in place with first values.
+        reduce_scatter_embeddings: Return this rank's slice of the sequence, for sequence parallelism.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
+        tp_group: The ranks that share the table; None: Megatron's group.
+
+    Raises:
+        ValueError: `num_embeddings` doesn't divide by R, or several ranks run and the group cannot be known.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        reduce_scatter_embeddings: bool = False,
+        config: Any,
+        tp_group: Group = None,
+    ):
+        super().__init__()
+        self.tp_group = require_tensor_parallel_group(tp_group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.deterministic_mode = option(config, "deterministic_mode", False)
+        ranks = group_size(self.tp_group)
+        if num_embeddings % ranks:
+            raise ValueError(
+                f"num_embeddings is {num_embeddings}: every one of the {ranks} tensor-parallel ranks holds an equal "
+                f"share of the vocabulary; pad it to {padded_vocab_size(num_embeddings, ranks)} (padded_vocab_size)"
+            )
+        self.num_embeddings_per_partition = num_embeddings // ranks
+        self.vocab = VocabShard.equal(self.num_embeddings_per_partition, self.tp_group)
+        self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
+        self.make_weight(self.num_embeddings_per_partition, embedding_dim, 0, config=config, init_method=init_method)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The embeddings of token ids.
+
+        Args:
+            input_: integers `[B, S]` (any shape without `reduce_scatter_embeddings`), the same on every rank.
+
+        Returns:
+            `[B, S, D]`; with `reduce_scatter_embeddings` `[S/R, B, D]`.
+
+        Raises:
+            ValueError: a token id outside the vocabulary. On CUDA, where reading it would stall the device, a
+                device-side assert.
+        """
+        check_token_ids(input_, self.num_embeddings)
+        weight = self.weight
+        assert weight is not None
+        if group_size(self.tp_group) == 1:
+            output = self._look_up(input_, weight)
+        else:
+            owned = self.vocab.owns(input_)
+            output = self._look_up((input_ - self.vocab_start_index).where(owned, 0), weight)
+            output = output.masked_fill_(~owned.unsqueeze(-1), 0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+
+    def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
+        # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
+        return weight[rows] if self.deterministic_mode else F.embedding(rows, weight)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The table for Megatron's dist_checkpointing, cut along dimension 0; one that was padded otherwise loads too.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
+        key = f"{prefix}weight"
+        table = self.state_dict(keep_vars=True)["weight"]
+        return {key: sharded_tensor(table, key, 0, sharded_offsets, self.tp_group, metadata, allow_shape_mismatch=True)}
+
+    def extra_repr(self) -> str:
+        output = "sequence" if self.reduce_scatter_embeddings else "replicated"
+        return f"{self.num_embeddings}, {self.embedding_dim}, TP={group_size(self.tp_group)}, replicated -> {output}"
+
+
+def check_token_ids(ids: Tensor, size: int) -> None:
+    """ValueError (on CUDA: a device-side assert) unless all ids are in [0, size). Skipped for ids without values."""
+    if torch.compiler.is_compiling() or isinstance(ids, FakeTensor) or ids.numel() == 0 or ids.is_meta:
+        return
+    if ids.is_cuda:
+        torch._assert_async(((ids >= 0) & (ids < size)).all(), f"token ids must be in [0, {size})")
+        return
+    low, high = (int(bound) for bound in ids.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"input_ holds the token id {low if low < 0 else high}: ids must be in [0, {size}), the vocabulary of all "
+            f"ranks; check the tokenizer, or pass a larger num_embeddings"
+        )

@@ -1,0 +1,149 @@
+"""The linear functions by Megatron's names and arguments: thin readings of `parallel_linear`.
+
+The input of these functions is replicated, or with `sequence_parallel` a slice of the sequence; the output is sharded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
+from megatron_ext.tensor_parallel.deferral import Deferral
+from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
+    tp_group: Group = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`input @ weight.T + bias`, whose backward pass communicates under the weight-gradient matmul.
+
+    Args:
+        input: `[..., D]`, any leading dimensions; with `sequence_parallel` this rank's slice of the first one.
+        weight: `[N, D]` this rank's shard.
+        bias: `[N]`, or None.
+        gradient_accumulation_fusion: Add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`;
+            Apex is not needed).
+        allreduce_dgrad: Sum the input gradient over the ranks: one all-reduce, none where no gradient is wanted.
+        sequence_parallel: Gather the input, and reduce-scatter its gradient: one all-gather forward; one all-gather
+            (for a trainable weight) and one reduce-scatter (for a gradient of the input) backward.
+        grad_output_buffer: A list that keeps output gradients of weight gradients to be computed later, as Megatron's
+            deferred embedding gradient does; the caller keeps the inputs. None: nothing is deferred.
+        wgrad_deferral_limit: How many of them it may hold; 0 or None: any number.
+        async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
+        tp_group: The ranks that share the weight; None: Megatron's tensor-parallel group.
+        output_dtype: dtype of the result; None: the matmul's. float32 for 16-bit inputs keeps the full sums (on CUDA by
+            one matmul with fp32 output; elsewhere the operands are converted first). Gradients flow in the input's.
+
+    Returns:
+        `[..., N]`, with `sequence_parallel` of the whole sequence.
+
+    Raises:
+        ValueError: as `parallel_linear`; or `allreduce_dgrad` and `sequence_parallel` are both set.
+    """
+    deferral = None
+    if grad_output_buffer is not None:
+        deferral = Deferral(grad_output_buffer, limit=wgrad_deferral_limit)
+    plan = Plan(
+        group=require_tensor_parallel_group(tp_group),
+        input=_input_layout(allreduce_dgrad, sequence_parallel),
+        fuse_main_grad=gradient_accumulation_fusion,
+        deferral=deferral,
+        output_dtype=output_dtype,
+    )
+    return parallel_linear(input, weight, bias, plan)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Group = None,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: None = None,
+    async_grad_allreduce: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`input @ weight.T + bias` for a weight without gradient: the input is not saved, nor gathered again backward.
+
+    Arguments as of `linear_with_grad_accumulation_and_async_allreduce`; `gradient_accumulation_fusion` has no effect.
+    The bias gets its gradient.
+
+    Raises:
+        ValueError: as there; or something is to be deferred, though there is no weight gradient.
+    """
+    for name, value in (("grad_output_buffer", grad_output_buffer), ("wgrad_deferral_limit", wgrad_deferral_limit)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}: a frozen weight has no gradient to defer; pass None, or call "
+                f"linear_with_grad_accumulation_and_async_allreduce"
+            )
+    plan = Plan(
+        group=require_tensor_parallel_group(tp_group),
+        input=_input_layout(allreduce_dgrad, sequence_parallel),
+        output_dtype=output_dtype,
+    )
+    return parallel_linear(input, weight.detach(), bias, plan)
+
+
+def _input_layout(allreduce_dgrad: bool, sequence_parallel: bool) -> Layout:
+    if allreduce_dgrad and sequence_parallel:
+        raise ValueError(
+            "allreduce_dgrad and sequence_parallel are both True: the gradient of a sequence-parallel input is "
+            "reduce-scattered already; pass allreduce_dgrad=False"
+        )
+    return "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
+
+
+class LinearWithGradAccumulationAndAsyncCommunication:
+    """Megatron's autograd function by name, for callers that `apply` it themselves with its positional arguments."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: Group,
+        *newer: Any,
+    ) -> Tensor:
+        """As `linear_with_grad_accumulation_and_async_allreduce`; `newer` may hold the output dtype."""
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            grad_output_buffer,
+            wgrad_deferral_limit,
+            None,
+            tp_group,
+            *newer,
+        )
+
+
+class LinearWithFrozenWeight:
+    """Megatron's autograd function for a weight without gradient, by name (see above)."""
+
+    @staticmethod
+    def apply(input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Group) -> Tensor:
+        """As `linear_with_frozen_weight` without sequence parallelism."""
+        return linear_with_frozen_weight(input, weight, bias, False, allreduce_dgrad, False, tp_group)

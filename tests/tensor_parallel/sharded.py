@@ -1,0 +1,58 @@
+"""What the layer tests share: a config, shards of full tensors, and how close is close."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Config:
+    """As much of Megatron's config as the layers read in a test; what is missing takes its default."""
+
+    params_dtype: torch.dtype = torch.float32
+    use_cpu_initialization: bool = True
+    perform_initialization: bool = True
+    sequence_parallel: bool = False
+    gradient_accumulation_fusion: bool = False
+    expert_model_parallel_size: int = 1
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
+    deterministic_mode: bool = False
+    _cpu_offloading_context: Any = None
+    cpu_offloading_activations: bool = True
+
+
+def world() -> dist.ProcessGroup | None:
+    """The group of all ranks, or None in a process that stands alone."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def piece(full: Tensor, dim: int) -> Tensor:
+    """This rank's equal piece of `full` along `dim`, a copy that may have a gradient of its own."""
+    part = full.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_as_good(actual: Tensor, plain: Tensor, truth: Tensor, factor: float = 2.0) -> None:
+    """`actual` has the shape and dtype of `plain`, PyTorch's own result, and at most `factor` times its error.
+
+    Both errors are root mean squares against the float64 `truth`; a floor of a quarter of the dtype's rounding of
+    the typical value stands for results that PyTorch happens to get exactly right.
+    """
+    assert actual.shape == plain.shape
+    assert actual.dtype == plain.dtype
+
+    def rms(x: Tensor) -> float:
+        return x.double().square().mean().sqrt().item()
+
+    allowed = factor * rms(plain - truth) + 0.25 * torch.finfo(plain.dtype).eps * rms(truth)
+    error = rms(actual - truth)
+    assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,515 @@
+"""The one linear function: every pair of layouts against torch.nn.functional.linear, and what it sends and saves."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ext.distributed.collectives import start_all_gather
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel import linear as module
+from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel.layers import (
+    LinearWithFrozenWeight,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
+
+S, B, D, N = 8, 3, 20, 12  # sequence, batch, input features, output features, over all ranks
+DIM = {"replicated": None, "sequence": 0, "sharded": -1}  # the dimension of x and y that a layout cuts
+LAYOUTS = [("replicated", "sharded"), ("sequence", "sharded"), ("sharded", "replicated"), ("sharded", "sequence")]
+
+
+def cut(full, layout):
+    return full.detach().clone() if DIM[layout] is None else piece(full, DIM[layout])
+
+
+def plain_linear(dtype, x, w, b, dy):
+    """y, dx, dw, db of PyTorch's linear in `dtype`."""
+    x, w, b = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w, b))
+    y = F.linear(x, w, b)
+    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy.to(dtype))
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_output_and_all_gradients(layouts, dtype):
+    source, target = layouts
+    full = [numbers(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(S, B, D), (N, D), (N,), (S, B, N)])]
+    plain, truth = plain_linear(dtype, *full), plain_linear(torch.float64, *full)
+    column = target == "sharded"
+    x, dy = cut(full[0], source).requires_grad_(), cut(full[3], target)
+    w = piece(full[1], 0 if column else 1).requires_grad_()
+    b = (piece(full[2], 0) if column else full[2].clone()).requires_grad_()
+
+    y = parallel_linear(x, w, b, Plan(world(), source, target))
+    y.backward(dy)
+
+    db = b.grad
+    if target == "sequence":  # of this rank's tokens; Megatron sums it, as the layer's mark asks for
+        dist.all_reduce(db)
+    results = (y.detach(), x.grad, w.grad, db)
+    cuts = (DIM[target], DIM[source], 0 if column else 1, 0 if column else None)
+    for actual, like, true, dim in zip(results, plain, truth, cuts, strict=True):
+        whole = dim is None
+        assert_as_good(actual, like if whole else piece(like, dim), true if whole else piece(true, dim))
+        assert actual.is_contiguous()
+
+
+SENT = {  # collectives forward, and backward for the input and the weight
+    ("replicated", "sharded"): ({}, {"allreduce": 1}),
+    ("sequence", "sharded"): ({"allgather_base": 1}, {"allgather_base": 1, "reduce_scatter_base": 1}),
+    ("sharded", "replicated"): ({"allreduce": 1}, {}),
+    ("sharded", "sequence"): ({"reduce_scatter_base": 1}, {"allgather_base": 1}),
+}
+
+
+def short(counts):
+    """Counts by the operation's plain name."""
+    return {name.rstrip("_"): n for name, n in counts.items()}
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_sends_what_the_layouts_ask_for_and_nothing_alone(layouts):
+    source, target = layouts
+    x = torch.randn(4, 2, 6, requires_grad=True)
+    w, b = torch.randn(4, 6, requires_grad=True), torch.randn(4, requires_grad=True)
+    with count_collectives() as forward:
+        y = parallel_linear(x, w, b, Plan(world(), source, target))
+    with count_collectives() as backward:
+        y.backward(torch.randn_like(y))
+    expected = SENT[layouts] if dist.get_world_size() > 1 else ({}, {})
+    assert (short(forward), short(backward)) == expected
+
+
+@ranks(2)
+@pytest.mark.parametrize("wanted", ["x", "w", "b", "xb", "wb"])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_no_work_for_gradients_that_nobody_wants(layouts, wanted):
+    """Fails where the input gradient, or its collective, is made for an input without gradient."""
+    source, target = layouts
+    tensors = {"x": torch.randn(4, 2, 6), "w": torch.randn(4, 6), "b": torch.randn(4)}
+    for name in wanted:
+        tensors[name].requires_grad_()
+    y = parallel_linear(*tensors.values(), Plan(world(), source, target))
+    products = _CountMatmuls()
+    with count_collectives() as counts, products:
+        y.backward(torch.randn_like(y))
+    for name, tensor in tensors.items():
+        assert (tensor.grad is not None) == (name in wanted)
+    expected = {
+        ("replicated", "sharded"): {"allreduce": 1} if "x" in wanted else {},
+        ("sequence", "sharded"): {"reduce_scatter_base": 1} if "x" in wanted else {},
+        ("sharded", "replicated"): {},
+        ("sharded", "sequence"): {"allgather_base": 1} if wanted != "b" else {},
+    }[layouts]
+    if layouts == ("sequence", "sharded") and "w" in wanted:
+        expected = {**expected, "allgather_base": 1}
+    assert short(counts) == expected
+    assert products.count == sum(name in wanted for name in "xw")
+
+
+class _CountMatmuls(torch.utils._python_dispatch.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._opname in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+@pytest.mark.parametrize("source", ["replicated", "sequence"])
+def test_saves_its_slice_of_the_input_and_nothing_for_a_frozen_weight(source):
+    saved = []
+    x = torch.randn(4, 2, 6, requires_grad=True)
+    for frozen in (False, True):
+        w = torch.randn(4, 6, requires_grad=not frozen)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            parallel_linear(x, w, None, Plan(world(), source, "sharded"))
+        assert [tuple(t.shape) for t in saved] == ([(4, 6)] if frozen else [(4, 2, 6), (4, 6)])
+        assert saved[0] is (w if frozen else x)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("shape", [(20,), (5, 20), (4, 2, 3, 20), (2, 2, 2, 2, 20), (0, 20)], ids=str)
+@pytest.mark.parametrize("function", [linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight])
+def test_any_leading_dimensions(shape, function):
+    x, w, b = numbers(*shape, seed=0), numbers(N, D, seed=1), numbers(N, seed=2)
+    dy = numbers(*shape[:-1], N, seed=3)
+    frozen = function is linear_with_frozen_weight
+    inputs = [x.requires_grad_(), piece(w, 0).requires_grad_(not frozen), piece(b, 0).requires_grad_()]
+    y = function(*inputs, False, True, False, tp_group=world())
+    y.backward(piece(dy, -1))
+    truth, plain = (plain_linear(dtype, x.detach(), w, b, dy) for dtype in (torch.float64, torch.float32))
+    grads = [t.grad for t in inputs]
+    for i, (actual, dim) in enumerate(zip([y.detach(), *grads], [-1, None, 0, 0], strict=True)):
+        if frozen and i == 2:
+            assert actual is None
+        elif actual.numel():
+            like, true = (t[i] if dim is None else piece(t[i], dim) for t in (plain, truth))
+            assert_as_good(actual, like, true)
+        else:
+            assert actual.shape == (0, N // dist.get_world_size() if i == 0 else D)
+
+
+def test_without_torch_distributed():
+    """One process, no process group: TP 1, with sequence parallelism asked for too."""
+    x, w = torch.randn(3, 2, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    for sequence_parallel in (False, True):
+        y = linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, False, sequence_parallel)
+        torch.testing.assert_close(y, F.linear(x, w))
+
+
+@ranks(2)
+def test_frozen_weight_still_gives_the_bias_its_gradient():
+    x, w, b = torch.randn(5, D), torch.randn(N, D), torch.randn(N, requires_grad=True)
+    for y in (
+        linear_with_frozen_weight(x, w, b, False, False, False, world()),
+        linear_with_frozen_weight(x, w.requires_grad_(), b, False, False, False, world()),
+        LinearWithFrozenWeight.apply(x, w, b, False, world()),
+    ):
+        dy = torch.randn_like(y)
+        b.grad = None
+        y.backward(dy)
+        torch.testing.assert_close(b.grad, dy.sum(0))
+        assert w.grad is None
+
+
+@ranks(2)
+def test_functions_by_megatrons_argument_order():
+    x, w = numbers(4, D, seed=0).requires_grad_(), numbers(N, D, seed=1).requires_grad_()
+    y = linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, True, False, None, 0, None, world())
+    z = LinearWithGradAccumulationAndAsyncCommunication.apply(x, w, None, False, True, False, None, 0, world())
+    (dx,), (dz,) = (torch.autograd.grad(t.square().sum(), x) for t in (y, z))
+    torch.testing.assert_close(y, F.linear(x, w))
+    torch.testing.assert_close(z, y)
+    torch.testing.assert_close(dz, dx)
+    torch.testing.assert_close(dx, 2 * (2 * y.detach() @ w))  # both ranks hold the same weight here
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("source", ["replicated", "sequence"])
+def test_non_contiguous_input_and_expanded_gradient(source):
+    full, w = numbers(B, S, D, seed=0), numbers(N, D, seed=1)
+    x = cut(full.transpose(0, 1), source)
+    x = x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    assert not x.is_contiguous()
+    shard = piece(w, 0).requires_grad_()
+    parallel_linear(x, shard, None, Plan(world(), source, "sharded")).sum().backward()
+    torch.testing.assert_close(x.grad, w.sum(0).expand(x.shape), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(shard.grad, full.sum((0, 1)).expand(shard.shape), rtol=1e-5, atol=1e-5)
+
+
+@ranks(2)
+def test_two_backwards_and_no_double_backward():
+    x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    y = parallel_linear(x, w, None, Plan(world(), "replicated", "sharded"))
+    first = torch.autograd.grad(y.sum(), (x, w), retain_graph=True)
+    dy = torch.ones_like(y).requires_grad_()
+    second = torch.autograd.grad(y, (x, w), dy, create_graph=True)
+    torch.testing.assert_close(first, second)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second[0].sum().backward()
+
+
+@ranks(1, 2, 4)
+def test_own_rows_before_the_gathered_ones():
+    """The order of matmuls that CUDA tensors take gives what the plain order gives."""
+    group = dist.group.WORLD
+    full, w, b = numbers(6 * dist.get_world_size(), D, seed=0), numbers(D, N, seed=1), numbers(N, seed=2)
+    x = piece(full, 0)
+    for bias in (None, b):
+        y, gathered = module._own_rows_first(x, w, group, bias, start_all_gather(x, group))
+        assert torch.equal(gathered, full)
+        torch.testing.assert_close(y, full @ w if bias is None else torch.addmm(b, full, w), rtol=1e-6, atol=1e-5)
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("source", ["replicated", "sequence"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_autocast_as_torchs_linear(source, dtypes):
+    full, w, b = numbers(S, D, seed=0, dtype=dtypes[0]), numbers(N, D, seed=1), numbers(N, seed=2)
+    group, target = world(), "sharded"
+    results = []
+    for ours in (False, True):
+        x = (cut(full, source) if ours else full.clone()).requires_grad_()
+        shard, bias = (piece(t, 0).requires_grad_() for t in (w, b))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = parallel_linear(x, shard, bias, Plan(group, source, target)) if ours else F.linear(x, shard, bias)
+            # Backward inside the region too: its own matmuls must keep to the dtypes of the forward pass.
+            (y.float() ** 2).sum().backward()
+        results.append([y.detach(), shard.grad, bias.grad, x.grad])
+    like, actual = results
+    dx = like[3].clone()
+    dist.all_reduce(dx)
+    like[3] = cut(dx, source)
+    for a, e in zip(actual, like, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=2**-7, atol=2**-7 * e.abs().max().item())
+
+
+@ranks(1)
+def test_backward_under_autocast_keeps_full_precision():
+    x, w = torch.randn(5, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
+    y = parallel_linear(x, w, None, Plan())
+    dy = torch.randn_like(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.backward(dy)
+    torch.testing.assert_close((x.grad, w.grad), (dy @ w.detach(), dy.t() @ x.detach()))
+
+
+@ranks(1)
+def test_float64_is_left_alone_by_autocast():
+    x, w = torch.randn(5, D, dtype=torch.float64), torch.randn(N, D, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = parallel_linear(x, w, None, Plan())
+        assert y.dtype == F.linear(x, w).dtype == torch.float64
+    torch.testing.assert_close(y, x @ w.t())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_output_dtype_keeps_what_the_matmul_accumulated(sequence_parallel):
+    """16-bit operands, fp32 result: at the error of an fp32 matmul of the same numbers, without Transformer Engine."""
+    full, w, b = (numbers(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(S, 512), (N, 512), (N,)]))
+    source = "sequence" if sequence_parallel else "replicated"
+    for function in (linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight):
+        x, shard, bias = cut(full, source).requires_grad_(), piece(w, 0).requires_grad_(), piece(b, 0).requires_grad_()
+        y = function(
+            x,
+            shard,
+            bias,
+            False,
+            not sequence_parallel,
+            sequence_parallel,
+            tp_group=world(),
+            output_dtype=torch.float32,
+        )
+        wide = F.linear(full.float(), piece(w, 0).float(), piece(b, 0).float())
+        assert_as_good(y.detach(), wide, F.linear(full.double(), piece(w, 0).double(), piece(b, 0).double()))
+        dy = numbers(S, N, seed=9)
+        y.backward(piece(dy, -1))
+        assert x.grad.dtype == torch.bfloat16
+        dx = [
+            (dy.to(d).to(torch.bfloat16).to(d) @ w.to(d)).to(e)
+            for d, e in ((torch.float32, torch.bfloat16), (torch.float64,) * 2)
+        ]
+        assert_as_good(x.grad, cut(dx[0], source), cut(dx[1], source))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+META = torch.device("meta")
+WRONG = {
+    "features": ((4, 5), (4, 6), (4,), {}, "last dimension is 6"),
+    "scalar": ((), (4, 6), (4,), {}, r"takes \[..., D\]"),
+    "bias": ((4, 6), (4, 6), (3,), {}, r"bias is \(3,\)"),
+    "weight dtype": ((4, 6), (4, 6), (4,), {"w": torch.bfloat16}, "weight is torch.bfloat16, input torch.float32"),
+    "bias dtype": ((4, 6), (4, 6), (4,), {"b": torch.float64}, "bias is torch.float64"),
+    "weight device": ((4, 6), (4, 6), (4,), {"w": META}, "weight is on meta, input on cpu"),
+    "one dimension": ((6,), (4, 6), (4,), {"output": "sequence"}, "first dimension is the sequence"),
+    "odd sequence": ((3, 6), (4, 6), (4,), {"output": "sequence"}, "pad it to 4"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input_is_refused_on_every_rank_before_anything_is_sent(case):
+    x_shape, w_shape, b_shape, changes, message = WRONG[case]
+    tensors = {name: torch.zeros(shape) for name, shape in zip("xwb", (x_shape, w_shape, b_shape), strict=True)}
+    for name in changes.keys() & tensors.keys():
+        tensors[name] = tensors[name].to(changes[name])
+    output = changes.get("output", "replicated")
+    with count_collectives() as counts, pytest.raises(ValueError, match=message):
+        parallel_linear(*tensors.values(), Plan(world(), "sharded", output))
+    assert not counts
+
+
+@ranks(2)
+def test_arguments_that_contradict_each_other():
+    x, w = torch.zeros(4, 6), torch.zeros(4, 6)
+    with pytest.raises(ValueError, match="allreduce_dgrad and sequence_parallel are both True"):
+        linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, True, True, tp_group=world())
+    with pytest.raises(ValueError, match="grad_output_buffer is .*: a frozen weight has no gradient to defer"):
+        linear_with_frozen_weight(x, w, None, False, True, False, world(), [])
+    with pytest.raises(ValueError, match="tp_group is None and Megatron's parallel_state is not initialised"):
+        linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, True, False)
+
+
+# -- main_grad ---------------------------------------------------------------------------------------------------------
+
+
+def with_main_grad(weight, *, listened=True, **marks):
+    weight.requires_grad_()
+    weight.main_grad = torch.ones(weight.shape, dtype=marks.pop("dtype", torch.float32))
+    if listened:
+        weight.grad_added_to_main_grad = False
+    for name, value in marks.items():
+        setattr(weight, name, value)
+    return weight
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_weight_gradient_goes_into_main_grad(layouts, dtype):
+    """Two micro-batches, without Apex: main_grad grows by both gradients, and Megatron is told."""
+    source, target = layouts
+    dim = 0 if target == "sharded" else 1
+    w = with_main_grad(piece(numbers(N, D, seed=0, dtype=dtype), dim))
+    expected = {kind: torch.ones(w.shape, dtype=kind) for kind in (torch.float64, torch.float32)}
+    for step in range(2):
+        full, dy = numbers(S, D, seed=1 + step, dtype=dtype), numbers(S, N, seed=5 + step, dtype=dtype)
+        y = parallel_linear(cut(full, source), w, None, Plan(world(), source, target, fuse_main_grad=True))
+        y.backward(cut(dy, target))
+        for kind, sum_ in expected.items():
+            sum_ += piece((dy.to(kind).t() @ full.to(kind)).to(dtype if kind == torch.float32 else kind), dim)
+    assert_as_good(w.main_grad, expected[torch.float32], expected[torch.float64])
+    assert w.grad_added_to_main_grad is True
+    assert w.grad.shape == w.shape  # a dummy, for autograd's hooks
+    assert w.grad.dtype == dtype
+
+
+@ranks(1)
+def test_the_dummy_gradient_is_zero_where_megatron_adds_it():
+    w = with_main_grad(torch.randn(N, D), zero_out_wgrad=True)
+    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
+    assert torch.equal(w.grad, torch.zeros_like(w))
+
+
+@ranks(1)
+def test_no_dummy_gradient_where_nobody_listens():
+    w = with_main_grad(torch.randn(N, D), listened=False)
+    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
+    assert w.grad is None
+
+
+@ranks(1)
+def test_main_grad_of_16_bits():
+    x, w = torch.randn(4, D).bfloat16(), with_main_grad(torch.randn(N, D).bfloat16(), dtype=torch.bfloat16)
+    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).backward(torch.ones(4, N).bfloat16())
+    torch.testing.assert_close(w.main_grad, (1 + x.float().sum(0)).bfloat16().expand(N, D), rtol=2**-7, atol=2**-7)
+
+
+@ranks(1)
+def test_a_buffer_that_megatron_fsdp_lends_starts_at_zero():
+    w, x = torch.randn(N, D, requires_grad=True), torch.randn(4, D)
+    buffer = torch.full((N, D), torch.nan)
+    w.__fsdp_param__, w.get_main_grad = True, lambda: buffer
+    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
+    torch.testing.assert_close(buffer, x.sum(0).expand(N, D))
+
+
+@ranks(2)
+def test_missing_main_grad_is_named_before_anything_is_sent():
+    x, w = torch.randn(4, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
+    y = parallel_linear(x, w, None, Plan(world(), "replicated", "sharded", fuse_main_grad=True))
+    with count_collectives() as counts, pytest.raises(ValueError, match="weight.main_grad is missing"):
+        y.sum().backward()
+    assert not counts
+
+
+@ranks(1)
+def test_main_grad_with_saved_tensors_on_their_way_elsewhere():
+    """Hooks on saved tensors bring back copies, which have none of the parameter's attributes."""
+    w = with_main_grad(torch.randn(N, D))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        y = parallel_linear(torch.ones(4, D, requires_grad=True), w, None, Plan(fuse_main_grad=True))
+    y.sum().backward()
+    assert torch.equal(w.main_grad, torch.full((N, D), 5.0))
+
+
+# -- deferred weight gradients -----------------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_deferred_weight_gradients(fused, limit, sequence_parallel):
+    """As many as the limit allows wait, the rest is computed at once; drained, the sum is that of all micro-batches."""
+    from megatron_ext.tensor_parallel.deferral import Deferral
+
+    source = "sequence" if sequence_parallel else "replicated"
+    w = numbers(N, D, seed=0)
+    shard = with_main_grad(piece(w, 0)) if fused else piece(w, 0).requires_grad_()
+    inputs, grads, expected = [], [], torch.zeros(w.shape)
+    plan = Plan(world(), source, "sharded", fused, Deferral(grads, inputs, limit))
+    for step in range(3):
+        full, dy = numbers(S, B, D, seed=1 + step), numbers(S, B, N, seed=5 + step)
+        expected += dy.flatten(0, 1).t() @ full.flatten(0, 1)
+        x = cut(full, source).requires_grad_()
+        with torch.no_grad():
+            parallel_linear(x, shard, None, plan)
+        y = parallel_linear(x, shard, None, plan)
+        assert len(inputs) == len(grads) == min(step, limit or 3)  # nothing waits before backward, or without one
+        y.backward(piece(dy, -1))
+        torch.testing.assert_close(x.grad, cut(dy @ w, source), rtol=1e-5, atol=1e-5)
+    assert len(inputs) == len(grads) == (limit or 3)
+    config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=fused)
+    with count_collectives() as counts:
+        drain_embedding_wgrad_compute(config, inputs, grads, shard, world())
+    gathers = (limit or 3) if sequence_parallel and dist.get_world_size() > 1 else 0
+    assert short(counts) == ({"allgather_base": gathers} if gathers else {})
+    assert inputs == grads == []
+    total = shard.main_grad - 1 if fused else shard.grad
+    torch.testing.assert_close(total, piece(expected, 0), rtol=1e-5, atol=1e-4)
+
+
+@ranks(1)
+def test_deferral_by_megatrons_argument():
+    grads = []
+    x, w = torch.randn(4, D), with_main_grad(torch.randn(N, D))
+    for _ in range(3):
+        y = linear_with_grad_accumulation_and_async_allreduce(x, w, None, True, False, False, grads, 2)
+        y.backward(torch.ones_like(y))
+    assert len(grads) == 2
+    torch.testing.assert_close(w.main_grad - 1, x.sum(0).expand(N, D), rtol=1e-5, atol=1e-5)  # of the third
+
+
+@ranks(1)
+def test_draining_unequal_or_empty_lists():
+    config, w = Config(gradient_accumulation_fusion=True), with_main_grad(torch.randn(N, D))
+    drain_embedding_wgrad_compute(config, [], [], w, None)
+    with pytest.raises(ValueError, match="embedding_activation_buffer has 1 tensors and grad_output_buffer 0"):
+        drain_embedding_wgrad_compute(config, [torch.randn(4, D)], [], w, None)
+
+
+# -- habits ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_no_warnings(layouts):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+            parallel_linear(x, w, None, Plan(world(), *layouts)).sum().backward()
+
+
+@ranks(1)
+def test_memory_is_given_back():
+    """Neither the input nor the weight is held once output and graph are gone."""
+    x, w = torch.randn(4, D, requires_grad=True), with_main_grad(torch.randn(N, D))
+    watched = [weakref.ref(x), weakref.ref(w)]
+    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
+    with contextlib.suppress(NameError):
+        del x, w
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
