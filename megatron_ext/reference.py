@@ -4,6 +4,7 @@ One process, the whole vocabulary, plain autograd. Written to be read, not to be
 comes in, so a float64 input gives a float64 truth.
 
 Legend: T tokens, D hidden size, V vocabulary. Leading dims of hidden states, logits and labels may be anything.
+Attention: S queries, T keys, B batch, H heads of queries and G of keys, D channels of a head.
 """
 
 import torch
@@ -64,3 +65,17 @@ def cross_entropy(
         mean_log_prob = (z.where(finite, 0.0).sum(-1) / finite.sum(-1)) - lse
         loss = loss - label_smoothing * mean_log_prob
     return loss.where(labels != ignore_index, 0.0)
+
+
+def attention(q_SBHD: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:
+    """`[S, B, H, D]`: softmax(scale * q k^T) v over the keys that `visible` (broadcastable to `[B, H, S, T]`) shows.
+
+    Zeros for a query that sees nothing. `scale` None: 1 / sqrt(D). Head h of the queries reads head h // (H / G).
+    """
+    k, v = (x.repeat_interleave(q_SBHD.shape[2] // x.shape[2], 2) for x in (k_TBGD, v_TBGD))
+    scale = q_SBHD.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * torch.einsum("sbhd,tbhd->bhst", q_SBHD, k)
+    hidden = ~visible.expand_as(scores)
+    some = visible.expand_as(scores).any(-1, keepdim=True)
+    probs = scores.masked_fill(hidden & some, -torch.inf).softmax(-1) * some
+    return torch.einsum("bhst,tbhd->sbhd", probs, v)

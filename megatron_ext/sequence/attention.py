@@ -1,0 +1,300 @@
+"""Attention over whole, packed and context-parallel sequences, as calls of `F.scaled_dot_product_attention`.
+
+Every case is taken apart into runs of consecutive queries, until a run needs no mask beyond "causal", which the flash
+kernels know by themselves:
+
+    packed sequence   -> documents            (nobody looks across a boundary)
+    context parallel  -> two chunks           (queries at r and 2W-1-r; keys and values of all ranks gathered)
+    sliding window    -> blocks of queries    (each with the few keys that it can see, and a small mask)
+
+Only a mask that the caller gives is dense, and it is cut in the same way. Gathering keys and values instead of passing
+them round a ring is Llama 3's choice (Llama Team, 2024, section 3.3.2): grouped keys are small, and any mask works.
+
+Suffixes: S queries of this rank, T keys of this rank, K keys of the whole sequence, B batch, H query heads, G key heads
+(H a multiple of G), D channels of a head (values may have others). The sequence is the first dim, as Megatron has it.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.zigzag import gather_parts, merge_zigzag
+
+
+@dataclass(frozen=True)
+class Window:
+    """A query at position p sees the keys from p - left to p + right; None: no limit on that side."""
+
+    left: int | None = None
+    right: int | None = None
+
+    def visible(self, first: int, queries: int, keys: int, device: torch.device) -> Tensor:
+        """bool `[queries, keys]`: what queries at positions `first`, `first` + 1, ... see."""
+        query = torch.arange(first, first + queries, device=device)[:, None]
+        key = torch.arange(keys, device=device)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        if self.left is not None:
+            seen &= key >= query - self.left
+        if self.right is not None:
+            seen &= key <= query + self.right
+        return seen
+
+
+EVERYTHING = Window()
+CAUSAL = Window(right=0)
+
+_as_tuple = HostMemo(lambda cu_seqlens: tuple(cu_seqlens.tolist()))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents laid end to end along a sequence, over all context-parallel ranks.
+
+    Attributes:
+        lengths: tokens of each document.
+        places: tokens and padding after them, of each document; under context parallelism a multiple of 2W.
+    """
+
+    lengths: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.places) or any(
+            not 0 <= n <= place for n, place in zip(self.lengths, self.places, strict=True)
+        ):
+            raise ValueError(
+                f"documents of {list(self.lengths)} tokens take {list(self.places)} places: lengths must not be "
+                f"negative, nor longer than their places; cu_seqlens must never fall, and cu_seqlens_padded must have "
+                f"as many entries and at least the same lengths"
+            )
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> "Packing":
+        """From cumulative lengths, integers `[documents + 1]` that begin with 0.
+
+        On a GPU their first reading is a host synchronisation.
+        """
+        lengths = _document_lengths(cu_seqlens, "cu_seqlens")
+        if cu_seqlens_padded is None:
+            return cls(lengths, lengths)
+        return cls(lengths, _document_lengths(cu_seqlens_padded, "cu_seqlens_padded"))
+
+
+def attend(
+    q_SBHD: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    window: Window = EVERYTHING,
+    *,
+    mask: Tensor | None = None,
+    q_packing: Packing | None = None,
+    kv_packing: Packing | None = None,
+    cp_group: Group = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
+
+    Where there are more keys than queries (decoding with a cache), the last query stands at the last key.
+
+    Args:
+        q_SBHD: `[S, B, H, D]` queries; under context parallelism this rank's, in the zigzag layout.
+        k_TBGD, v_TBGD: `[T, B, G, D]` keys and values, of the same ranks and layout. H is a multiple of G.
+        window: what a query sees by its position.
+        mask: bool, broadcastable to `[B, H, S, K]`, True where a query must *not* look: this rank's queries as they
+            lie, the keys of the whole sequence in their order. It narrows `window`. None: nothing more is hidden.
+        q_packing, kv_packing: documents of a packed sequence, B = 1; both or neither.
+        cp_group: the ranks that share a sequence; None: this one alone.
+        scale: of the scores; None: 1 / sqrt(D).
+        dropout: probability with which the softmax's entries are dropped, drawn from the current generator.
+
+    Returns:
+        `[S, B, H, D]` (D of the values). Zeros for padding, and for a query that sees no key.
+
+    Communicates: with a `cp_group` of several ranks, one all-gather of keys and values together; backward one
+    reduce-scatter.
+
+    Raises:
+        ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
+            lengths that the zigzag layout cannot split.
+    """
+    ranks, rank = group_size(cp_group), group_rank(cp_group)
+    _check_shapes(q_SBHD, k_TBGD, v_TBGD)
+    q_places = _places_on_one_rank(q_packing, q_SBHD, ranks, "query")
+    kv_places = _places_on_one_rank(kv_packing, k_TBGD, ranks, "key")
+    if len(q_places) != len(kv_places):
+        raise ValueError(
+            f"queries are packed from {len(q_places)} documents and keys from {len(kv_places)}: document i of the "
+            f"queries sees document i of the keys; pass q_packing and kv_packing with as many documents"
+        )
+    if mask is not None:
+        if q_packing is not None:
+            raise ValueError("mask came with packed sequences: their documents say what is seen; pass mask=None")
+        mask = check_mask(mask, q_SBHD, k_TBGD.shape[0] * ranks)
+    if scale is None:
+        scale = q_SBHD.shape[-1] ** -0.5
+
+    parts_RTBGD = None
+    if ranks > 1:
+        parts_RTBGD = gather_parts(torch.cat([k_TBGD, v_TBGD], -1)[None], cp_group)
+    outputs = []
+    q_documents = q_SBHD.split(q_places)
+    # Cut once: the gradients of all documents are then joined once, where slices would add up whole tensors.
+    if parts_RTBGD is None:
+        kv_documents = list(zip(k_TBGD.split(kv_places), v_TBGD.split(kv_places), strict=True))
+    else:
+        channels = [k_TBGD.shape[-1], v_TBGD.shape[-1]]
+        kv_documents = [
+            merge_zigzag(parts.flatten(0, 1), ranks).split(channels, -1) for parts in parts_RTBGD.split(kv_places, 1)
+        ]
+    for i, (q, (k, v)) in enumerate(zip(q_documents, kv_documents, strict=True)):
+        q_length = q.shape[0] * ranks if q_packing is None else q_packing.lengths[i]
+        kv_length = k.shape[0] if kv_packing is None else kv_packing.lengths[i]
+        k, v = k[:kv_length], v[:kv_length]
+        size = q.shape[0] if ranks == 1 else q.shape[0] // 2
+        starts = [0] if ranks == 1 else [rank * size, (2 * ranks - 1 - rank) * size]
+        for place, start in enumerate(starts):
+            rows = slice(place * size, place * size + min(size, max(0, q_length - start)))
+            hidden = None if mask is None else mask[..., rows, :]
+            first = start + kv_length - q_length
+            outputs += _attend_run(q[rows], k, v, first, window, hidden, scale, dropout)
+            padding = size - (rows.stop - rows.start)
+            if padding:
+                outputs.append(_zeros(padding, q, k, v))
+    outputs = outputs or [_zeros(0, q_SBHD, k_TBGD, v_TBGD)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_run(
+    q, k, v, first: int, window: Window, hidden: Tensor | None, scale: float, dropout: float
+) -> list[Tensor]:
+    """Queries at consecutive positions from `first`; with a window that hides keys, in blocks."""
+    queries, keys = q.shape[0], k.shape[0]
+    block = max(1, queries)
+    if window.left is not None and first + queries - 1 > window.left:
+        block = min(max(window.left, 128), 1024)  # a block computes block + left keys and needs only left + 1 a query
+    outputs = []
+    for start in range(0, queries, block):
+        stop = min(start + block, queries)
+        lowest = 0 if window.left is None else max(0, first + start - window.left)
+        highest = keys if window.right is None else min(keys, first + stop + window.right)
+        q_block = q[start:stop]
+        if lowest >= highest:
+            outputs.append(_zeros(stop - start, q, k, v))
+            continue
+        seen = slice(lowest, highest)
+        block_hidden = None if hidden is None else hidden[..., start:stop, seen]
+        position = first + start - lowest
+        outputs.append(_attend_block(q_block, k[seen], v[seen], position, window, block_hidden, scale, dropout))
+    return outputs
+
+
+def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """One call of SDPA: queries at consecutive positions from `first` of these keys."""
+    queries, keys = q.shape[0], k.shape[0]
+    left_hides = window.left is not None and first + queries - 1 > window.left
+    right_hides = window.right is not None and first + window.right < keys - 1
+    bias = None
+    is_causal = False
+    if hidden is not None:
+        bias = ~hidden
+        if left_hides or right_hides:
+            bias = bias & window.visible(first, queries, keys, q.device)
+    elif right_hides and not left_hides and window.right == 0 and first >= 0:
+        # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
+        is_causal = queries == keys
+        if not is_causal:
+            with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
+                bias = causal_lower_right(queries, keys)
+    elif left_hides or right_hides:
+        bias = window.visible(first, queries, keys, q.device)
+
+    dense = bias is not None and type(bias) is Tensor
+    grouped = q.shape[2] != k.shape[2]
+    if grouped and q.device.type == "cuda" and (dense or q.dtype in (torch.float32, torch.float64)):
+        # Only the flash kernels share keys among queries; without them SDPA would fall back to whole score matrices.
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        grouped = False
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    out_BHSD = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+    return out_BHSD.permute(2, 0, 1, 3)
+
+
+def _zeros(queries: int, q, k, v) -> Tensor:
+    """The output of queries that see nothing.
+
+    It hangs on q, k and v in autograd, with gradients of zero: a rank with nothing but padding takes part in the
+    backward exchange that the others wait for.
+    """
+    return q.new_zeros(queries, *q.shape[1:3], v.shape[-1]) + (q[:0].sum() + k[:0].sum() + v[:0].sum())
+
+
+def check_mask(mask: Tensor, q_SBHD: Tensor, keys: int) -> Tensor:
+    """`mask` as `[B or 1, H or 1, S, K]`, once it is known to be bool and to fit the queries and `keys`."""
+    queries, batch, heads = q_SBHD.shape[:3]
+    shape = mask.shape if isinstance(mask, Tensor) else ()
+    fits = len(shape) == 4 and all(n in (1, want) for n, want in zip(shape, (batch, heads, queries, keys), strict=True))
+    if not fits or mask.dtype != torch.bool:
+        found = f"{mask.dtype} {list(shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(
+            f"attention mask is {found}: it must be bool and broadcastable to [batch, heads, queries, keys] = "
+            f"{[batch, heads, queries, keys]}, True where a query must not look; under context parallelism the queries "
+            f"are this rank's and the keys those of all ranks"
+        )
+    return mask.expand(-1, -1, queries, keys)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if any(x.dim() != 4 for x in (q, k, v)) or not (
+        q.shape[1] == k.shape[1] == v.shape[1]
+        and k.shape[:3] == v.shape[:3]
+        and q.shape[3] == k.shape[3]
+        and k.shape[2] > 0
+        and q.shape[2] % k.shape[2] == 0
+    ):
+        raise ValueError(
+            f"query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} do not fit: they must be "
+            f"[queries, batch, heads, channels], [keys, batch, groups, channels] and [keys, batch, groups, any], with "
+            f"heads a multiple of groups"
+        )
+
+
+def _places_on_one_rank(packing: Packing | None, x: Tensor, ranks: int, argument: str) -> Sequence[int]:
+    """How many rows of `x` each document has on one rank."""
+    chunks = 1 if ranks == 1 else 2 * ranks
+    places = (x.shape[0] * ranks,) if packing is None else packing.places
+    if sum(places) != x.shape[0] * ranks:
+        raise ValueError(
+            f"{argument} has {x.shape[0]} rows on each of {ranks} context-parallel ranks, but its documents take "
+            f"{sum(places)} places: these must be {x.shape[0] * ranks}; the last entry of cu_seqlens (padded, if there "
+            f"is padding) counts the tokens of all ranks"
+        )
+    if packing is not None and x.shape[1] != 1:
+        raise ValueError(f"{argument} is packed and has batch size {x.shape[1]}: it must be 1")
+    for n in places:
+        if n % chunks:
+            raise ValueError(
+                f"a sequence of the {argument} takes {n} places: over {ranks} context-parallel ranks they must be a "
+                f"multiple of {chunks}; pad to {-(-n // chunks) * chunks} and pass cu_seqlens_padded"
+            )
+    return [n // ranks for n in places]
+
+
+def _document_lengths(cu_seqlens: Tensor, argument: str) -> tuple[int, ...]:
+    ends = _as_tuple(cu_seqlens) if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 else ()
+    if not ends or ends[0] != 0 or not all(isinstance(end, int) for end in ends):
+        raise ValueError(
+            f"{argument} is {cu_seqlens}: it must be a tensor of integers [documents + 1] that begins with 0; "
+            f"pass the cumulative document lengths"
+        )
+    return tuple(b - a for a, b in itertools.pairwise(ends))

@@ -1,0 +1,297 @@
+"""Attention against the plain formula in fp64: every way of taking it apart, alone and over context-parallel ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, Packing, Window, attend
+from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
+from tests.ranks import ranks
+
+WINDOWS = {
+    "everything": EVERYTHING,
+    "causal": CAUSAL,
+    "left 3": Window(3, 0),
+    "left 0": Window(0, 0),
+    "both sides": Window(5, 2),
+    "right only": Window(None, 4),
+}
+HEADS = {"heads": (4, 4), "grouped": (4, 2), "one group": (4, 1)}
+
+by_window = pytest.mark.parametrize("window", WINDOWS)
+by_heads = pytest.mark.parametrize("heads", HEADS)
+
+
+def inputs(queries, keys, heads="grouped", batch=2, channels=8, dtype=torch.float64):
+    h, g = HEADS[heads]
+    q = torch.randn(queries, batch, h, channels, dtype=dtype)
+    k, v = (torch.randn(keys, batch, g, channels, dtype=dtype) for _ in range(2))
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def seen(window, queries, keys):
+    """bool [queries, keys], written out; the ends are aligned."""
+    rows = []
+    for i in range(keys - queries, keys):
+        low = 0 if window.left is None else i - window.left
+        high = keys if window.right is None else i + window.right
+        rows.append([low <= j <= high for j in range(keys)])
+    return torch.tensor(rows, dtype=torch.bool).view(queries, keys)
+
+
+def documents_seen(window, q_packing, kv_packing):
+    """bool [queries, keys] of a pack: blocks on the diagonal, nothing for the places of the padding."""
+    visible = torch.zeros(sum(q_packing.places), sum(kv_packing.places), dtype=torch.bool)
+    row = column = 0
+    for n, rows, m, columns in zip(
+        q_packing.lengths, q_packing.places, kv_packing.lengths, kv_packing.places, strict=True
+    ):
+        visible[row : row + n, column : column + m] = seen(window, n, m)
+        row, column = row + rows, column + columns
+    return visible
+
+
+def assert_same(out, expected, tensors, weight=None):
+    """Equal outputs and equal gradients of a weighted sum."""
+    weight = torch.randn_like(expected) if weight is None else weight
+    torch.testing.assert_close(out, expected)
+    got = torch.autograd.grad((out * weight).sum(), tensors)
+    want = torch.autograd.grad((expected * weight).sum(), tensors)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@by_window
+@by_heads
+@pytest.mark.parametrize("queries, keys", [(9, 9), (1, 7), (5, 12), (12, 5)])
+def test_windows_heads_and_lengths(window, heads, queries, keys):
+    q, k, v = inputs(queries, keys, heads)
+    visible = seen(WINDOWS[window], queries, keys)
+    out = attend(q, k, v, WINDOWS[window], scale=0.3)
+    assert_same(out, reference.attention(q, k, v, visible, 0.3), (q, k, v))
+
+
+@pytest.mark.parametrize("window", [Window(7, 0), Window(130, 0), Window(3, 140)], ids=str)
+def test_a_window_is_computed_in_blocks(window):
+    q, k, v = inputs(300, 300, batch=1)
+    assert_same(attend(q, k, v, window), reference.attention(q, k, v, seen(window, 300, 300)), (q, k, v))
+
+
+def test_a_window_reads_few_keys(monkeypatch):
+    """Work grows with length x window, not with the square of the length."""
+    keys = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, **kw: keys.append(k.shape[2]) or sdpa(q, k, v, **kw),
+    )
+    q, k, v = inputs(1000, 1000, batch=1)
+    attend(q, k, v, Window(7, 0))
+    assert len(keys) == 8
+    assert max(keys) == 135
+
+
+@pytest.mark.parametrize("window", [EVERYTHING, CAUSAL, Window(2, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 9, 9), (1, 4, 9, 9), (2, 1, 1, 9), (1, 1, 1, 1)], ids=str)
+def test_a_mask_narrows_the_window(window, shape):
+    q, k, v = inputs(9, 9)
+    hidden = torch.rand(shape) < 0.5
+    if shape[2] == 9:
+        hidden[..., 4, :] = True  # a query that sees nothing
+    visible = seen(window, 9, 9) & ~hidden
+    out = attend(q, k, v, window, mask=hidden)
+    assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
+    assert shape[2] == 1 or (out[4] == 0).all()
+
+
+LENGTHS = ([5, 1, 0, 7, 1], [5, 1, 0, 7, 1]), ([3, 4], [4, 8]), ([6, 2, 1], [1, 5, 4]), ([0], [0]), ([0, 3], [2, 4])
+
+
+@by_window
+@pytest.mark.parametrize(
+    "lengths, places", [(a, b) for a, b in LENGTHS if all(x <= y for x, y in zip(a, b, strict=True))]
+)
+def test_documents_do_not_see_each_other(window, lengths, places):
+    packing = Packing(tuple(lengths), tuple(places))
+    q, k, v = inputs(sum(places), sum(places), batch=1)
+    visible = documents_seen(WINDOWS[window], packing, packing)
+    out = attend(q, k, v, WINDOWS[window], q_packing=packing, kv_packing=packing)
+    assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
+
+
+@by_window
+def test_documents_of_queries_and_of_keys(window):
+    q_packing, kv_packing = Packing((2, 1, 4), (2, 1, 4)), Packing((5, 3, 2), (5, 4, 2))
+    q, k, v = inputs(7, 11, batch=1)
+    visible = documents_seen(WINDOWS[window], q_packing, kv_packing)
+    out = attend(q, k, v, WINDOWS[window], q_packing=q_packing, kv_packing=kv_packing)
+    assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
+
+
+def test_values_may_have_other_channels_than_keys():
+    q, k, _ = inputs(6, 6)
+    v = torch.randn(6, 2, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert_same(attend(q, k, v, CAUSAL), reference.attention(q, k, v, seen(CAUSAL, 6, 6)), (q, k, v))
+
+
+@by_window
+def test_bf16_errs_no_more_than_plain_sdpa(window):
+    q, k, v = inputs(64, 64, dtype=torch.bfloat16)
+    visible = seen(WINDOWS[window], 64, 64)
+    truth = reference.attention(q.double(), k.double(), v.double(), visible)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), attn_mask=visible, enable_gqa=True
+    ).permute(2, 0, 1, 3)
+    error, allowed = ((x.double() - truth).abs().max() for x in (attend(q, k, v, WINDOWS[window]), plain))
+    assert error <= 2 * allowed
+
+
+def test_dropout_drops_its_share():
+    q, k, v = inputs(64, 64, "heads")
+    ones = torch.ones_like(v)
+    torch.manual_seed(1)
+    out = attend(q, k, ones, EVERYTHING, dropout=0.25)
+    assert out.mean().sub(1).abs() < 0.02
+    assert (out != 1).any()
+    torch.manual_seed(1)
+    torch.testing.assert_close(attend(q, k, ones, EVERYTHING, dropout=0.25), out, rtol=0, atol=0)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v = inputs(4, 4, batch=1)
+    packing = Packing((4,), (4,))
+    with pytest.raises(ValueError, match="heads a multiple of groups"):
+        attend(q[:, :, :3], k, v)
+    with pytest.raises(ValueError, match="do not fit"):
+        attend(q, k, v[:3])
+    with pytest.raises(ValueError, match="bool and broadcastable to .* = \\[1, 4, 4, 4\\]"):
+        attend(q, k, v, mask=torch.zeros(1, 1, 4, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="attention mask is torch.float32"):
+        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4))
+    with pytest.raises(ValueError, match="pass mask=None"):
+        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool), q_packing=packing, kv_packing=packing)
+    with pytest.raises(ValueError, match="as many documents"):
+        attend(q, k, v, q_packing=packing, kv_packing=Packing((2, 2), (2, 2)))
+    with pytest.raises(ValueError, match="take 6 places: these must be 4"):
+        attend(q, k, v, q_packing=Packing((6,), (6,)), kv_packing=packing)
+    with pytest.raises(ValueError, match="batch size 2: it must be 1"):
+        attend(*inputs(4, 4), q_packing=packing, kv_packing=packing)
+
+
+def test_cu_seqlens_that_are_none_are_refused():
+    assert Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 4, 8])) == Packing((3, 1), (4, 4))
+    with pytest.raises(ValueError, match="begins with 0"):
+        Packing.of(torch.tensor([1, 3]))
+    with pytest.raises(ValueError, match="cu_seqlens is None"):
+        Packing.of(None)
+    with pytest.raises(ValueError, match="cu_seqlens_padded is .* integers"):
+        Packing.of(torch.tensor([0, 3]), torch.tensor([0.0, 4.0]))
+    with pytest.raises(ValueError, match="never fall"):
+        Packing.of(torch.tensor([0, 3, 2]))
+    with pytest.raises(ValueError, match="at least the same lengths"):
+        Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 2, 4]))
+
+
+def test_values_are_read_once_and_again_when_they_change():
+    reads = []
+    memo = HostMemo(lambda x, more: reads.append(more) or x.tolist())
+    x = torch.tensor([1, 2])
+    assert memo(x, "a") == memo(x, "a") == [1, 2]
+    assert reads == ["a"]
+    x[0] = 5
+    assert memo(x, "a") == [5, 2]
+    memo(x, "b")
+    assert reads == ["a", "a", "b"]
+
+
+@by_window
+@ranks(2, 4)
+def test_context_parallel_equals_one_rank(window):
+    check_whole(WINDOWS[window])
+
+
+@ranks(2)
+def test_context_parallel_in_blocks():
+    check_whole(Window(9, 0), length=600, batch=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32, 32), (2, 4, 32, 32), (2, 1, 1, 32)], ids=str)
+@ranks(2, 4)
+def test_context_parallel_with_a_mask(shape):
+    check_whole(CAUSAL, hidden=torch.rand(shape) < 0.4)
+
+
+def check_whole(window, length=32, batch=2, hidden=None):
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    whole = inputs(length, length, batch=batch)
+    visible = seen(window, length, length)
+    own_rows = None
+    if hidden is not None:
+        visible = visible & ~hidden
+        own_rows = hidden if hidden.shape[2] == 1 else split_zigzag(hidden, size, rank, dim=2)
+    expected = reference.attention(*whole, visible)
+    weight = torch.randn_like(expected)
+    parts = [split_zigzag(x.detach(), size, rank).requires_grad_() for x in whole]
+    with count_collectives() as forward:
+        out = attend(*parts, window, mask=own_rows, cp_group=group)
+    with count_collectives() as backward:
+        grads = torch.autograd.grad((out * split_zigzag(weight, size, rank)).sum(), parts)
+    torch.testing.assert_close(out, split_zigzag(expected, size, rank))
+    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
+        torch.testing.assert_close(got, split_zigzag(want, size, rank))
+    assert sum(forward.values()) == sum(backward.values()) == 1, (forward, backward)
+
+
+@by_window
+@ranks(2, 4)
+def test_context_parallel_packed_equals_one_rank(window):
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    multiple = 2 * size
+    lengths = (5, 1, 0, 3 * multiple, 2 * multiple - 1)
+    packing = Packing(lengths, tuple(-(-n // multiple) * multiple for n in lengths))
+    cu_seqlens = torch.tensor([0, *packing.places]).cumsum(0)
+    total = sum(packing.places)
+    own = thd_partition_indices(cu_seqlens, total, size, rank).long()
+    whole = inputs(total, total, batch=1)
+    expected = reference.attention(*whole, documents_seen(WINDOWS[window], packing, packing))
+    weight = torch.randn_like(expected)
+    parts = [x.detach()[own].requires_grad_() for x in whole]
+    with count_collectives() as forward:
+        out = attend(*parts, WINDOWS[window], q_packing=packing, kv_packing=packing, cp_group=group)
+    with count_collectives() as backward:
+        grads = torch.autograd.grad((out * weight[own]).sum(), parts)
+    torch.testing.assert_close(out, expected[own])
+    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
+        torch.testing.assert_close(got, want[own])
+    assert sum(forward.values()) == sum(backward.values()) == 1, (forward, backward)
+
+
+@ranks(2)
+def test_a_rank_of_padding_alone_takes_part_in_the_backward():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    packing = Packing((1,), (4,))  # its one token is rank 0's
+    parts = inputs(2, 2, batch=1)
+    out = attend(*parts, CAUSAL, q_packing=packing, kv_packing=packing, cp_group=group)
+    grads = torch.autograd.grad(out.sum(), parts)
+    ones = torch.zeros_like(parts[2])
+    ones[0] = 2 * (rank == 0)  # both heads of a group read it
+    torch.testing.assert_close(grads[2], ones)
+
+
+@ranks(2)
+def test_context_parallel_faults_are_raised_before_anything_is_sent():
+    group = dist.group.WORLD
+    odd = inputs(3, 3, batch=1)
+    uneven = Packing((6, 2), (6, 2))
+    with count_collectives() as counts:
+        with pytest.raises(ValueError, match="takes 6 places: over 2 .* multiple of 4; pad to 8"):
+            attend(*odd, cp_group=group)
+        with pytest.raises(ValueError, match="takes 6 places"):
+            attend(*inputs(4, 4, batch=1), q_packing=uneven, kv_packing=uneven, cp_group=group)
+        with pytest.raises(ValueError, match="keys those of all ranks"):
+            attend(*inputs(4, 4), mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool), cp_group=group)
+    assert not counts
