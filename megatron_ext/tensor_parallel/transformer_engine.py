@@ -17,10 +17,9 @@ MEGATRON_SIDE = "megatron.core.extensions.transformer_engine"
 
 def have_transformer_engine() -> bool:
     """Whether Transformer Engine is installed; asking does not import it."""
-    try:
-        return "transformer_engine" in sys.modules or find_spec("transformer_engine") is not None
-    except (ImportError, ValueError):
-        return False
+    if "transformer_engine" in sys.modules:
+        return sys.modules["transformer_engine"] is not None
+    return find_spec("transformer_engine") is not None
 
 
 def transformer_engine(module: str, needed_for: str) -> ModuleType:
