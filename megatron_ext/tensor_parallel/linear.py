@@ -64,6 +64,15 @@ class Plan:
     deferral: Deferral | None = None
     output_dtype: torch.dtype | None = None
 
+    def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
+        """`[..., N]` for an input `[..., D]`."""
+        shape = [*x_shape[:-1], outputs]
+        if self.input == "sequence":
+            shape[0] *= group_size(self.group)
+        if self.output == "sequence":
+            shape[0] //= group_size(self.group)
+        return shape
+
     def start_reduce_dgrad(self, dx_TD: Tensor) -> Pending:
         """Begin what the input's layout asks of its gradient. `dx_TD` may be overwritten."""
         if self.input == "replicated":
@@ -120,8 +129,8 @@ class _ParallelLinear(torch.autograd.Function):
             y_tN = plan.reduce_output(y_TN)
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
-        rows = () if x.dim() == 1 else (-1, *x.shape[1:-1])
-        return y_tN.view(*rows, weight.shape[0])
+        # As matmul does it: not a view for autograd, so that callers may change the output in place.
+        return torch.ops.aten._unsafe_view.default(y_tN, plan.output_shape(x.shape, weight.shape[0]))
 
     @staticmethod
     @once_differentiable

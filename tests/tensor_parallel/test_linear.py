@@ -224,6 +224,18 @@ def test_two_backwards_and_no_double_backward():
         second[0].sum().backward()
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_output_may_be_changed_in_place(layouts):
+    """Megatron's own cross entropy does so with the logits."""
+    x, w = torch.randn(4, 3, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
+    grads = []
+    for change in (lambda y: y * 2, lambda y: y.mul_(2)):
+        y = change(parallel_linear(x, w, None, Plan(world(), *layouts)))
+        grads.append(torch.autograd.grad(y.sin().sum(), (x, w)))
+    torch.testing.assert_close(*grads)
+
+
 @ranks(1, 2, 4)
 def test_own_rows_before_the_gathered_ones():
     """The order of matmuls that CUDA tensors take gives what the plain order gives."""
