@@ -18,7 +18,6 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -31,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_ext.megatron.attention import CoreAttention
 from megatron_ext.megatron.norms import Norm, QKNorm
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -54,7 +54,7 @@ class ExtSpecProvider(BackendSpecProvider):
         return QKNorm if for_qk else Norm
 
     def core_attention(self) -> type:
-        return DotProductAttention
+        return CoreAttention
 
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
