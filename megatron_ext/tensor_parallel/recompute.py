@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.groups import group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel.rerun import FlatCall, Rerun, backpropagate, check_backward_call, checkpointing
@@ -76,7 +75,6 @@ class CheckpointFunction(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *args: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run it again with a graph, and go back through that. `args`: the gradients of its results."""
         check_backward_call()

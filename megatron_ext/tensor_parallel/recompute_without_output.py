@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.groups import cuda_graph_phase
 from megatron_ext.tensor_parallel.rerun import FlatCall, Rerun, backpropagate, check_backward_call, checkpointing
@@ -44,7 +43,6 @@ class CheckpointWithoutOutputFunction(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *args: Tensor | None) -> tuple[Tensor | None, ...]:
         """Go back through the second run. `args`: the gradients of the function's results."""
         inputs, results = ctx.second_run or run_again(ctx)

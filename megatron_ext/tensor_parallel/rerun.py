@@ -163,8 +163,16 @@ def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs
 
 
 def check_backward_call() -> None:
-    """Raises RuntimeError inside `torch.autograd.grad(...)`, which recomputation cannot serve: parameters' gradients
-    would go into their `.grad` and not to the caller."""
+    """Raises RuntimeError in the backward passes that recomputation cannot serve.
+
+    In `torch.autograd.grad(...)` parameters' gradients would go into their `.grad` and not to the caller; and gradients
+    of gradients would silently be those of constants.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a checkpointed function is in the graph of a backward with create_graph=True: its gradients cannot be "
+            "differentiated again; call the function without checkpointing there"
+        )
     if not torch.autograd._is_checkpoint_valid():
         raise RuntimeError(
             "a checkpointed function is in the graph of torch.autograd.grad() or backward(inputs=...): call backward() "

@@ -1,0 +1,427 @@
+"""checkpoint(): the same numbers as without it, bit for bit, and nothing left behind."""
+
+import functools
+import gc
+import weakref
+from collections import namedtuple
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel import mappings, random
+from megatron_ext.tensor_parallel.random import checkpoint
+from tests.gpt import model_parallel
+from tests.ranks import ranks
+from tests.tensor_parallel.rng import no_tracker, seeded
+from tests.tensor_parallel.sharded import numbers, world
+
+
+def grads_of(run, *leaves):
+    """`run()`, its sum differentiated: the result and every leaf's gradient."""
+    for leaf in leaves:
+        leaf.grad = None
+    out = run()
+    out.sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def with_and_without(run, *leaves):
+    """`grads_of` without recomputation and with it, as `run(recompute)` does."""
+    return [grads_of(functools.partial(run, recompute), *leaves) for recompute in (False, True)]
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@contextmanager
+def saved_tensors():
+    """Gives the list of the tensors that autograd keeps for operations inside."""
+    saved = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        yield saved
+
+
+class Block(torch.nn.Module):
+    """A tensor-parallel MLP with dropout everywhere: the same on all ranks, and another in what they share out."""
+
+    def __init__(self, sequence_parallel: bool, hidden: int = 8):
+        super().__init__()
+        rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size())
+        self.sequence_parallel = sequence_parallel
+        self.up = torch.nn.Parameter(numbers(2 * hidden, hidden, seed=1).chunk(size)[rank].clone())
+        self.down = torch.nn.Parameter(numbers(hidden, 2 * hidden, seed=2).chunk(size, dim=1)[rank].clone())
+
+    def forward(self, x_TD):
+        group = world()
+        if self.sequence_parallel:
+            x_TD = mappings.gather_from_sequence_parallel_region(x_TD, group=group)
+        else:
+            x_TD = mappings.copy_to_tensor_model_parallel_region(x_TD, group=group)
+        inner_TF = torch.tanh(x_TD @ self.up.t())
+        with random.get_cuda_rng_tracker().fork():
+            inner_TF = F.dropout(inner_TF, 0.3)
+        out_TD = inner_TF @ self.down.t()
+        if self.sequence_parallel:
+            out_TD = mappings.reduce_scatter_to_sequence_parallel_region(out_TD, group=group)
+        else:
+            out_TD = mappings.reduce_from_tensor_model_parallel_region(out_TD, group=group)
+        return F.dropout(out_TD, 0.2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@ranks(1, 2, 4)
+def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
+    """Layer after layer, as a transformer block runs them: under sequence parallelism all inside a fork, which each
+    layer forks again. A recomputation must know which stream was in use, or it draws an older state of it."""
+    rank = torch.distributed.get_rank()
+    layers = [Block(sequence_parallel) for _ in range(3)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    x = numbers(32, 8, seed=3)
+    if sequence_parallel:
+        x = x.chunk(torch.distributed.get_world_size())[rank].clone()
+    x.requires_grad_()
+
+    def run(recompute):
+        with seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0) as tracker:
+
+            def stack():
+                hidden = x
+                for layer in layers:
+                    hidden = checkpoint(layer, False, hidden) if recompute else layer(hidden)
+                return hidden
+
+            def forward():
+                if sequence_parallel:
+                    with tracker.fork():
+                        return stack()
+                return stack()
+
+            grads = grads_of(forward, x, *parameters)
+            with tracker.fork():
+                return [*grads, torch.rand(3), tracker.get_states()["expert-parallel-rng"]]
+
+    plain, recomputed = run(False), run(True)
+    assert_equal(recomputed, plain)
+    assert not random.is_checkpointing()
+    kept = plain[0].count_nonzero() / plain[0].numel()
+    assert 0.5 < kept < 0.98, "dropout was on"
+
+
+@ranks(1, 2, 4)
+def test_distributed_activations_of_any_shape():
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with model_parallel(tp=size), seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0):
+        weight = torch.nn.Parameter(numbers(5, 5, seed=1))
+        for shape in ((3, 5), (7, 1, 5), (5,), (0, 5), (4, 4, 5)):
+            x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
+            original = x.detach().clone()
+
+            def run(distribute, x=x, scale=scale):
+                if distribute is None:
+                    return F.dropout(torch.tanh(x @ weight), 0.3) * scale
+                return checkpoint(lambda x, s: F.dropout(torch.tanh(x @ weight), 0.3) * s, distribute, x, scale)
+
+            results = []
+            for distribute in (None, True):
+                torch.manual_seed(5)
+                results.append(grads_of(lambda: run(distribute), x, scale, weight))  # noqa: B023
+            assert_equal(results[1], results[0])
+            assert torch.equal(x, original), "the caller's tensor is the caller's"
+
+            with count_collectives() as forward, saved_tensors() as saved:
+                out = run(True)
+            with count_collectives() as backward:
+                out.sum().backward(retain_graph=True)
+                out.sum().backward()
+            assert not forward
+            assert sum(backward.values()) == (2 if size > 1 else 0), backward
+            assert saved[0].numel() == -(-x.numel() // size), "only this rank's part is kept"
+            assert size == 1 or x.numel() == 0 or saved[0].untyped_storage().data_ptr() != x.data_ptr()
+
+
+def test_what_cannot_be_distributed_is_refused():
+    with pytest.raises(ValueError, match="first argument is missing"):
+        checkpoint(lambda: None, True)
+    with pytest.raises(ValueError, match="first argument is <class 'list'>"):
+        checkpoint(lambda x: x, True, [torch.ones(2)])
+
+
+def test_autocast_is_entered_again():
+    linear, x = torch.nn.Linear(6, 6), numbers(4, 6, seed=1).requires_grad_()
+    seen = []
+
+    def function(x):
+        y = linear(x)
+        seen.append((y.dtype, torch.is_autocast_cache_enabled()))
+        with torch.autocast("cpu", enabled=False):
+            return y.float() @ linear.weight
+
+    def run(recompute):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return checkpoint(function, False, x) if recompute else function(x)
+
+    plain, recomputed = with_and_without(run, x, linear.weight, linear.bias)
+    assert_equal(recomputed, plain)
+    assert seen == [(torch.bfloat16, False)] * 3
+
+
+def test_a_backward_under_autocast_recomputes_what_ran_without():
+    weight, x = torch.nn.Parameter(numbers(6, 6, seed=2)), numbers(4, 6, seed=1).requires_grad_()
+
+    def run(recompute):
+        x.grad = weight.grad = None
+        out = checkpoint(lambda x: torch.tanh(x @ weight), False, x) if recompute else torch.tanh(x @ weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out.sum().backward()
+        return [out.detach(), x.grad, weight.grad]
+
+    assert_equal(run(True), run(False))
+
+
+def test_gradients_reach_parameters_behind_frozen_inputs():
+    """Adapters: the input needs no gradient, a parameter inside does."""
+    base, adapter, x = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), numbers(4, 6, seed=1)
+    base.requires_grad_(False)
+
+    def function(x):
+        return base(x) + adapter(F.dropout(x, 0.5)), base(x)
+
+    results = []
+    for run in (lambda: function(x), lambda: checkpoint(function, False, x)):
+        torch.manual_seed(0)
+        out, frozen = run()
+        assert out.requires_grad
+        assert not frozen.requires_grad
+        results.append(grads_of(lambda: out + frozen, adapter.weight, adapter.bias))  # noqa: B023
+    assert_equal(results[1], results[0])
+    assert base.weight.grad is None
+
+
+def test_where_nothing_needs_a_gradient_nothing_is_kept():
+    frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+    x = numbers(4, 6, seed=1)
+    out = checkpoint(lambda x: frozen(torch.tanh(x)), False, x)
+    assert out.grad_fn is None
+    assert not out.requires_grad
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    trainable = torch.nn.Linear(6, 6)
+    with torch.no_grad():
+        assert not checkpoint(trainable, False, numbers(4, 6, seed=1)).requires_grad
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained input", "frozen input"])
+def test_only_the_inputs_are_kept(frozen):
+    weight = torch.nn.Parameter(numbers(6, 6, seed=2))
+    x, inner = numbers(4, 6, seed=1).requires_grad_(not frozen), []
+
+    def function(x):
+        h = torch.tanh(x @ weight)
+        inner.append(weakref.ref(h))
+        return torch.sin(h @ weight)
+
+    with saved_tensors() as saved:
+        out = checkpoint(function, False, x)
+    assert sum(t.numel() for t in saved) - x.numel() == (
+        1 if frozen else 0
+    )  # a frozen input has autograd's edge beside
+    assert inner[0]() is None
+    out.sum().backward()
+    inner.clear()
+    assert_equal(grads_of(lambda: checkpoint(function, False, x), weight), grads_of(lambda: function(x), weight))
+
+
+Point = namedtuple("Point", "a b")
+
+
+def test_containers_and_other_objects_go_in_and_come_out():
+    x, y, z = (numbers(3, seed=i).requires_grad_() for i in range(3))
+    marker = object()
+
+    def function(first, point, number, /, *, options, nothing=None):
+        assert number == 5
+        assert nothing is None
+        assert options["marker"] is marker
+        h = F.dropout(first[0] * point.a + options["z"][0], 0.5)
+        return {"h": h, "more": [h * number, (point.b, "text", None)], "point": Point(h.sin(), marker)}
+
+    def run(recompute):
+        torch.manual_seed(0)
+        arguments = ([x, torch.arange(3)], Point(y, torch.tensor([1, 2])), 5)
+        keywords = {"options": {"z": (z,), "marker": marker}}
+        out = checkpoint(function, False, *arguments, **keywords) if recompute else function(*arguments, **keywords)
+        assert out["more"][1][1:] == ("text", None)
+        assert out["more"][1][0].tolist() == [1, 2]
+        assert type(out["point"]) is Point
+        assert out["point"].b is marker
+        return out["h"] * out["more"][0] + out["point"].a
+
+    plain, recomputed = with_and_without(run, x, y, z)
+    assert_equal(recomputed, plain)
+
+
+@pytest.mark.parametrize("returned", [None, 5, [], torch.arange(3)], ids=str)
+def test_results_without_a_gradient(returned):
+    x = numbers(3, seed=0).requires_grad_()
+    out = checkpoint(lambda x: returned, False, x)
+    assert torch.equal(out, returned) if isinstance(returned, torch.Tensor) else out == returned
+    mask, product = checkpoint(lambda x: (x > 0, x * 2), False, x)
+    assert mask.dtype == torch.bool
+    product.sum().backward()
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_a_backward_without_differentiable_results_does_nothing():
+    """All results are computed without a graph: nothing to go back through, and no error."""
+    x = numbers(3, seed=0).requires_grad_()
+    out = checkpoint(lambda x: x.detach() * 2, False, x)
+    out.sum().backward()
+    assert x.grad is None
+
+
+def test_unused_results_cost_no_gradient():
+    x, weight = numbers(3, seed=0).requires_grad_(), torch.nn.Parameter(torch.ones(3))
+    used, _ = checkpoint(lambda x: (x * 2, x * weight), False, x)
+    used.sum().backward()
+    assert weight.grad is None
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_results_that_are_inputs_parameters_or_views():
+    x, weight, buffer = (
+        numbers(2, 3, seed=0).requires_grad_(),
+        torch.nn.Parameter(numbers(6, seed=1)),
+        numbers(6, seed=2),
+    )
+
+    def function(x):
+        return x, x.view(-1), weight, buffer, x.flatten() * weight
+
+    def run(recompute):
+        same, view, parameter, constant, product = checkpoint(function, False, x) if recompute else function(x)
+        return (same.view(-1) * view).sum() + (parameter * constant * product).sum()
+
+    plain, recomputed = with_and_without(run, x, weight)
+    assert_equal(recomputed, plain)
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert buffer.is_leaf
+    assert not buffer.requires_grad
+
+
+def test_an_input_that_was_changed_afterwards_is_noticed():
+    x = numbers(3, seed=0).requires_grad_()
+    y = x * 2
+    out = checkpoint(torch.sin, False, y)
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_nested_checkpoints_recompute_and_count_themselves():
+    x, seen = numbers(3, seed=0).requires_grad_(), []
+
+    def inner(x):
+        seen.append(("inner", random.is_checkpointing()))
+        return F.dropout(x.sin(), 0.5)
+
+    def outer(x):
+        h = checkpoint(inner, False, x)
+        seen.append(("outer", random.is_checkpointing()))
+        return F.dropout(h * x, 0.5)
+
+    def run(recompute):
+        torch.manual_seed(0)
+        return checkpoint(outer, False, x) if recompute else F.dropout((F.dropout(x.sin(), 0.5)) * x, 0.5)
+
+    plain, recomputed = with_and_without(run, x)
+    assert_equal(recomputed, plain)
+    assert seen == [("inner", True), ("outer", True)] * 2 + [("inner", True)]
+    assert not random.is_checkpointing()
+
+
+def test_exceptions_leave_nothing_behind():
+    x, broken = numbers(3, seed=0).requires_grad_(), [True]
+
+    def function(x):
+        with random.get_cuda_rng_tracker().fork():
+            F.dropout(x, 0.5)
+            if broken:
+                raise KeyError
+        return x.sin()
+
+    with seeded():
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        with pytest.raises(KeyError):
+            checkpoint(lambda x: checkpoint(function, False, x), False, x)
+        assert not random.is_checkpointing()
+        broken.clear()
+        out = checkpoint(function, False, x)
+        broken.append(True)
+        with pytest.raises(KeyError), torch.autocast("cpu"):
+            out.sum().backward()
+        assert not random.is_checkpointing()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_second_backward_recomputes_again():
+    x, weight = numbers(3, seed=0).requires_grad_(), torch.nn.Parameter(numbers(3, seed=1))
+
+    def twice(out):
+        x.grad = weight.grad = None
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        return [x.grad, weight.grad]
+
+    def function(x):
+        return F.dropout(x.sin() * weight, 0.5)
+
+    torch.manual_seed(0)
+    plain = twice(function(x))
+    torch.manual_seed(0)
+    assert_equal(twice(checkpoint(function, False, x)), plain)
+
+
+def test_what_recomputation_cannot_do_is_said():
+    x = numbers(3, seed=0).requires_grad_()
+    with pytest.raises(RuntimeError, match="torch.autograd.grad"):
+        torch.autograd.grad(checkpoint(torch.sin, False, x).sum(), x)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        checkpoint(torch.sin, False, x).sum().backward(create_graph=True)
+
+    results = iter([(x * 1, x * 2), (x * 1,)])
+    out = checkpoint(lambda x: next(results), False, x)
+    with pytest.raises(RuntimeError, match="returned 2 values in the forward and 1 in its recomputation"):
+        sum(out).sum().backward()
+
+
+def test_the_function_may_be_applied_directly():
+    """As Megatron's callers do: None and numbers among the arguments, one tensor or a tuple back."""
+    x = numbers(3, seed=0).requires_grad_()
+    out = random.CheckpointFunction.apply(lambda x, mask, n: x.sin() * n, False, x, None, 3)
+    out.sum().backward()
+    assert torch.equal(x.grad, 3 * x.cos())
+    a, b = random.CheckpointFunction.apply(lambda x: (x.sin(), 7), None, x)
+    assert b == 7
+    x.grad = None
+    a.sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_without_a_tracker_none_is_made():
+    with no_tracker():
+        x = numbers(3, seed=0).requires_grad_()
+        checkpoint(lambda x: F.dropout(x, 0.5), False, x).sum().backward()
+        assert random._CUDA_RNG_STATE_TRACKER is None
