@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import tensor_parallel_group
 from megatron_ext.head import linear_cross_entropy
+from megatron_ext.head.options import Cache
 
 _SEAM = "_postprocess"
 
@@ -32,7 +33,7 @@ class _PromisedLogits:
     hidden: Tensor
     weight: Tensor
 
-    def loss(self, labels: Tensor, chunk_tokens: int | None) -> Tensor:
+    def loss(self, labels: Tensor, chunk_tokens: int | None, cache: Cache) -> Tensor:
         """Per-token loss, fp32, of labels `[B, S]`; same shape."""
         layer = self.layer
         loss_SB = linear_cross_entropy(
@@ -43,12 +44,13 @@ class _PromisedLogits:
             hidden_layout="sequence" if layer.sequence_parallel else "replicated",
             bias=None if layer.skip_bias_add else layer.bias,
             chunk_tokens=chunk_tokens,
+            cache=cache,
         )
         return loss_SB.transpose(0, 1).contiguous()
 
 
 @contextmanager
-def _promising(model: Any, chunk_size: int | None) -> Iterator[None]:
+def _promising(model: Any, chunk_size: int | None, cache: Cache) -> Iterator[None]:
     """While it lasts, `model`'s output layer promises logits and its loss redeems the promise."""
     layer, stock_loss = model.output_layer, model.compute_language_model_loss
 
@@ -59,7 +61,7 @@ def _promising(model: Any, chunk_size: int | None) -> Iterator[None]:
         if not isinstance(logits, _PromisedLogits):
             return stock_loss(labels, logits)
         # Chunks are counted in sequence positions here, as the models do; the head counts tokens.
-        return logits.loss(labels, None if chunk_size is None else chunk_size * labels.shape[0])
+        return logits.loss(labels, None if chunk_size is None else chunk_size * labels.shape[0], cache)
 
     with _attribute(layer, "forward", promise), _attribute(model, "compute_language_model_loss", loss):
         yield
@@ -80,7 +82,7 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def _patched(original: Any, chunk_size: int | None) -> Any:
+def _patched(original: Any, chunk_size: int | None, cache: Cache) -> Any:
     """`_postprocess`, with promised logits where there are labels and an output layer."""
     signature = inspect.signature(original)
 
@@ -89,7 +91,7 @@ def _patched(original: Any, chunk_size: int | None) -> Any:
         labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
         if labels is None or not self.post_process:
             return original(self, *args, **kwargs)
-        with _promising(self, chunk_size):
+        with _promising(self, chunk_size, cache):
             return original(self, *args, **kwargs)
 
     postprocess.original = original  # type: ignore[attr-defined]
@@ -109,14 +111,18 @@ def _check(chunk_size: int | None, target: Any) -> None:
         )
 
 
-def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int | None = None, model: Any = None) -> None:
+def patch_gpt_model_forward_for_linear_ce_fusion(
+    *, chunk_size: int | None = None, cache: Cache = "auto", model: Any = None
+) -> None:
     """GPTModel with labels computes its per-token losses `[B, S]` by the fused head; without labels nothing changes.
 
     Args:
         chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
+        cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
+            least memory, "auto" looks at what is free.
         model: one model, whatever wraps it already unwrapped; None: every GPTModel, those already built included.
 
-    Patching again replaces the chunk size.
+    Patching again replaces both.
 
     Communicates, per loss: tensor parallel 1 collective forward and 1 backward, with sequence parallelism 2 and 2.
 
@@ -127,10 +133,11 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int | None = Non
     _check(chunk_size, target)
     unpatch_gpt_model_forward_for_linear_ce_fusion(model=model)
     if model is None:
-        setattr(GPTModel, _SEAM, _patched(vars(GPTModel)[_SEAM], chunk_size))
+        setattr(GPTModel, _SEAM, _patched(vars(GPTModel)[_SEAM], chunk_size, cache))
     else:
         original = getattr(type(model), _SEAM)
-        setattr(model, _SEAM, functools.partial(_patched(getattr(original, "original", original), chunk_size), model))
+        patched = _patched(getattr(original, "original", original), chunk_size, cache)
+        setattr(model, _SEAM, functools.partial(patched, model))
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
