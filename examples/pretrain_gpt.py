@@ -10,7 +10,6 @@ builds the transformer layers from Megatron's modules (stock) or from ours (ext)
 import argparse
 import json
 import os
-import signal
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from interrupt import end_on_interrupt
 from tqdm import tqdm
 
 from megatron_ext.emulation import megatron_on_cpu
@@ -274,12 +274,14 @@ def train(args: argparse.Namespace) -> dict:
     if args.metrics and parallel_state.is_pipeline_last_stage():
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
+        if args.head == "fused":  # again, with least memory: nothing kept from forward for backward
+            patch_gpt_model_forward_for_linear_ce_fusion(model=model.module, cache=0)
+            metrics["head_least_memory"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
     return metrics
 
 
 def main() -> None:
-    # Ctrl-C ends a rank at once, also one that waits for another in a collective.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_on_interrupt()
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # Megatron calls them
     args = parse_arguments()
