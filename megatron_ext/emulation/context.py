@@ -55,10 +55,14 @@ def _enter() -> ExitStack:
             "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
             "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
         )
-    _let_torch_see_itself()
+    # torch lists functions of its own at first use, here its factories; listed inside, they would be our replacements.
+    with torch.device("cpu"):
+        torch.empty(0)
     undo = ExitStack()
     try:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # which has dynamo make its lists, so it comes first
         _replace(redirections(), undo)
         _replace_in_megatron(undo)
     except BaseException:
@@ -86,13 +90,6 @@ def _replace_in_megatron(undo: ExitStack) -> None:
     finder = AfterImport(MODULES, then=replace)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
-
-
-def _let_torch_see_itself() -> None:
-    """torch keeps tables of its own functions, made at first use. Made inside, they would hold our replacements."""
-    torch.compile(lambda: None)
-    with torch.device("cpu"):
-        torch.empty(0)
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

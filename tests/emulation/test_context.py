@@ -42,7 +42,8 @@ def assert_same_objects(before, after):
 @pytest.fixture
 def untouched():
     """Fails a test that leaves one attribute another object than it was."""
-    context._let_torch_see_itself()  # torch makes its tables, among them attributes of its own, before we look
+    with megatron_on_cpu():  # what torch sets up at first use, among it attributes of its own, is set up before we look
+        pass
     before = snapshot()
     yield
     assert_same_objects(before, snapshot())
@@ -289,6 +290,8 @@ import torch
 from megatron_ext.emulation import megatron_on_cpu
 
 def body(x):
+    if torch.cuda.is_available() and torch.cuda.current_device() > 1000:
+        return x
     return torch.zeros(2) + torch.empty(2, device=x.device).fill_(1) + x.to(torch.float32)
 
 with megatron_on_cpu():  # whatever torch sets up at first use, it sets up here
