@@ -173,7 +173,7 @@ def vocab_parallel_cross_entropy(
     Communicates: forward 1 collective at R > 1, backward none.
     """
     one_of("reduction", reduction, get_args(Reduction))
-    loss = _on_logits(
+    loss = on_logits(
         logits,
         labels,
         vocab=vocab,
@@ -208,7 +208,7 @@ def token_log_probs(
 
     Arguments, communication and errors as for `vocab_parallel_cross_entropy`, results as for `linear_log_probs`.
     """
-    found = _on_logits(
+    found = on_logits(
         logits,
         labels,
         vocab=vocab,
@@ -242,7 +242,7 @@ def token_entropy(
     Communicates: forward 1 collective at R > 1, backward none. Raises as `vocab_parallel_cross_entropy`.
     """
     checks.check_floating("logits", logits)
-    found = _on_logits(
+    found = on_logits(
         logits,
         torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device),
         vocab=vocab,
@@ -311,7 +311,7 @@ def _linear(
     return _Found(*(None if x is None else x.reshape(labels.shape) for x in results))
 
 
-def _on_logits(
+def on_logits(
     logits: Tensor,
     labels: Tensor,
     *,

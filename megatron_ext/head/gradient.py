@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.statistics import Statistics
+from megatron_ext.head.statistics import Statistics, smoothing
 
 
 class Coefficients(NamedTuple):
@@ -58,8 +58,9 @@ def coefficients(
         a, target = a + bend, target + bend * p_y
     c = d = None
     if stats.columns is not None:
-        target = target + g * options.label_smoothing
-        d = g * (-options.label_smoothing / stats.columns.clamp(min=1))
+        e = smoothing(stats, options)
+        target = target + g * e
+        d = -g * e / stats.columns.clamp(min=1)
     if grad_entropy_T is not None:
         assert stats.expected is not None
         c = -pulled(grad_entropy_T)

@@ -22,6 +22,7 @@ class HeadOptions:
         hidden_layout: "replicated": every rank holds all tokens; "sequence": a slice of dim 0.
         ignore_index: label of tokens that get 0 and no gradient.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1).
+        smooth_others: e is the mass of the other tokens alone: `e V / (V - 1)` stands for e.
         z_loss: factor of `lse^2` in the loss.
         softcap: logits become `softcap * tanh(logits / softcap)`; None: they stay.
         temperature: logits are divided by it, after the softcap.
@@ -36,6 +37,7 @@ class HeadOptions:
     hidden_layout: Layout = "replicated"
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    smooth_others: bool = False
     z_loss: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0

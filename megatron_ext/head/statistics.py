@@ -96,10 +96,20 @@ def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
     """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept."""
     value = -stats.log_prob
     if stats.mean is not None:
-        value = (1 - options.label_smoothing) * value - options.label_smoothing * (stats.mean - stats.log_sum)
+        e = smoothing(stats, options)
+        value = (1 - e) * value - e * (stats.mean - stats.log_sum)
     if options.z_loss:
         value = value + options.z_loss * stats.lse.square()
     return value.where(kept_T, 0.0)
+
+
+def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
+    """e of `(1 - e) nll - e mean_log_prob`."""
+    e = options.label_smoothing
+    if not options.smooth_others:
+        return e
+    assert stats.columns is not None
+    return e * stats.columns / (stats.columns - 1).clamp(min=1)
 
 
 def entropy(stats: Statistics, kept_T: Tensor | None) -> Tensor:
