@@ -55,14 +55,13 @@ def _enter() -> ExitStack:
             "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
             "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
         )
-    # torch lists functions of its own at first use, here its factories; listed inside, they would be our replacements.
+    # torch lists functions of its own at first use. Listed inside, they would be our replacements for good: it must
+    # list its factories before, and dynamo what it knows, which the first line of the `try` sees to.
     with torch.device("cpu"):
         torch.empty(0)
     undo = ExitStack()
     try:
-        undo.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # which has dynamo make its lists, so it comes first
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         _replace(redirections(), undo)
         _replace_in_megatron(undo)
     except BaseException:
