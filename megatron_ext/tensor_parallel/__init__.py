@@ -2,6 +2,10 @@
 
 from megatron_ext.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ext.tensor_parallel.data import broadcast_data
+from megatron_ext.tensor_parallel.inference_layers import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
 from megatron_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -45,6 +49,8 @@ from megatron_ext.tensor_parallel.utils import (
 __all__ = [
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
+    "InferenceLayerNormColumnParallelLinear",
+    "InferenceRowParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "all_gather_last_dim_from_tensor_parallel_region",

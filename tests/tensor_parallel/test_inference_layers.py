@@ -1,0 +1,230 @@
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import collectives, symmetric
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
+from megatron_ext.tensor_parallel.inference_layers import _te_rms_norm_kernel
+from tests.ranks import ranks
+
+S, B, H, F = 8, 2, 16, 32
+EPS = 1e-3
+
+
+def config(**overrides):
+    settings = {
+        "sequence_parallel": True,
+        "use_cpu_initialization": True,
+        "params_dtype": torch.float64,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": EPS,
+    }
+    return SimpleNamespace(**settings | overrides)
+
+
+def build(config, bias=False, group=None):
+    """A row-parallel layer [F -> H] and the column-parallel one [H -> F] after it, with the same weights everywhere."""
+    g = torch.Generator().manual_seed(0)
+
+    def init(weight):
+        weight.copy_(torch.randn(weight.shape, generator=g, dtype=torch.float64) / 4)
+
+    common = {
+        "config": config, "init_method": init, "bias": bias, "skip_bias_add": False, "is_expert": False,
+        "tp_group": group or dist.group.WORLD,
+    }  # fmt: skip
+    row = InferenceRowParallelLinear(F, H, input_is_parallel=True, **common)
+    column = InferenceLayerNormColumnParallelLinear(H, F, gather_output=False, **common)
+    with torch.no_grad():
+        column.layer_norm_weight.copy_(1 + torch.rand(H, generator=g, dtype=torch.float64))
+    return row, column
+
+
+def inputs():
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(S, B, n, generator=g, dtype=torch.float64) for n in (F, H)]
+
+
+def norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def unsharded(column):
+    """What both layers compute, in one process: the residual stream and the column layer's output."""
+    x, residual = inputs()
+    g = torch.Generator().manual_seed(0)
+    row_weight, column_weight = (
+        (torch.randn(shape, generator=g, dtype=torch.float64) / 4).float().double()  # weights are drawn in fp32
+        for shape in ((H, F), (F, H))
+    )
+    stream = residual + x @ row_weight.t()
+    return stream, norm(stream, column.layer_norm_weight) @ column_weight.t()
+
+
+def own(x, dim):
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("fused", [False, True])
+def test_row_then_column(fused):
+    """Told of the next layer's norm, the row layer adds the residual, else its caller does: with the same results."""
+    row, column = (layer.eval() for layer in build(config()))
+    x, residual = (own(t, dim) for t, dim in zip(inputs(), (-1, 0), strict=True))
+    stream, output = unsharded(column)
+    if fused:
+        row._set_next_layer_norm_weights(column.layer_norm_weight.data)
+        row._set_residual(residual)
+        column.skip_norm_and_all_gather = True
+    with count_collectives() as counts:
+        got, bias = row(x)
+        got = got if fused else got + residual
+        got_output, _ = column(got)
+    close(got, own(stream, 0))
+    close(got_output, own(output, -1))
+    assert bias is None
+    assert not got_output.requires_grad
+    one = {"reduce_scatter_base": 1, "allgather_base": 1}
+    assert counts == (one if dist.get_world_size() > 1 else {})
+    if fused:
+        with pytest.raises(ValueError, match="residual is None.*call _set_residual"):
+            row(x)
+    close(row(x, residual)[0], own(stream, 0))
+
+
+@ranks(2)
+def test_replicated_tokens():
+    row, column = (layer.eval() for layer in build(config(sequence_parallel=False)))
+    x, residual = inputs()
+    stream, output = unsharded(column)
+    with count_collectives() as counts:
+        got, _ = row(own(x, -1), residual)
+        got_output, _ = column(got)
+    close(got, stream)
+    close(got_output, own(output, -1))
+    assert counts == {"allreduce": 1}
+
+
+@ranks(1, 2, 4)
+def test_in_training_mode_gradients_flow():
+    row, column = build(config())
+    row._set_next_layer_norm_weights(column.layer_norm_weight)
+    _, output = unsharded(column)
+    x, residual = (own(t, dim).clone().requires_grad_() for t, dim in zip(inputs(), (-1, 0), strict=True))
+    got = column(row(x, residual)[0])[0]
+    close(got, own(output, -1))
+    got.square().sum().backward()
+
+    whole_row, whole_column = build(config(), group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    whole_x, whole_residual = (t.requires_grad_() for t in inputs())
+    whole_column(whole_row(whole_x, whole_residual)[0])[0].square().sum().backward()
+    close(x.grad, own(whole_x.grad, -1))
+    close(residual.grad, own(whole_residual.grad, 0))
+    close(row.weight.grad, own(whole_row.weight.grad, 1))
+    close(column.weight.grad, own(whole_column.weight.grad, 0))
+    assert column.layer_norm_weight.sequence_parallel == (dist.get_world_size() > 1), "summed over ranks by Megatron"
+    summed = collectives.all_reduce(column.layer_norm_weight.grad, dist.group.WORLD)
+    close(summed, whole_column.layer_norm_weight.grad)
+
+
+class Kernels:
+    """Megatron's multicast kernels, done with plain collectives, and what they were called for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def multimem_all_gather(self, out, x, handle):
+        self.calls.append("all-gather")
+        out.copy_(collectives.all_gather(x, dist.group.WORLD))
+
+    def multimem_reduce_scatter(self, out, x, handle):
+        self.calls.append("reduce-scatter")
+        out.copy_(collectives.reduce_scatter(x, dist.group.WORLD))
+
+    def fused_multimem_rs_add_norm_ag(self, stream, x, handle, residual, weight, eps):
+        self.calls.append("fused")
+        stream.copy_(residual + collectives.reduce_scatter(x, dist.group.WORLD))
+        x.copy_(collectives.all_gather(_te_rms_norm_kernel(stream, weight, eps), dist.group.WORLD))
+
+
+class Memory:
+    """Megatron's symmetric memory, with room for one hidden state."""
+
+    def __init__(self, elements=S * B * H):
+        self.memory = torch.full((elements,), torch.nan, dtype=torch.float64)
+
+    def maybe_get_tensor(self, shape, dtype):
+        elements = torch.Size(shape).numel()
+        if elements > self.memory.numel():
+            return {"tensor": None, "handle": None}
+        handle = SimpleNamespace(world_size=dist.get_world_size())
+        return {"tensor": self.memory[:elements].view(shape), "handle": handle}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(
+    "case, calls",
+    [
+        ("fused", ["fused"]),
+        ("apart", ["reduce-scatter", "all-gather"]),
+        ("too small", []),
+        ("other group", []),
+        ("other dtype", []),
+        ("none", []),
+    ],
+)
+def test_symmetric_memory_gives_the_same_results(case, calls):
+    row, column = (layer.eval() for layer in build(config()))
+    x, residual = (own(t, dim) for t, dim in zip(inputs(), (-1, 0), strict=True))
+    stream, output = unsharded(column)
+    if case != "apart":
+        row._set_next_layer_norm_weights(column.layer_norm_weight.data)
+        column.skip_norm_and_all_gather = True
+    kernels = Kernels()
+    group = dist.new_group(range(dist.get_world_size())) if case == "other group" else dist.group.WORLD
+    state = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda check_initialized: group,
+        _GLOBAL_SYMMETRIC_MEMORY_BUFFER=None if case == "none" else Memory(4 if case == "too small" else S * B * H),
+    )
+    with (
+        patch.object(symmetric, "parallel_state", lambda: state),
+        patch.object(symmetric, "_kernels_take", lambda shape, dtype, device: case != "other dtype"),
+        patch.dict(sys.modules, {symmetric._KERNELS: kernels}),
+    ):
+        for _ in range(2):  # the second step finds the first one's numbers in the memory
+            if case != "apart":
+                row._set_residual(residual.clone())
+            got, _ = row(x, residual if case == "apart" else None)
+            got_output, _ = column(got)
+            close(got, own(stream, 0))
+            close(got_output, own(output, -1))
+    assert kernels.calls == 2 * calls
+
+
+def test_kernels_take_hoppers_bf16_only():
+    assert not symmetric._kernels_take([8, 16], torch.bfloat16, torch.device("cpu"))
+    assert symmetric.symmetric_tensor([8, 16], torch.bfloat16, torch.device("cpu"), None) is None
+
+
+def test_what_is_refused():
+    for bad in ({"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}):
+        with pytest.raises(ValueError, match=r"config.normalization is .* the inference layers have an RMSNorm"):
+            InferenceLayerNormColumnParallelLinear(
+                H, F, config=config(**bad), init_method=torch.nn.init.zeros_, gather_output=False, bias=False,
+                skip_bias_add=False, is_expert=False,
+            )  # fmt: skip
+    row = InferenceRowParallelLinear(
+        F, H, config=config(), init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=False,
+        is_expert=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="weights cannot be set: the layer has a bias"):
+        row._set_next_layer_norm_weights(torch.ones(H))
