@@ -39,6 +39,14 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
         out_ND.add_(left_TN.t() @ right_TD)
 
 
+def promise(weight: Tensor) -> None:
+    """While a forward pass is compiled: tell Megatron already, since a compiled backward cannot set attributes."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return
+    if weight.requires_grad and torch.is_grad_enabled() and torch.compiler.is_compiling():
+        weight.grad_added_to_main_grad = True
+
+
 def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """After the gradient was added: tell Megatron, and the gradient that backward returns for `weight` in its place.
 
@@ -46,6 +54,7 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
+    if not torch.compiler.is_compiling():  # else see promise()
+        weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=dtype, device=weight.device, requires_grad=False)

@@ -139,4 +139,4 @@ class ParallelLinear(ShardedLayer):
     def extra_repr(self) -> str:
         plan = self.plan()
         sizes = f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}"
-        return f"{sizes}, TP={group_size(self.tp_group)}, {plan.input} -> {plan.output}"
+        return f"{sizes}, TP={group_size(self.tp_group)}, communication={plan.communication}"

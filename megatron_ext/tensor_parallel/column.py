@@ -148,6 +148,9 @@ class ColumnParallelLinear(ParallelLinear):
         if inputs and grads and self.weight is not None:
             drain_embedding_wgrad_compute(self.config, inputs, grads, self.weight, self.tp_group)
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", gather_output=True" if self.gather_output else "")
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:

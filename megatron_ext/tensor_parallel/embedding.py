@@ -5,10 +5,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.checks import has_values, raise_if
 from megatron_ext.tensor_parallel.base import ShardedLayer, option
 from megatron_ext.tensor_parallel.initialization import InitMethod
 from megatron_ext.tensor_parallel.mappings import (
@@ -114,20 +114,26 @@ class VocabParallelEmbedding(ShardedLayer):
         return {key: sharded_tensor(table, key, 0, sharded_offsets, self.tp_group, metadata, allow_shape_mismatch=True)}
 
     def extra_repr(self) -> str:
-        output = "sequence" if self.reduce_scatter_embeddings else "replicated"
-        return f"{self.num_embeddings}, {self.embedding_dim}, TP={group_size(self.tp_group)}, replicated -> {output}"
+        ranks = group_size(self.tp_group)
+        sent = "forward reduce-scatter, backward all-gather" if self.reduce_scatter_embeddings else "forward all-reduce"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, TP={ranks}, communication={'none' if ranks == 1 else sent}"
+        )
 
 
 def check_token_ids(ids: Tensor, size: int) -> None:
-    """ValueError (on CUDA: a device-side assert) unless all ids are in [0, size). Skipped for ids without values."""
-    if torch.compiler.is_compiling() or isinstance(ids, FakeTensor) or ids.numel() == 0 or ids.is_meta:
-        return
-    if ids.is_cuda:
-        torch._assert_async(((ids >= 0) & (ids < size)).all(), f"token ids must be in [0, {size})")
-        return
-    low, high = (int(bound) for bound in ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"input_ holds the token id {low if low < 0 else high}: ids must be in [0, {size}), the vocabulary of all "
-            f"ranks; check the tokenizer, or pass a larger num_embeddings"
+    """Raises ValueError unless `ids` are integers in [0, size).
+
+    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
+    compiling or on fake tensors it is not looked at.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ is {ids.dtype}: it must hold token ids, int64 or int32; cast it with .long()")
+    if has_values(ids):
+        wrong = (ids < 0) | (ids >= size)
+        found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
+        raise_if(
+            wrong.any(),
+            f"input_ holds {found} [0, {size}): each must be a token id of the vocabulary of all ranks; "
+            f"check the tokenizer, or pass a larger num_embeddings",
         )

@@ -25,7 +25,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from megatron_ext.distributed.groups import Group, group_rank, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.groups import (
+    Group,
+    group_rank,
+    group_size,
+    parallel_state,
+    require_tensor_parallel_group,
+)
+from megatron_ext.head.checks import has_values
 from megatron_ext.tensor_parallel.parameters import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel.process_rng import Process
 from megatron_ext.tensor_parallel.rng_state import generator_of
@@ -76,7 +83,12 @@ def initialize_on_cpu(
 def initialize_on_device(
     weight: Tensor, init_method: InitMethod, dim: int, stride: int, group: Group, *, is_expert: bool = False
 ) -> None:
-    """Fill the shard `weight` from a full weight drawn on its device, from the stream described above."""
+    """Fill the shard `weight` from a full weight drawn on its device, from the stream described above.
+
+    A weight without values (meta, fake) is left as it is, and the streams too.
+    """
+    if not has_values(weight):
+        return
     ranks = group_size(group)
     tracker = _initialized_tracker()
     name = EXPERT_PARALLEL if is_expert else MODEL_PARALLEL
@@ -100,8 +112,8 @@ def _full_shape(weight: Tensor, dim: int, ranks: int) -> list[int]:
 
 
 def _initialized_tracker() -> Any:
-    """The RNG tracker that was seeded: ours, or Megatron's own where only that was; None where none was."""
-    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+    """The RNG tracker that was seeded: ours, or among Megatron's groups its own; None where none was."""
+    megatron = sys.modules.get("megatron.core.tensor_parallel.random") if parallel_state() is not None else None
     trackers = (Process.tracker, getattr(megatron, "_CUDA_RNG_STATE_TRACKER", None))
     return next((tracker for tracker in trackers if tracker is not None and tracker.get_states()), None)
 

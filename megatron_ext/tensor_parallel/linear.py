@@ -44,6 +44,15 @@ from megatron_ext.tensor_parallel.deferral import Deferral, add_to_main_grad
 Layout = Literal["replicated", "sequence", "sharded"]
 
 
+_COMMUNICATION = {
+    ("replicated", "sharded"): "backward all-reduce",
+    ("sequence", "sharded"): "forward all-gather, backward all-gather + reduce-scatter",
+    ("sharded", "replicated"): "forward all-reduce",
+    ("sharded", "sequence"): "forward reduce-scatter, backward all-gather",
+    ("sharded", "sharded"): "none",
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one parallel linear runs.
@@ -63,6 +72,11 @@ class Plan:
     fuse_main_grad: bool = False
     deferral: Deferral | None = None
     output_dtype: torch.dtype | None = None
+
+    @property
+    def communication(self) -> str:
+        """The collectives of a call, in words."""
+        return "none" if group_size(self.group) == 1 else _COMMUNICATION[self.input, self.output]
 
     def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
         """`[..., N]` for an input `[..., D]`."""
@@ -105,6 +119,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
     """
     dtype = _matmul_dtype(x)
     _check(x, weight, bias, plan, dtype)
+    if plan.fuse_main_grad:
+        main_grad.promise(weight)
     return _ParallelLinear.apply(x, weight, bias, plan, dtype)
 
 
@@ -250,13 +266,13 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: to
             )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)}: it must be [{weight.shape[0]}], one number an output")
-    if "sequence" in (plan.input, plan.output):
+    ranks = group_size(plan.group)
+    if ranks > 1 and "sequence" in (plan.input, plan.output):
         if x.dim() == 1:
             raise ValueError(
                 f"input is {tuple(x.shape)}: with sequence parallelism its first dimension is the sequence; "
                 f"pass [S, ..., D], or turn sequence_parallel off"
             )
-        ranks = group_size(plan.group)
         if plan.output == "sequence" and x.shape[0] % ranks:
             raise ValueError(
                 f"input has sequence length {x.shape[0]}: with sequence parallelism it must divide by the {ranks} "

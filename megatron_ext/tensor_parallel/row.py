@@ -114,6 +114,9 @@ class RowParallelLinear(ParallelLinear):
         output = parallel_linear(input_, self.weight, bias, self.plan())
         return output, self.bias if self.skip_bias_add else None
 
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.input_is_parallel else ", input_is_parallel=False")
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:

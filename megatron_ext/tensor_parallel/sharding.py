@@ -27,10 +27,10 @@ def _mapping() -> ModuleType:
     return module
 
 
-def _replica(group: Group, metadata: Mapping[str, Any] | None) -> int:
-    """Which of the data-parallel copies this rank holds."""
+def _copies(metadata: Mapping[str, Any] | None) -> Group:
+    """The group of ranks that hold copies of this rank's parameters."""
     given = (metadata or {}).get("dp_cp_group")
-    return group_rank(data_parallel_group() if given is None else given)
+    return data_parallel_group() if given is None else given
 
 
 def sharded_tensor(
@@ -42,11 +42,21 @@ def sharded_tensor(
     metadata: Mapping[str, Any] | None,
     **options: Any,
 ) -> Any:
-    """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies."""
+    """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies.
+
+    A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); its local part is taken.
+    """
     offsets = list(sharded_offsets)
     rank, ranks = group_rank(tp_group), group_size(tp_group)
-    own = [] if axis is None else [(axis + len(offsets), rank, ranks)]
-    replica_id = (0, 0 if own else rank, _replica(tp_group, metadata))
+    copies = _copies(metadata)
+    pieces = {} if axis is None else {axis: (rank, ranks)}
+    replica_id = (0, rank if axis is None else 0, group_rank(copies))
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+        position, number = pieces.get(0, (0, 1))
+        pieces[0] = (position * group_size(copies) + group_rank(copies), number * group_size(copies))
+        replica_id = (*replica_id[:2], 0)
+    own = [(dim + len(offsets), *piece) for dim, piece in pieces.items()]
     return _mapping().ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **options
     )
@@ -59,7 +69,7 @@ def sharded_object(
     offsets = sorted(sharded_offsets)
     shape = tuple(pieces for _, _, pieces in offsets) or (1,)
     position = tuple(piece for _, piece, _ in offsets) or (0,)
-    replica_id = (0, group_rank(tp_group), _replica(tp_group, metadata))
+    replica_id = (0, group_rank(tp_group), group_rank(_copies(metadata)))
     return _mapping().ShardedObject(key, value, shape, position, replica_id)
 
 
