@@ -120,15 +120,15 @@ def block(w, x):
 
 
 def run(recompute, outside, autocast):
-    """Three blocks, the first one with a frozen input, as a transformer runs them with (`outside`) or without a fork."""
+    """Three blocks, one after the other as in a transformer, all inside a fork (`outside`) or not."""
     random.model_parallel_cuda_manual_seed(7, use_cudagraphable_rng=random.get_cuda_rng_tracker().use_cudagraphable_rng)
     torch.manual_seed(0)
-    w = torch.nn.Parameter(torch.randn(64, 64, device="cuda") / 8)
+    weights = [torch.nn.Parameter(torch.randn(64, 64, device="cuda") / 8) for _ in range(3)]
     h = torch.randn(32, 64, device="cuda")
     tracker = random.get_cuda_rng_tracker()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         with tracker.fork() if outside else torch.enable_grad():
-            for _ in range(3):
+            for w in weights:
                 if recompute == "checkpoint":
                     h = checkpoint(block, False, w, h)
                 elif recompute == "without output":
@@ -143,7 +143,7 @@ def run(recompute, outside, autocast):
                     h = torch.sin(h) * h
     h.float().square().sum().backward()
     with tracker.fork():
-        return h.detach(), w.grad, torch.rand(3, device="cuda"), torch.rand(3)
+        return h.detach(), *(w.grad for w in weights), torch.rand(3, device="cuda"), torch.rand(3)
 
 
 @GRAPH_SAFE
