@@ -12,16 +12,10 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.rows import MAX, SUM_EXP
 from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE
+from megatron_ext.head.values import has_values, raise_if
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def values_readable(x: Tensor) -> bool:
-    """Whether reading `x`'s values costs nothing and is possible: a real CPU tensor outside of `torch.compile`."""
-    from torch._subclasses.fake_tensor import is_fake
-
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not is_fake(x)
 
 
 def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
@@ -43,18 +37,14 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
-    readable = values_readable(labels)
-    if not readable and labels.device.type != "cuda":
-        return
-    wrong = ((labels < 0) | (labels >= size)) & (labels != ignore_index)
-    if readable:
-        if wrong.any():
-            raise ValueError(
-                f"labels holds {labels[wrong][0].item()}: each must be in [0, {size}), the vocabulary, or ignore_index "
-                f"({ignore_index}); mark tokens that do not count with ignore_index"
-            )
-    elif not torch.compiler.is_compiling():
-        torch._assert_async(~wrong.any(), f"labels: each must be in [0, {size}) or ignore_index ({ignore_index})")
+    if has_values(labels):
+        wrong = ((labels < 0) | (labels >= size)) & (labels != ignore_index)
+        found = "one outside" if labels.is_cuda else f"{labels[wrong][:1].tolist()}, outside"
+        raise_if(
+            wrong.any(),
+            f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
+            f"({ignore_index}); mark tokens that do not count with ignore_index",
+        )
 
 
 def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
@@ -169,8 +159,7 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
         ValueError: a rank refused its arguments; the shards do not make up the vocabulary; or every rank holds the
             whole vocabulary and not a shard of it.
     """
-    readable = values_readable(stats_RKT) or stats_RKT.is_cuda
-    if stats_RKT.shape[0] == 1 or torch.compiler.is_compiling() or not readable:
+    if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
     size_R, counted_R, stats_RKT = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1], stats_RKT[..., :-1]
     refused = (size_R == REFUSED).any()
@@ -180,16 +169,15 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
         "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
         "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
     )
-    # The whole vocabulary on each rank: equal statistics everywhere, not those of constant rows, and no label past the
-    # first rank's columns. Shards of one vocabulary do not look like that.
-    equal = (stats_RKT[:, [MAX, SUM_EXP]] == stats_RKT[:1, [MAX, SUM_EXP]]).all()
-    whole = equal & (labels_T < options.vocab.columns).all() & (stats_RKT[0, SUM_EXP] < options.vocab.columns).any()
+    # The whole vocabulary on each rank: equal statistics everywhere, and no label past the first rank's columns. Shards
+    # of one vocabulary do not look like that, unless all tokens are alike (a weight of zeros, made-up logits).
+    sums_RKT = stats_RKT[:, [MAX, SUM_EXP]]
+    alike = (sums_RKT == sums_RKT[..., :1]).all()
+    whole = (sums_RKT == sums_RKT[:1]).all() & (labels_T < options.vocab.columns).all() & ~alike
     gathered = (
         f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group"
     )
-    for wrong, message in ((refused, refusal), (apart, shards), (whole, gathered)):
-        if wrong.is_cuda:
-            torch._assert_async(~wrong, message)
-        elif wrong:
-            raise ValueError(message)
+    raise_if(refused, refusal)
+    raise_if(apart, shards)
+    raise_if(whole, gathered)

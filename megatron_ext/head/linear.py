@@ -115,158 +115,163 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
     return stats_KT, exp_TV, target_T
 
 
-class _Rows(NamedTuple):
-    """`dlogits_TV = scale * G_TV + target at the label's column + offset in every column that counts`, each `[T]`."""
+class _Gradient(NamedTuple):
+    """The logits' gradient, `[T, V]`, by its parts: a matrix, a value at each label's column, a constant per token.
 
-    scale: Tensor
-    target: Tensor
+    The matrix is E times `inside.scale`, or, where entropy or softcap bend it, what `row_gradient` makes of `inside`.
+    """
+
+    inside: gradient.PassCoefficients
+    bent: bool
+    shift: Tensor  # m
+    target: Tensor  # 0 where another rank owns the label
     offset: Tensor | None
+
+
+def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gradient:
+    coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
+    inside, target, offset = gradient.pass_coefficients(stats, coef), coef.target, coef.d
+    if options.softcap is None:
+        inside = inside._replace(offset=None)
+    else:  # its slope differs from column to column: the constant is no longer one, and goes through the pass
+        target = (target if offset is None else target + offset) * gradient.target_bend(stats, options)
+        offset = None
+    bent = coef.c is not None or options.softcap is not None
+    return _Gradient(inside, bent, stats.peak, target.where(target_T >= 0, 0.0), offset)
 
 
 def _backward(ctx, grad_loss_T, grad_entropy_T):
     options, sizes = ctx.options, ctx.sizes
     hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats = ctx.saved_tensors
-    stats = statistics.Statistics(*stats)
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    tokens, cached, columns = target_T.shape[0], exp_TV.shape[0], weight_VD.shape[0]
-    # All ranks must decide alike whether to gather, and only a fraction of 1 keeps every token everywhere.
+    tokens, columns = target_T.shape[0], weight_VD.shape[0]
     in_slices = sizes is not None and tokens > 0
-    gathered = None
+    # All ranks must decide alike whether to gather, and only a fraction of 1 keeps every token everywhere.
     if in_slices and (need_dw or options.cache != 1):
         gathered = collectives.start_all_gather(hidden_TD, options.group, sizes=sizes)
+    else:
+        gathered = collectives.Pending(hidden_TD)
 
-    coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
-    bend, rows = _gradient_matrix(stats, coef, target_T, options)
+    grad = _parts(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
+    # E serves as it is if all of it was kept: what scales its rows then scales the other operand or the product.
+    as_kept = exp_TV.shape[0] == tokens and not grad.bent
+    scale_T = grad.inside.scale if as_kept else None
     w_VD = weight_VD.to(hidden_TD.dtype)
     fused = main_grad.buffer_of(weight_VD) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
-    db_V: Any = rows.scale.new_zeros(columns) if need_db else None
-    full_TD = scaled_TD = dx_TD = sent = None
-
-    kept_as_is = cached == tokens and bend is None
-    blocks = [slice(0, columns)] if kept_as_is else column_blocks(tokens, columns, options.chunk_tokens, hidden_TD)
-    for block in blocks:
+    db_V: Any = grad.target.new_zeros(columns) if need_db else None
+    dx_TD = dx = x_TD = None
+    for block in [slice(0, columns)] if as_kept else column_blocks(tokens, columns, options.chunk_tokens, hidden_TD):
+        g_TV = exp_TV if as_kept else _block(block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         last = block.stop == columns
-        if kept_as_is:
-            g_TV = exp_TV
-        else:
-            full_TD = hidden_TD if gathered is None else gathered.wait()
-            g_TV = _gradient_block(block, full_TD, w_VD, bias_V, exp_TV, target_T, stats, bend, options)
         if need_dx:
             dx_TD = matmul.add_product(dx_TD, g_TV, w_VD[block], last)
         if need_dx and last:
-            dx_TD = _finished_dx(dx_TD, rows, target_T, w_VD, bias_V, options)
+            dx_TD = _finished_dx(dx_TD, scale_T, grad, target_T, w_VD, bias_V, options, in_slices)
             if in_slices:
-                sent = collectives.start_reduce_scatter(dx_TD, options.group, sizes=sizes)
-            elif tokens:
-                sent = collectives.start_all_reduce(dx_TD, options.group, in_place=True)
-        if need_dw:
-            full_TD = hidden_TD if gathered is None else gathered.wait()
-            if scaled_TD is None:
-                scaled_TD = (full_TD * rows.scale.unsqueeze(1)).to(full_TD.dtype)
-            if fused is None:
-                matmul.weight_product(dw_VD[block], g_TV, scaled_TD)
+                dx = collectives.start_reduce_scatter(dx_TD, options.group, sizes=sizes)
             else:
-                main_grad.add_product(fused[block], g_TV, scaled_TD)
+                dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
+            dx_TD = None
+        if need_dw:
+            if x_TD is None:
+                x_TD = gathered.wait() if scale_T is None else _scaled(gathered.wait(), scale_T)
+            matmul.weight_product(dw_VD[block], g_TV, x_TD, accumulate=fused is not None)
         if need_db:
-            db_V[block] = torch.mm(g_TV.t(), rows.scale.to(g_TV.dtype).unsqueeze(1)).squeeze(1)
+            scale_T1 = (torch.ones_like(grad.target) if scale_T is None else scale_T).to(g_TV.dtype).unsqueeze(1)
+            db_V[block] = torch.mm(g_TV.t(), scale_T1).squeeze(1)
         del g_TV  # before the next one is made
+    del x_TD
     if need_dw:
-        _add_targets(dw_VD, rows, target_T, full_TD, bias_V, options)
+        _add_targets(dw_VD, grad, target_T, gathered.wait(), bias_V, options)
     if fused is not None:
         dw_VD = main_grad.finish(weight_VD, weight_VD.dtype)
     if need_db:
-        db_V.index_add_(0, target_T.clamp(min=0), rows.target)
-        if rows.offset is not None:
-            db_V += rows.offset.sum() * _counted(bias_V, columns, options, db_V)
+        db_V.index_add_(0, target_T.clamp(min=0), grad.target)
+        if grad.offset is not None:
+            db_V += grad.offset.sum() * _counted(bias_V, columns, options, db_V)
         db_V = db_V.to(bias_V.dtype)
-    return dx_TD if sent is None else sent.wait(), dw_VD, db_V
+    return None if dx is None else dx.wait(), dw_VD, db_V
 
 
-def _gradient_matrix(stats, coef, target_T, options) -> tuple[gradient.PassCoefficients | None, _Rows]:
-    """How E is bent into G (None: not at all), and what completes G."""
-    owned_T = target_T >= 0
-    if coef.c is None and options.softcap is None:
-        return None, _Rows(coef.a * coef.alpha, coef.target.where(owned_T, 0.0), coef.d)
-    target, through = coef.target, None
-    if options.softcap is not None:
-        # The softcap's slope differs from column to column: the offset goes through the pass.
-        target, through = target if coef.d is None else target + coef.d, coef.d
-        target = target * gradient.target_bend(stats, options)
-    # G's entries stay near probabilities, so that 16 bits hold them whatever the loss scale.
-    sizes = [x.abs() for x in (coef.a, coef.c, through) if x is not None]
-    unit = torch.stack(sizes).amax(0)
-    bend = gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    return bend, _Rows(unit, target.where(owned_T, 0.0), coef.d if through is None else None)
-
-
-def _gradient_block(block, full_TD, w_VD, bias_V, exp_TV, target_T, stats, bend, options) -> Tensor:
-    """G of all tokens in the columns of `block`: from the exponentials kept, and recomputed for the other tokens."""
+def _block(block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
+    """The gradient matrix's columns of `block`: from the exponentials kept, and recomputed for the other tokens."""
     tokens, cached, width = target_T.shape[0], exp_TV.shape[0], block.stop - block.start
     inside = (target_T >= block.start) & (target_T < block.stop)
     target_T = (target_T - block.start).where(inside, -1)
-    counted = min(max(options.vocab.counted - block.start, 0), width)
-    bias_V = None if bias_V is None else bias_V[block].to(stats.peak.dtype)
-    g_TV = full_TD.new_empty(tokens, width)
-    first = 0
-    if bend is None:
-        g_TV[:cached] = exp_TV[:, block]
-        first = cached
-    for rows in chunks(slice(first, tokens), cached, None, width, full_TD.device):
-        known = rows.stop <= cached
-        source = exp_TV[rows, block] if known else matmul.logits(full_TD[rows], w_VD[block], g_TV[rows])
-        scale, slope, offset = (None if x is None else x[rows] for x in bend or (None, None, None))
+    bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
+    g_TV = x_TD.new_empty(tokens, width)
+    scale, slope, offset = grad.inside
+    for rows in chunks(slice(0, tokens), cached, None, width, x_TD.device):
+        kept = rows.stop <= cached
+        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], g_TV[rows])
         row_gradient(
-            source,
-            known,
+            source_TV,
+            kept,
             target_T[rows],
-            stats.peak[rows],
-            scale,
-            slope,
-            offset,
+            grad.shift[rows],
+            scale[rows],
+            None if slope is None else slope[rows],
+            None if offset is None else offset[rows],
             None,
             g_TV[rows],
             bias_V,
-            counted,
+            min(max(options.vocab.counted - block.start, 0), width),
             options.softcap,
             options.temperature,
         )
-        del source
+        del source_TV
     return g_TV
 
 
-def _finished_dx(product_TD, rows, target_T, w_VD, bias_V, options) -> Tensor:
-    """dx in the weight's dtype from `G @ W`, in the same memory where the dtype allows it."""
-    out_TD = product_TD if product_TD.dtype == w_VD.dtype else w_VD.new_empty(product_TD.shape)
-    common_D = None
-    if rows.offset is not None:  # the sum of all rows of W that count
-        counted_V = _counted(bias_V, w_VD.shape[0], options, rows.scale)
-        common_D = rows.scale.new_zeros(w_VD.shape[1])
-        for part in chunks(slice(0, w_VD.shape[0]), 0, None, w_VD.shape[1], w_VD.device):
-            common_D += counted_V[part] @ w_VD[part].to(common_D.dtype)
-    for part in chunks(slice(0, product_TD.shape[0]), 0, None, product_TD.shape[1], product_TD.device):
-        dx_TD = w_VD[target_T[part].clamp(min=0)] * rows.target[part].unsqueeze(1)
-        dx_TD.addcmul_(product_TD[part].to(dx_TD.dtype), rows.scale[part].unsqueeze(1))
-        if common_D is not None:
-            dx_TD.addcmul_(rows.offset[part].unsqueeze(1), common_D)
-        out_TD[part] = dx_TD
+def _scaled(x_TD: Tensor, scale_T: Tensor) -> Tensor:
+    """`x` with its rows scaled, rounded once; without an fp32 copy of it."""
+    out_TD = torch.empty_like(x_TD)
+    for rows in chunks(slice(0, x_TD.shape[0]), 0, None, x_TD.shape[1], x_TD.device):
+        torch.mul(x_TD[rows], scale_T[rows].unsqueeze(1), out=out_TD[rows])
     return out_TD
 
 
-def _add_targets(dw_VD, rows, target_T, x_TD, bias_V, options) -> None:
-    """Adds each token's own row, and the offset to every row that counts, in fp32; a 16-bit dW by blocks of D."""
-    (columns, width), dtype = dw_VD.shape, rows.scale.dtype
-    whole = dw_VD.dtype == dtype
+def _finished_dx(product_TD, scale_T, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+    """dx in the weight's dtype from the product with the gradient matrix, whose memory it takes over where it can.
+
+    `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
+    """
+    if product_TD.dtype == w_VD.dtype:
+        out_TD = product_TD
+    elif passing:  # rows are converted in order: those not read yet lie behind those written
+        out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
+    else:
+        out_TD = w_VD.new_empty(product_TD.shape)
+    common_D = None
+    if grad.offset is not None:  # every row of W that counts, summed
+        counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
+        common_D = grad.target.new_zeros(w_VD.shape[1])
+        for rows in chunks(slice(0, w_VD.shape[0]), 0, None, w_VD.shape[1], w_VD.device):
+            common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
+    for rows in chunks(slice(0, product_TD.shape[0]), 0, None, product_TD.shape[1], product_TD.device):
+        dx_TD = w_VD[target_T[rows].clamp(min=0)] * grad.target[rows].unsqueeze(1)
+        if scale_T is None:
+            dx_TD += product_TD[rows]
+        else:
+            dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
+        if common_D is not None:
+            dx_TD.addcmul_(grad.offset[rows].unsqueeze(1), common_D)
+        out_TD[rows] = dx_TD
+    return out_TD
+
+
+def _add_targets(dw_VD, grad, target_T, x_TD, bias_V, options) -> None:
+    """Adds each token's own row, and the constant to every row that counts, in fp32, by blocks of D."""
+    (columns, width), dtype = dw_VD.shape, grad.target.dtype
     row_T = target_T.clamp(min=0)
-    step = width if whole else max(64, (1 << 22) // max(columns, 1))
-    for at in range(0, width, step):
-        part = slice(at, min(at + step, width))
-        out_VD = dw_VD[:, part] if whole else dw_VD[:, part].to(dtype)
-        out_VD.index_add_(0, row_T, (x_TD[:, part] * rows.target.unsqueeze(1)).to(dtype))
-        if rows.offset is not None:
-            counted_V = _counted(bias_V, columns, options, rows.scale)
-            out_VD.addcmul_(counted_V.unsqueeze(1), (x_TD[:, part] * rows.offset.unsqueeze(1)).sum(0))
-        if not whole:
+    for part in column_blocks(columns + target_T.shape[0], width, None, grad.target):
+        out_VD = dw_VD[:, part] if dw_VD.dtype == dtype else dw_VD[:, part].to(dtype)
+        out_VD.index_add_(0, row_T, (x_TD[:, part] * grad.target.unsqueeze(1)).to(dtype))
+        if grad.offset is not None:
+            counted_V = _counted(bias_V, columns, options, grad.target)
+            out_VD.addcmul_(counted_V.unsqueeze(1), (x_TD[:, part] * grad.offset.unsqueeze(1)).sum(0))
+        if out_VD.dtype != dw_VD.dtype:
             dw_VD[:, part] = out_VD
 
 

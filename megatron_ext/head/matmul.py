@@ -9,7 +9,12 @@ Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, 
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.head.rows import accumulation_dtype
+
+# Rows of the weight gradient at a time on CPU with 16-bit operands: a product that is added to wider memory takes
+# little of its own, and the matmul is faster than of the whole (294 ms against 380 at T 4096, D 512, V 32768).
+_CPU_ROWS = 4096
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:
@@ -36,11 +41,16 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor, last: bool)
     return total_TD.add_(product)
 
 
-def weight_product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
-    """`out = G.T @ x`, rounded once to `out`'s dtype."""
-    if out_VD.dtype == g_TV.dtype:
-        torch.mm(g_TV.t(), x_TD, out=out_VD)
-    elif g_TV.is_cuda and out_VD.dtype == torch.float32:
-        torch.mm(g_TV.t(), x_TD, out_dtype=torch.float32, out=out_VD)
-    else:
-        out_VD.copy_(torch.mm(g_TV.t(), x_TD))
+def weight_product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:
+    """`out = G.T @ x`, rounded once to `out`'s dtype; `out += G.T @ x` if `accumulate`."""
+    step = _CPU_ROWS if out_VD.device.type == "cpu" and g_TV.element_size() == 2 else max(out_VD.shape[0], 1)
+    for at in range(0, out_VD.shape[0], step):
+        out, g = out_VD[at : at + step], g_TV[:, at : at + step]
+        if accumulate:
+            main_grad.add_product(out, g, x_TD)
+        elif out.dtype == g.dtype:
+            torch.mm(g.t(), x_TD, out=out)
+        elif g.is_cuda and out.dtype == torch.float32:
+            torch.mm(g.t(), x_TD, out_dtype=torch.float32, out=out)
+        else:
+            out.copy_(torch.mm(g.t(), x_TD))

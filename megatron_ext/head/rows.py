@@ -7,11 +7,13 @@ and plain numbers only and write into the tensors they are given.
 Legend: T tokens of this chunk, V columns of this rank's shard (or of a block of it), K statistics.
 
 What a logit goes through before anything else, in the accumulation dtype (fp32; fp64 for fp64 input):
-    z = softcap * tanh((z + bias) / softcap) / temperature, and columns from `counted` on do not exist.
+    z = softcap * tanh((z0 + bias) / softcap) / temperature, and columns from `counted` on do not exist.
 """
 
 import torch
 from torch import Tensor
+
+from megatron_ext.head.values import has_values
 
 # Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
 MAX, SUM_EXP, TARGET = 0, 1, 2
@@ -19,7 +21,7 @@ MAX, SUM_EXP, TARGET = 0, 1, 2
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
 
-# Elements that a pass works on at a time on CPU: small enough to stay in a core's L2 cache between its steps.
+# Elements that a pass works on at a time on CPU: small enough to stay in a core's L2 cache from step to step.
 _CPU_BLOCK = 1 << 18
 
 
@@ -57,43 +59,47 @@ def row_statistics(
             with_entropy: sum exp(z - m) (z - m);
             with_hits: 1 where the first column that reaches m is the target, else 0.
         exp_TV: written, any floating dtype: exp(z - m), 0 at the target and in the columns that do not count.
-        bias_V: added to every row, or None.
+        bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
     """
     dtype = stats_KT.dtype
-    for rows in _blocks(z_TV):
-        z = transformed(z_TV[rows, :counted], bias_V, softcap, temperature, dtype)
-        target, stats = target_T[rows], stats_KT[:, rows]
-        owned, column = target >= 0, target.clamp(min=0).unsqueeze(1)
-        if counted == 0:
-            stats.zero_()
-            stats[MAX], stats[TARGET] = -torch.inf, -torch.inf
-            if exp_TV is not None:
-                exp_TV[rows] = 0
-            continue
+    if counted == 0:
+        stats_KT.zero_()
+        stats_KT[MAX], stats_KT[TARGET] = -torch.inf, -torch.inf
+        if exp_TV is not None:
+            exp_TV.zero_()
+        return
+    owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
+    bias = None if bias_V is None else bias_V[column]
+    at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
+    stats_KT[TARGET] = at_target.where(owned, -torch.inf).squeeze(1)
+    bias_V = None if bias_V is None else bias_V[:counted]
+    in_place = exp_TV is not None and exp_TV.dtype == dtype
+    blocks = _blocks(z_TV)
+    scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    for rows in blocks:
+        work = exp_TV[rows, :counted] if exp_TV is not None and in_place else scratch_TV[: rows.stop - rows.start]
+        z = transformed(z_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
         if with_hits:
-            peak, index = z.max(1)
+            peak, first = z.max(1)
+            stats_KT[-1, rows] = first == target_T[rows]
         else:
             peak = z.amax(1)
-        stats[MAX] = peak
-        stats[TARGET] = z.gather(1, column).squeeze(1).where(owned, -torch.inf)
-        far = z.sub(peak.where(peak > -torch.inf, 0.0).unsqueeze(1))  # a row of -inf keeps them, it has no maximum
-        extra = 3
+        stats_KT[MAX, rows] = peak
+        # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
+        far = torch.sub(z, peak.clamp_(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
-            stats[extra], stats[extra + 1] = far.where(finite, 0.0).sum(1), finite.sum(1)
-            extra += 2
+            stats_KT[3, rows], stats_KT[4, rows] = far.where(finite, 0.0).sum(1), finite.sum(1)
         exp = far.exp() if with_entropy else far.exp_()
-        stats[SUM_EXP] = exp.sum(1)
+        stats_KT[SUM_EXP, rows] = exp.sum(1)
         if with_entropy:
-            stats[extra] = far.clamp_(min=_FAR).mul_(exp).sum(1)
-            extra += 1
-        if with_hits:
-            stats[extra] = owned & (index == target)
-        if exp_TV is not None:
-            exp.scatter_(1, column, exp.gather(1, column).masked_fill_(owned.unsqueeze(1), 0.0))
+            stats_KT[3 + 2 * with_mean, rows] = far.clamp_(min=_FAR).mul_(exp).sum(1)
+        if exp_TV is not None and not (in_place and exp is far):
             exp_TV[rows, :counted] = exp
-            exp_TV[rows, counted:] = 0
+    if exp_TV is not None:
+        exp_TV[:, counted:] = 0
+        exp_TV.scatter_(1, column, exp_TV.gather(1, column).masked_fill_(owned, 0.0))
 
 
 def row_gradient(
@@ -123,58 +129,79 @@ def row_gradient(
         source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
         target_T: int64, the label's column, -1 where this shard does not own it.
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
-            finite. None: scale 1, slope, offset and value 0.
+            finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
         out_TV: written, any floating dtype.
         bias_V, counted, softcap, temperature: as in `row_statistics`.
     """
+    out_TV[:, counted:] = 0
+    if counted == 0:
+        return
     dtype = shift_T.dtype
-    for rows in _blocks(source_TV):
-        shift, target = shift_T[rows].unsqueeze(1), target_T[rows]
-        source = source_TV[rows, :counted]
-        finite = None
+    bends = slope_T is not None or softcap is not None
+    bias_V = None if bias_V is None else bias_V[:counted]
+    in_place = out_TV.dtype == dtype
+    blocks = _blocks(source_TV)
+    scratch_TV = source_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    for rows in blocks:
+        work = out_TV[rows, :counted] if in_place else scratch_TV[: rows.stop - rows.start]
+        shift = shift_T[rows].unsqueeze(1)
+        scale = None if scale_T is None else scale_T[rows].unsqueeze(1)
+        slope = None if slope_T is None else slope_T[rows].unsqueeze(1)
+        offset = None if offset_T is None else offset_T[rows].unsqueeze(1)
         if source_is_exp:
-            exp = source.to(dtype, copy=True)
-            u = exp.clamp(min=torch.finfo(dtype).tiny).log_() if slope_T is not None or softcap is not None else exp
+            grad = work.copy_(source_TV[rows, :counted])
+            u = grad.clamp(min=torch.finfo(dtype).tiny).log_() if bends else grad
+            finite = None  # the caller knows that all columns are
         else:
-            u = transformed(source, bias_V, softcap, temperature, dtype).sub(shift)
-            if offset_T is not None:
-                finite = u > -torch.inf
-            exp = u.exp() if slope_T is not None or softcap is not None else u.exp_()
-        grad = exp
-        if slope_T is not None:
-            assert scale_T is not None
-            inner = u.clamp(min=_FAR).mul_(slope_T[rows].unsqueeze(1)).add_(scale_T[rows].unsqueeze(1))
-            grad = exp.mul_(inner)
-        elif scale_T is not None:
-            grad = exp.mul_(scale_T[rows].unsqueeze(1))
-        if offset_T is not None:
-            offset = offset_T[rows].unsqueeze(1)
-            grad = grad.add_(offset if finite is None else offset * finite)
+            z = transformed(source_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
+            grad = torch.sub(z, shift, out=work)
+            finite = None if offset is None else grad > -torch.inf
+            u = grad.clone() if bends else grad
+            grad.exp_()
+        if slope is not None:
+            grad.mul_(u.clamp(min=_FAR).mul_(slope).add_(0.0 if scale is None else scale))
+        elif scale is not None:
+            grad.mul_(scale)
+        if offset is not None:
+            grad.add_(offset if finite is None else offset * finite)
         if softcap is not None:
-            bent = u.add_(shift).mul_(temperature / softcap)  # tanh(z0 / softcap)
-            grad = grad.mul_(bent.square_().neg_().add_(1.0))
-        if counted:
-            owned, column = (target >= 0).unsqueeze(1), target.clamp(min=0).unsqueeze(1)
-            value = torch.zeros_like(shift) if value_T is None else value_T[rows].unsqueeze(1)
-            grad.scatter_(1, column, value.where(owned, grad.gather(1, column)))
-        out_TV[rows, :counted] = grad
-        out_TV[rows, counted:] = 0
+            tanh = u.add_(shift).mul_(temperature / softcap)
+            grad.mul_(tanh.square_().neg_().add_(1.0))
+        if not in_place:
+            out_TV[rows, :counted] = grad
+    owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
+    value = 0.0 if value_T is None else value_T.unsqueeze(1).to(out_TV.dtype)
+    out_TV.scatter_(1, column, torch.where(owned, value, out_TV.gather(1, column)))
 
 
-def transformed(z_TV: Tensor, bias_V: Tensor | None, softcap: float | None, temperature: float, dtype) -> Tensor:
-    """The logits that count, in `dtype`; `z_TV` itself where nothing changes. Never written to by the callers."""
-    z = z_TV.to(dtype)
-    if bias_V is not None:
-        z = z + bias_V[: z.shape[1]]
+def transformed(
+    z: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`softcap * tanh((z + bias) / softcap) / temperature` in `dtype`, in `out`; `z` itself where nothing changes."""
+    if z.dtype == dtype and bias is None and softcap is None and temperature == 1.0:
+        return z
+    out = z.to(dtype, copy=True) if out is None else out if out is z else out.copy_(z)
+    if bias is not None:
+        out.add_(bias)
     if softcap is not None:
-        z = torch.tanh(z / softcap).mul_(softcap)
+        out.mul_(1.0 / softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
-        z = z / temperature
-    return z
+        out.mul_(1.0 / temperature)
+    return out
 
 
 def _blocks(z_TV: Tensor) -> list[slice]:
-    """Rows to work on at a time: all of them, on CPU a few."""
+    """Rows to work on at a time: a few on CPU; all of them on other devices, and where nothing is computed anyway."""
     tokens, columns = z_TV.shape
-    step = tokens if z_TV.device.type != "cpu" else _CPU_BLOCK // max(columns, 1)
-    return [slice(at, min(at + max(step, 1), tokens)) for at in range(0, tokens, max(step, 1))]
+    on_cpu = z_TV.device.type == "cpu" and has_values(z_TV)
+    step = max(1, _CPU_BLOCK // max(columns, 1) if on_cpu else tokens)
+    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
+def _longest(blocks: list[slice]) -> int:
+    return max((block.stop - block.start for block in blocks), default=0)

@@ -5,19 +5,25 @@ import os
 import torch
 from torch import Tensor
 
-from megatron_ext.head.checks import values_readable
 from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.values import has_values
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+# Logits of one chunk: on CUDA they should not fall out of the L2 cache by far, on CPU the matmul wants 500 rows and
+# more, and those whose exponentials are kept take no memory of their own.
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 24}
+_KEPT_CHUNK = {"cpu": 1 << 27, "cuda": 1 << 24}
 _BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 96 << 20}
 _BLOCK_SHARE = {"cpu": 16, "cuda": 8}
 
 
 def chunks(span: slice, border: int, chunk_tokens: int | None, columns: int, device: torch.device) -> list[slice]:
-    """`span` in pieces, none of which crosses `border`."""
-    step = chunk_tokens or _rounded(_CHUNK_ELEMENTS.get(device.type, 1 << 22) // max(columns, 1), 64)
+    """`span` in pieces, none of which crosses `border`; tokens before it are those whose exponentials are kept."""
     found = []
-    for start, stop in ((span.start, min(span.stop, border)), (max(span.start, border), span.stop)):
+    for start, stop, table in (
+        (span.start, min(span.stop, border), _KEPT_CHUNK),
+        (max(span.start, border), span.stop, _CHUNK),
+    ):
+        step = chunk_tokens or _rounded(table.get(device.type, table["cpu"]) // max(columns, 1), 64)
         found += [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
     return found
 
@@ -45,15 +51,12 @@ def cached_tokens(options: HeadOptions, tokens: int, columns: int, like: Tensor)
 
 def _free_bytes(like: Tensor) -> int:
     """Memory that a new tensor beside `like` may take; on fake tensors and while compiling, as much as it likes."""
-    if like.is_cuda and not torch.compiler.is_compiling():
-        try:
-            free, _ = torch.cuda.mem_get_info(like.device)
-            return free + torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
-        except (RuntimeError, AssertionError):  # a fake tensor on a machine without the device
-            return 1 << 62
-    if values_readable(like):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 1 << 62
+    if not has_values(like):
+        return 1 << 62
+    if like.is_cuda:
+        free, _ = torch.cuda.mem_get_info(like.device)
+        return free + torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _rounded(n: int, multiple: int) -> int:
