@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
     *, chunk_size: int | None = None, cache: Any = "auto", model: Any = None
@@ -17,3 +19,41 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None
     from megatron_ext.megatron import linear_ce
 
     linear_ce.unpatch_gpt_model_forward_for_linear_ce_fusion(model=model)
+
+
+def _gpt_forward_with_linear_ce_fusion(
+    self: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor,
+    decoder_input: Tensor | None = None,
+    labels: Tensor | None = None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    extra_block_kwargs: dict | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    inference_params: Any = None,
+    loss_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    return_logprobs_for_linear_ce_fusion: bool = False,
+) -> Tensor:
+    """The forward of a patched GPTModel as a function: see `megatron_ext.megatron.linear_ce`."""
+    from megatron_ext.megatron import linear_ce
+
+    return linear_ce.gpt_forward_with_linear_ce_fusion(
+        self,
+        input_ids,
+        position_ids,
+        attention_mask,
+        decoder_input=decoder_input,
+        labels=labels,
+        inference_context=inference_context,
+        packed_seq_params=packed_seq_params,
+        extra_block_kwargs=extra_block_kwargs,
+        runtime_gather_output=runtime_gather_output,
+        inference_params=inference_params,
+        loss_mask=loss_mask,
+        padding_mask=padding_mask,
+        return_logprobs_for_linear_ce_fusion=return_logprobs_for_linear_ce_fusion,
+    )

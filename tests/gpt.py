@@ -154,7 +154,10 @@ def tiny_gpt(
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         mtp = None
         if config.mtp_num_layers and last:
+            from megatron_ext.megatron.layer_specs import with_our_norms
+
             mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=stage)
+            mtp = with_our_norms(mtp) if config.sequence_parallel else mtp
         arguments = {
             "vocab_size": vocab_size,
             "max_sequence_length": SEQUENCE,

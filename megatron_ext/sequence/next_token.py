@@ -1,0 +1,36 @@
+"""Which token comes next: labels from token ids. The only place where labels are shifted."""
+
+import torch
+from torch import Tensor
+
+
+def next_tokens(
+    tokens: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """For every token the one after it, `ignore_index` where none is.
+
+    Args:
+        tokens: `[..., S]`, any integer dtype: whole sequences.
+        cu_seqlens: integers `[documents + 1]`; for packed sequences, where each document's tokens begin. The last
+            token of a document has none after it.
+        cu_seqlens_padded: the same with the padding that follows each document; None: there is none.
+
+    Returns:
+        As `tokens`, in int64. No host synchronisation.
+    """
+    positions = tokens.shape[-1]
+    labels = tokens.to(torch.int64).roll(-1, -1)
+    place = torch.arange(positions, device=tokens.device)
+    if cu_seqlens is None:
+        return labels.where(place + 1 < positions, ignore_index)
+    start = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    documents = start.shape[0] - 1
+    if documents < 1:
+        return torch.full_like(labels, ignore_index)
+    document = torch.searchsorted(start[1:].contiguous(), place.to(start.dtype), right=True)
+    known = document.clamp(max=documents - 1)
+    has_next = (place - start[known] + 1 < cu_seqlens.diff()[known]) & (document < documents)
+    return labels.where(has_next, ignore_index)
