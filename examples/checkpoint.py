@@ -55,7 +55,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _sharded_state(model, optimizer, scheduler, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
-    weights = model.sharded_state_dict(metadata=dict(METADATA))
+    weights = model.module.sharded_state_dict(metadata=dict(METADATA))
     state = {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(METADATA)),
@@ -65,7 +65,7 @@ def _sharded_state(model, optimizer, scheduler, *, is_loading: bool, with_random
 
 
 def save(directory: str, iteration: int, consumed_samples: int, model, optimizer, scheduler) -> None:
-    """Write `iteration` under `directory`; all ranks call it. The pointer to it moves once the files are complete."""
+    """Write `iteration` under `directory`; all ranks call it. `model` is in Megatron's DDP. The pointer moves once the files are complete."""
     folder = Path(directory) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, scheduler, is_loading=False, with_random_state=True)
@@ -98,7 +98,7 @@ def load(directory: str, seed: int, model, optimizer, scheduler) -> tuple[int, i
     same_sizes = tuple(dist_checkpointing.load_common_state_dict(folder)["sizes"]) == model_parallel_sizes()
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True, with_random_state=same_sizes)
     state = dist_checkpointing.load(wanted, folder)
-    model.load_state_dict(state["model"])
+    model.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if same_sizes:

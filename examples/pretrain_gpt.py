@@ -21,14 +21,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from interrupt import end_on_interrupt
+from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.emulation import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    import checkpoint
+    import head_meter
+    import text
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -38,9 +41,6 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
-    import checkpoint
-    import head_meter
-    import text
     from megatron_ext.megatron.layer_specs import gpt_block_spec, with_our_norms
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
 
@@ -76,7 +76,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head", choices=["stock", "fused"], default="fused")
     parser.add_argument("--layers", choices=["stock", "ext"], default="ext")
     parser.add_argument("--use-cpu-initialization", action="store_true", help="same weights for any parallel sizes")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank, or CPU")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank, or CPU"
+    )
     parser.add_argument("--metrics", metavar="FILE", help="write losses, speed and the cost of the head as JSON")
     parser.add_argument("--title", default="", help="of the progress bar")
     return parser.parse_args(argv)
@@ -94,16 +96,25 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
             raise ValueError(f"{name} is {value}, which {divisor_name} = {divisor} does not divide: {fix}")
 
     for name, value in vars(args).items():
-        if isinstance(value, int) and name not in ("seed", "lr_warmup_iters") and not isinstance(value, bool) and value < 1:
+        if (
+            isinstance(value, int)
+            and name not in ("seed", "lr_warmup_iters")
+            and not isinstance(value, bool)
+            and value < 1
+        ):
             raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 0 and below 1")
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     replica = "tensor x pipeline parallel size"
-    must_divide(replica, tp * pp, "the number of ranks", world_size, "start as many ranks as one replica needs, or more")
+    must_divide(
+        replica, tp * pp, "the number of ranks", world_size, "start as many ranks as one replica needs, or more"
+    )
     must_divide("--num-attention-heads", args.num_attention_heads, "--hidden-size", args.hidden_size, "change one")
-    must_divide("tensor parallel size", tp, "--num-attention-heads", args.num_attention_heads, "each rank has whole heads")
+    must_divide(
+        "tensor parallel size", tp, "--num-attention-heads", args.num_attention_heads, "each rank has whole heads"
+    )
     must_divide("tensor parallel size", tp, "--vocab-size", args.vocab_size, f"take {-(-args.vocab_size // tp) * tp}")
     must_divide("pipeline parallel size", pp, "--num-layers", args.num_layers, "each stage has as many layers")
     if args.sequence_parallel:
@@ -117,13 +128,19 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         "each replica sees whole micro-batches",
     )
     if args.sequence_parallel and tp == 1:
-        raise ValueError("--sequence-parallel splits over tensor-parallel ranks: set --tensor-model-parallel-size above 1")
+        raise ValueError(
+            "--sequence-parallel splits over tensor-parallel ranks: set --tensor-model-parallel-size above 1"
+        )
     if args.lr_warmup_iters >= args.train_iters:
-        raise ValueError(f"--lr-warmup-iters is {args.lr_warmup_iters}: it must be below --train-iters {args.train_iters}")
+        raise ValueError(
+            f"--lr-warmup-iters is {args.lr_warmup_iters}: it must be below --train-iters {args.train_iters}"
+        )
     if not 0 <= args.min_lr <= args.lr:
         raise ValueError(f"--min-lr is {args.min_lr}: it must lie between 0 and --lr, which is {args.lr}")
     if args.vocab_size < text.SMALLEST_VOCAB:
-        raise ValueError(f"--vocab-size is {args.vocab_size}: a byte-level vocabulary has at least {text.SMALLEST_VOCAB}")
+        raise ValueError(
+            f"--vocab-size is {args.vocab_size}: a byte-level vocabulary has at least {text.SMALLEST_VOCAB}"
+        )
     if args.save_interval and not args.save:
         raise ValueError("--save-interval says when, but --save does not say where: add --save DIR")
     for file in args.data or []:
@@ -245,7 +262,7 @@ def train(args: argparse.Namespace) -> dict:
     model.train()
     losses, seconds = [], []
     steps = range(iteration, args.train_iters)
-    bar = tqdm(steps, args.title, disable=dist.get_rank() != 0, unit="step", dynamic_ncols=True)
+    bar = tqdm(steps, args.title, disable=dist.get_rank() != 0, unit="step", dynamic_ncols=True, mininterval=0.5)
     for iteration in bar:
         start = time.perf_counter()
         model.zero_grad_buffer()
@@ -264,7 +281,7 @@ def train(args: argparse.Namespace) -> dict:
         consumed += args.global_batch_size
         losses.append(mean_over_job(of_microbatches))
         seconds.append(time.perf_counter() - start)
-        bar.set_postfix_str(f"loss {losses[-1]:.4f}")
+        bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
         done = iteration + 1
         if args.save and (done == args.train_iters or (args.save_interval and done % args.save_interval == 0)):
             checkpoint.save(args.save, done, consumed, model, optimizer, scheduler)
@@ -283,9 +300,15 @@ def train(args: argparse.Namespace) -> dict:
 def main() -> None:
     end_on_interrupt()
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # Megatron calls them
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what torch says of the functions that Megatron calls
     args = parse_arguments()
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}.items():
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }.items():
         os.environ.setdefault(name, str(value))  # started without torchrun: one rank
     try:
         check_arguments(args, int(os.environ["WORLD_SIZE"]))

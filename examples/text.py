@@ -9,11 +9,11 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
 from filelock import FileLock  # torch depends on it
-from pydoc_data.topics import topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 

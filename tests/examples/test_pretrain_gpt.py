@@ -1,0 +1,131 @@
+"""The script's own parts, on every rank of a small world. How it runs as a program: test_programs.py."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import checkpoint
+import pretrain_gpt
+import pytest
+import text
+import torch
+
+from tests.examples import EXAMPLES
+from tests.gpt import child_processes, model_parallel
+from tests.ranks import ranks
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --micro-batch-size 1 "
+    f"--global-batch-size 8 --train-iters 6 --lr 2e-3 --use-cpu-initialization --data {EXAMPLES.parent / 'LICENSE'}"
+)
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+def parse(words: str):
+    return pretrain_gpt.parse_arguments(words.split())
+
+
+@contextmanager
+def started(words: str, cache: Path):
+    """Megatron initialised for the arguments, as main() does it."""
+    args = parse(f"{SMALL} {words}")
+    text.CACHE = cache
+    with model_parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size):
+        pretrain_gpt.check_arguments(args, torch.distributed.get_world_size())
+        yield args
+
+
+def metrics_of(words: str, cache: Path) -> dict:
+    with started(f"{words} --metrics unwritten", cache) as args:
+        return pretrain_gpt.train(args)
+
+
+def assert_same_losses(losses: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+VARIANTS = ["", "--sequence-parallel", "--untie-embeddings-and-output-weights"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("variant", VARIANTS, ids=["plain", "sequence-parallel", "untied"])
+def test_stock_and_ours_have_the_same_losses(variant, tmp_path):
+    words = f"--tensor-model-parallel-size 2 {variant}"
+    stock = metrics_of(f"{words} --head stock --layers stock", tmp_path)
+    ours = metrics_of(f"{words} --head fused --layers ext", tmp_path)
+    assert stock["losses"][-1] < stock["losses"][0] - 0.05, "nothing was learnt"
+    assert_same_losses(ours["losses"], stock["losses"])
+    parallel = "--sequence-parallel" in variant
+    assert ours["head"]["collectives"] == (4 if parallel else 2)
+    assert stock["head"]["collectives"] == (6 if parallel else 4)
+    assert ours["head"]["peak_mib"] > 0
+
+
+@ranks(2)
+def test_a_run_goes_on_where_it_was_saved(tmp_path):
+    """Weights, optimizer, schedule, random numbers and the place in the text."""
+    words = "--tensor-model-parallel-size 2 --hidden-dropout 0.3"
+    with child_processes():
+        whole = metrics_of(f"{words} --save {tmp_path}/run --save-interval 3", tmp_path)["losses"]
+    (tmp_path / "run" / checkpoint.LATEST).write_text("3\n")
+    rest = metrics_of(f"{words} --load {tmp_path}/run", tmp_path)["losses"]
+    assert rest == whole[3:]
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["stock", "ext"])
+def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
+    common = f"{NO_DROPOUT} --layers {layers} --lr-warmup-iters 2"
+    with child_processes():
+        words = f"{common} --tensor-model-parallel-size 2 --save {tmp_path}/run --save-interval 3"
+        whole = metrics_of(words, tmp_path)["losses"]
+    (tmp_path / "run" / checkpoint.LATEST).write_text("3\n")
+    for sizes in (
+        "",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+    ):
+        rest = metrics_of(f"{common} {sizes} --load {tmp_path}/run", tmp_path)["losses"]
+        assert_same_losses(rest, whole[3:])
+
+
+@ranks(4)
+def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
+    replicas = metrics_of(NO_DROPOUT, tmp_path)["losses"]
+    assert_same_losses(metrics_of(f"{NO_DROPOUT} --tensor-model-parallel-size 2", tmp_path)["losses"], replicas)
+
+
+BAD = {
+    "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 12 --vocab-size 513": (
+        "the number of ranks is 4, which tensor x pipeline parallel size = 3 does not divide"
+    ),
+    "--hidden-size 33": "--hidden-size is 33, which --num-attention-heads = 4 does not divide",
+    "--tensor-model-parallel-size 4 --num-attention-heads 2": "--num-attention-heads is 2, which tensor parallel size",
+    "--tensor-model-parallel-size 2 --vocab-size 511": "--vocab-size is 511, .* take 512",
+    "--pipeline-model-parallel-size 4": "--num-layers is 2, which pipeline parallel size = 4 does not divide",
+    "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31": "--seq-length is 31, which tensor parallel",
+    "--sequence-parallel": "--sequence-parallel splits over tensor-parallel ranks",
+    "--global-batch-size 6": "--global-batch-size is 6, which --micro-batch-size x 4 replicas = 4 does not divide",
+    "--train-iters 0": "--train-iters is 0: it must be at least 1",
+    "--hidden-dropout 1": "--hidden-dropout is 1.0: it must be at least 0 and below 1",
+    "--lr-warmup-iters 6": "--lr-warmup-iters is 6: it must be below --train-iters 6",
+    "--min-lr 1": "--min-lr is 1.0: it must lie between 0 and --lr",
+    "--vocab-size 100": "--vocab-size is 100: a byte-level vocabulary has at least 257",
+    "--save-interval 2": "add --save DIR",
+    "--data nowhere.txt": "--data names 'nowhere.txt', which is not a file",
+    "--load nowhere": "--load is 'nowhere': it has no latest_checkpointed_iteration.txt",
+}
+
+
+@pytest.mark.parametrize("words,message", BAD.items(), ids=list(BAD))
+def test_bad_arguments_are_refused(words, message):
+    args = parse(f"{SMALL} {words}")
+    with pytest.raises(ValueError, match=message):
+        pretrain_gpt.check_arguments(args, world_size=4)
+
+
+def test_the_flags_are_megatrons():
+    """Defaults suit each other, for one rank and for two."""
+    pretrain_gpt.check_arguments(parse(""), world_size=1)
+    pretrain_gpt.check_arguments(parse("--tensor-model-parallel-size 2 --sequence-parallel"), world_size=2)
