@@ -55,10 +55,11 @@ def _enter() -> ExitStack:
             "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
             "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
         )
-    # torch lists functions of its own at first use. Listed inside, they would be our replacements for good: it must
-    # list its factories before, and dynamo what it knows, which the first line of the `try` sees to.
+    # torch and its compiler list torch's functions at first use. Listed inside, they would be our replacements for good
+    # (and the compiler stumbles over two of them being one).
     with torch.device("cpu"):
         torch.empty(0)
+    torch.compile(lambda: None, backend="eager")
     undo = ExitStack()
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))

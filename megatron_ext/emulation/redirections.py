@@ -278,6 +278,7 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
     yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
     yield torch, _torch()
+    yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
     yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
     yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
     yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import trace_rules
 from torch.utils._device import DeviceContext
 
 from megatron_ext.emulation import context, megatron_on_cpu, redirections
 
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, torch.jit]
-OWNERS += [torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
+OWNERS += [trace_rules, torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
 OWNERS += [os.environ, sys.modules]
 
 
@@ -272,21 +273,32 @@ def test_nothing_is_compiled_inside_and_everything_outside():
     def body(x):
         return torch.zeros(2) + x.to(torch.float64)
 
-    before = torch.compile(body, backend=backend, fullgraph=True)
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return body(x)
+
+    settings = {"backend": backend, "fullgraph": True}
+    before = torch.compile(body, **settings)
     with megatron_on_cpu():
-        inside = torch.compile(body, backend=backend, fullgraph=True)
-        assert torch.equal(before(torch.ones(2)), torch.ones(2).double())
-        assert torch.equal(inside(torch.ones(2)), torch.ones(2).double())
-        scripted = torch.jit.script(body)
-        assert torch.equal(scripted(torch.ones(2)), torch.ones(2).double())
+
+        @torch.compile(**settings)
+        def decorated(x):
+            return body(x)
+
+        functions = [before, decorated, torch.compile(Module(), **settings)]
+        for function in [*functions, torch.jit.script(body)]:
+            assert torch.equal(function(torch.ones(2)), torch.ones(2).double())
         assert traced == []
-    assert torch.equal(before(torch.ones(2)), torch.ones(2).double())
-    assert torch.equal(inside(torch.ones(2)), torch.ones(2).double())
-    assert len(traced) == 1
+    for count, function in enumerate(functions, start=1):
+        torch._dynamo.reset()  # they share the code of `body`
+        assert torch.equal(function(torch.ones(2)), torch.ones(2).double())
+        assert len(traced) == count
 
 
 FIRST_USE = """
+import sys
 import torch
+import torch.distributed as dist
 from megatron_ext.emulation import megatron_on_cpu
 
 def body(x):
@@ -294,14 +306,24 @@ def body(x):
         return x
     return torch.zeros(2) + torch.empty(2, device=x.device).fill_(1) + x.to(torch.float32)
 
+def init(backend):  # which has the compiler forget its lists
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+import torch._dynamo
+init("gloo")
+dist.destroy_process_group()
+
 with megatron_on_cpu():  # whatever torch sets up at first use, it sets up here
     with torch.device("cuda"):
         torch.empty(1)
-    torch.compile(body)(torch.ones(2))
+    init("nccl")
+    compiled = torch.compile(body, fullgraph=True, backend="eager")
+    compiled(torch.ones(2))
     torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]).zero_grad()
 with torch.device("meta"):
     assert torch.empty(1).is_meta
-assert torch.compile(body, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+assert compiled(torch.ones(2)).tolist() == [2, 2]
+dist.destroy_process_group()
 assert torch.cuda.is_initialized() is False
 """
 
