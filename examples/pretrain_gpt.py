@@ -25,6 +25,7 @@ from interrupt import end_on_interrupt
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_ext import substitute_tensor_parallel
 from megatron_ext.emulation import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
@@ -319,6 +320,8 @@ def main() -> None:
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_gpu = args.device == "cuda" or (args.device == "auto" and enough_gpus)
     with nullcontext() if on_gpu else megatron_on_cpu():
+        if args.layers == "ext":
+            substitute_tensor_parallel()  # the embedding and the output layer too, which no layer spec reaches
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl" if on_gpu else "gloo")
         parallel_state.initialize_model_parallel(

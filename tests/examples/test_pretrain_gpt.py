@@ -1,5 +1,6 @@
 """The script's own parts, on every rank of a small world. How it runs as a program: test_programs.py."""
 
+import gc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import text
 import torch
 
+from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 from tests.examples import EXAMPLES
 from tests.gpt import child_processes, model_parallel
 from tests.ranks import ranks
@@ -31,7 +33,13 @@ def started(words: str, cache: Path):
     text.CACHE = cache
     with model_parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size):
         pretrain_gpt.check_arguments(args, torch.distributed.get_world_size())
-        yield args
+        gc.collect()  # models of the run before: ours cannot take their place
+        if args.layers == "ext":
+            substitute_tensor_parallel()
+        try:
+            yield args
+        finally:
+            restore_tensor_parallel()
 
 
 def metrics_of(words: str, cache: Path) -> dict:

@@ -1,0 +1,115 @@
+"""The examples as a user starts them: commands, Ctrl-C, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.examples import EXAMPLES
+
+ROOT = EXAMPLES.parent
+PRETRAIN = str(EXAMPLES / "pretrain_gpt.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 512 "
+    f"--device cpu --data {ROOT / 'LICENSE'}"
+).split()
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(*command: str, **kwargs):
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, **kwargs)
+
+
+def descendants(pid: int) -> set[int]:
+    """The process, its children, and theirs."""
+    found = {pid}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found |= descendants(int(child))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def interrupt_when(seen: str, command: list[str], log: Path, cwd: Path) -> tuple[float, str, set[int]]:
+    """Starts `command`, sends it SIGINT once its output has `seen`.
+
+    Returns the seconds until it ended, its output, and the processes that it left.
+    """
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=ENVIRONMENT, cwd=cwd, start_new_session=True
+        )
+        deadline = time.monotonic() + 120
+        while seen not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        family = descendants(process.pid)
+        assert process.poll() is None, log.read_text()
+        assert len(family) >= 3, "two ranks and their parent"
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            seconds = time.monotonic() - start
+            time.sleep(0.5)  # for the kernel to clear up
+            left = {pid for pid in family if alive(pid)}
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    return seconds, log.read_text(), left
+
+
+@pytest.mark.slow
+def test_interrupting_the_demo_ends_all_ranks(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--device", "cpu", "--data", str(ROOT / "LICENSE")]
+    seconds, output, left = interrupt_when("2/60", command, tmp_path / "log", tmp_path)
+    assert not left
+    assert seconds < 10, output
+    assert "interrupted: all ranks have ended" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
+    command = [*TORCHRUN, PRETRAIN, *SMALL, "--tensor-model-parallel-size", "2", "--train-iters", "100000"]
+    command += ["--save", str(tmp_path / "run"), "--save-interval", "50"]
+    seconds, output, left = interrupt_when("60/100000", command, tmp_path / "log", tmp_path)
+    assert (tmp_path / "run" / "iter_0000050").exists()
+    assert not left
+    assert seconds < 10, output
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_a_table_and_a_picture(tmp_path):
+    done = run(sys.executable, str(EXAMPLES / "demo.py"), "--device", "cpu", "--train-iters", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {line[:35].strip(): line[35:].split() for line in done.stdout.splitlines()}
+    assert float(rows["largest difference of a step's loss"][0]) < 1e-6
+    assert rows["collectives of a head call"] == ["4", "2", "2"]
+    assert (tmp_path / "runs/demo/report.png").read_bytes().startswith(b"\x89PNG")
+    assert "Warning" not in done.stderr
+    assert "RNG" not in done.stderr
+
+
+@pytest.mark.slow
+def test_bad_arguments_end_every_rank_with_the_reason(tmp_path):
+    done = run(*TORCHRUN, PRETRAIN, *SMALL, "--tensor-model-parallel-size", "4", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "the number of ranks is 2, which tensor x pipeline parallel size = 4 does not divide" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_script_runs_without_a_launcher(tmp_path):
+    done = run(sys.executable, PRETRAIN, *SMALL, "--train-iters", "2", "--metrics", "metrics.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert '"losses"' in (tmp_path / "metrics.json").read_text()
