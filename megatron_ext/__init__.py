@@ -1,5 +1,7 @@
 """The tensor-parallel core and the lm head of a Megatron job, right, small and fast. Imports with torch alone."""
 
+from typing import Any
+
 from megatron_ext.distributed import VocabShard
 from megatron_ext.head import (
     linear_cross_entropy,
@@ -13,7 +15,18 @@ __all__ = [
     "VocabShard",
     "linear_cross_entropy",
     "linear_log_probs",
+    "restore_tensor_parallel",
+    "substitute_tensor_parallel",
     "token_entropy",
     "token_log_probs",
     "vocab_parallel_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Megatron-Core is imported when it is asked for."""
+    if name in ("restore_tensor_parallel", "substitute_tensor_parallel"):
+        from megatron_ext.megatron import substitute
+
+        return getattr(substitute, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

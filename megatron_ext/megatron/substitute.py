@@ -1,0 +1,309 @@
+"""Megatron-Core on our tensor-parallel package, for scripts that cannot choose a layer spec.
+
+`import megatron.core.tensor_parallel` leaves references to its functions and classes all over Megatron: in the globals
+of the modules that imported them, in layer specs, as base classes and default arguments. Substituting puts ours in
+all of those places, and into Megatron's package itself, where modules that are imported later find them.
+"""
+
+import dataclasses
+import gc
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import NonCallableMock
+
+import megatron.core
+
+from megatron_ext.tensor_parallel import random as our_random
+from megatron_ext.tensor_parallel.process_rng import Process
+
+_THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
+_MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
+_LAYERS = ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Substitution:
+    """What was replaced.
+
+    Attributes:
+        version: Megatron-Core's.
+        names: of functions and classes of its tensor-parallel package, as "layers.ColumnParallelLinear".
+        places: where they were found, as "megatron.core.models.backends.ColumnParallelLinear".
+    """
+
+    version: str
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"megatron_ext stands in for {len(self.names)} functions and classes of megatron.core.tensor_parallel "
+            f"{self.version}, in {len(self.places)} places"
+        )
+
+
+class _Swap:
+    """Some objects that stand for others, and how to undo each replacement that was made."""
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]]):
+        self._new = {id(old): (old, new) for old, new in pairs}
+        self.undo: list[Callable[[], None]] = []
+        self.places: list[str] = []
+
+    @property
+    def old(self) -> list[Any]:
+        return [old for old, _ in self._new.values()]
+
+    def new(self, value: Any) -> Any:
+        """What stands for `value`; itself where nothing does."""
+        return self._new.get(id(value), (value, value))[1]
+
+    def subclasses(self) -> list[type]:
+        """Those made of classes that are to be replaced."""
+        found: list[type] = []
+        for old in self.old:
+            if isinstance(old, type):
+                found.extend(type.__subclasses__(old))
+        return found
+
+    def inverted(self) -> "_Swap":
+        return _Swap((new, old) for old, new in self._new.values())
+
+    def _record(self, place: str, undo: Callable[[], None]) -> None:
+        self.places.append(place)
+        self.undo.append(undo)
+
+    def in_dict(self, owner: dict[Any, Any], place: str) -> None:
+        for key, value in list(owner.items()):
+            if self.new(value) is not value:
+                owner[key] = self.new(value)
+                self._record(f"{place}.{key}", partial(owner.__setitem__, key, value))
+
+    def in_dataclass(self, owner: Any) -> None:
+        for field in dataclasses.fields(owner):
+            value = getattr(owner, field.name, None)
+            if self.new(value) is not value:
+                object.__setattr__(owner, field.name, self.new(value))  # a spec may be frozen
+                place = f"{type(owner).__name__}.{field.name}"
+                self._record(place, partial(object.__setattr__, owner, field.name, value))
+
+    def in_bases(self, subclass: type) -> None:
+        bases = subclass.__bases__
+        subclass.__bases__ = tuple(map(self.new, bases))
+        place = f"{subclass.__module__}.{subclass.__qualname__}.__bases__"
+        self._record(place, partial(setattr, subclass, "__bases__", bases))
+
+    def in_defaults(self, function: FunctionType) -> None:
+        before = function.__defaults__ or ()
+        after = tuple({*map(self.new, value)} if type(value) is set else self.new(value) for value in before)
+        if before != after:
+            function.__defaults__ = after
+            place = f"{function.__module__}.{function.__qualname__}.__defaults__"
+            self._record(place, partial(setattr, function, "__defaults__", before))
+
+    def in_module(self, module: ModuleType) -> None:
+        """Its globals, the dataclass objects in them (layer specs), and the default arguments of its functions."""
+        self.in_dict(vars(module), module.__name__)
+        for spec in _specs(list(vars(module).values()), set()):
+            self.in_dataclass(spec)
+        for function in _functions(module):
+            self.in_defaults(function)
+
+    def take_back(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+
+def _specs(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Megatron's dataclass objects among `values`, and those within them."""
+    for value in values:
+        if id(value) in seen or isinstance(value, type):
+            continue
+        if dataclasses.is_dataclass(value) and type(value).__module__.startswith("megatron."):
+            seen.add(id(value))
+            yield value
+            yield from _specs([getattr(value, field.name, None) for field in dataclasses.fields(value)], seen)
+        elif type(value) is list:
+            yield from _specs(value, seen)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions and methods that Megatron's modules define; nobody else's are looked at."""
+    if module.__name__.startswith("megatron."):
+        for value in list(vars(module).values()):
+            if getattr(value, "__module__", None) == module.__name__:
+                methods = list(vars(value).values()) if isinstance(value, type) else [value]
+                yield from (found for found in methods if isinstance(found, FunctionType))
+
+
+def _loaded_modules() -> list[ModuleType]:
+    """Every module but our own, which mean the one package or the other on purpose."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.split(".")[0] != "megatron_ext"
+    ]
+
+
+def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
+    """By name: Megatron's functions and classes and ours. And the public names of Megatron's that ours lack."""
+    found, lacking = {}, []
+    for part in _MODULES:
+        try:
+            theirs = importlib.import_module(f"{_THEIRS}.{part}")
+        except ModuleNotFoundError:  # an older Megatron-Core
+            continue
+        ours = vars(importlib.import_module(f"{_OURS}.{part}"))
+        for name, value in list(vars(theirs).items()):
+            # Without Transformer Engine Megatron's inference layers are mocks.
+            home = theirs.__name__ if isinstance(value, NonCallableMock) else getattr(value, "__module__", None)
+            if home != theirs.__name__ or not callable(value):
+                continue
+            if name in ours:
+                found[f"{part}.{name}"] = value, ours[name]
+            elif not name.startswith("_") and not isinstance(value, NonCallableMock):
+                lacking.append(f"{part}.{name}")
+    return found, lacking
+
+
+def _in_use(kinds: tuple[type, ...]) -> list[Any]:
+    """Objects of these kinds that a running function or a module can still reach.
+
+    Others may be left in memory: Megatron's data parallelism hangs its hooks on autograd nodes, where Python's garbage
+    collector does not see that nobody needs them.
+    """
+    gc.collect()
+    if not any(issubclass(type(thing), kinds) for thing in gc.get_objects()):
+        return []
+    found: list[Any] = []
+    seen: set[int] = set()
+    reached: list[Any] = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            reached.extend(frame.f_locals.values())
+            frame = frame.f_back  # type: ignore[assignment]
+    while reached:
+        new = list({id(thing): thing for thing in reached if id(thing) not in seen}.values())
+        seen.update(map(id, new))
+        found.extend(thing for thing in new if issubclass(type(thing), kinds))
+        reached = gc.get_referents(*new)
+    return found
+
+
+def _refuse_half_way(pairs: dict[str, tuple[Any, Any]], lacking: list[str]) -> None:
+    if lacking:
+        raise RuntimeError(
+            f"megatron_ext.tensor_parallel does not know {', '.join(lacking)} of Megatron-Core "
+            f"{megatron.core.__version__}: what uses them would stay with Megatron's own package; nothing was "
+            f"replaced. Choose our layers by a layer spec instead (megatron_ext.megatron.layer_specs)"
+        )
+    layers = tuple(pairs[f"layers.{name}"][0] for name in _LAYERS)
+    alive = Counter(type(thing).__name__ for thing in _in_use(layers))
+    if alive:
+        count = ", ".join(f"{number} {name}" for name, number in sorted(alive.items()))
+        raise RuntimeError(
+            f"Megatron's own layers are in use ({count}): their models would go on with half of our package; nothing "
+            f"was replaced. Call substitute_tensor_parallel() before the first model is built"
+        )
+
+
+def _carry_streams(source: Any, target: Any) -> None:
+    """Have the RNG tracker of the module `target` go on where the tracker `source` stands."""
+    if source is None or not source.is_initialized():
+        return
+    if not type(source).__module__.startswith((_THEIRS, _OURS)):  # Transformer Engine's, which both packages use
+        target._CUDA_RNG_STATE_TRACKER = source
+        return
+    target.initialize_rng_tracker(
+        inference_rng_tracker=source.is_inference_rng_tracker,
+        use_cudagraphable_rng=source.use_cudagraphable_rng,
+        force_reset=True,
+    )
+    target.get_cuda_rng_tracker().set_states(source.get_states())
+
+
+class _Active(NamedTuple):
+    """What `restore_tensor_parallel` needs to know."""
+
+    report: Substitution
+    swap: _Swap
+    known: set[str]  # modules that were loaded before
+    tracker: Any  # of our own package, before
+
+
+_active: _Active | None = None
+
+
+def substitute_tensor_parallel() -> Substitution:
+    """Make Megatron-Core use `megatron_ext.tensor_parallel` everywhere, from now on and in modules imported later.
+
+    Call it before the first model is built. Random streams that were seeded already go on where they are. Called again
+    it changes nothing.
+
+    Returns:
+        What was replaced, and where; `print` it.
+
+    Raises:
+        RuntimeError: models with Megatron's own layers exist, or its version has functions that ours lack. Then
+            nothing is replaced.
+    """
+    global _active
+    if _active is not None:
+        return _active.report
+    pairs, lacking = _pairs()
+    _refuse_half_way(pairs, lacking)
+    before, known = Process.tracker, {module.__name__ for module in _loaded_modules()}
+    swap = _Swap(pairs.values())
+    try:
+        for module in _loaded_modules():
+            swap.in_module(module)
+        for holder in gc.get_referrers(*swap.old):  # layer specs in local variables
+            if dataclasses.is_dataclass(holder) and not isinstance(holder, type):
+                swap.in_dataclass(holder)
+        for subclass in swap.subclasses():
+            swap.in_bases(subclass)
+        _carry_streams(_their_random()._CUDA_RNG_STATE_TRACKER, our_random)
+    except BaseException:
+        swap.take_back()
+        raise
+    report = Substitution(megatron.core.__version__, tuple(pairs), tuple(dict.fromkeys(swap.places)))
+    _active = _Active(report, swap, known, before)
+    return report
+
+
+def restore_tensor_parallel() -> Substitution | None:
+    """Take `substitute_tensor_parallel` back: each replaced reference is the original object again.
+
+    So are those in modules that were imported meanwhile. Models that were built meanwhile keep our layers. Random
+    streams go on where they are.
+
+    Returns:
+        What had been replaced; None if nothing was.
+    """
+    global _active
+    if _active is None:
+        return None
+    report, swap, known, tracker = _active
+    back = swap.inverted()
+    for module in _loaded_modules():
+        if module.__name__ not in known:
+            back.in_module(module)
+    for subclass in back.subclasses():
+        if subclass.__module__ not in known and subclass.__module__ in {
+            module.__name__ for module in _loaded_modules()
+        }:
+            back.in_bases(subclass)
+    swap.take_back()
+    _carry_streams(Process.tracker, _their_random())
+    Process.tracker = tracker
+    _active = None
+    return report
+
+
+def _their_random() -> Any:
+    return importlib.import_module(f"{_THEIRS}.random")

@@ -1,0 +1,192 @@
+"""Megatron-Core on our package: everywhere, with the same results, and back without a trace."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
+from tests.ranks import ranks
+
+LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+
+
+def references():
+    """What every loaded module of Megatron holds under each name that is a class or a function."""
+    return {
+        (name, key): value
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron.core") and module is not None
+        for key, value in vars(module).items()
+        if callable(value)
+    }
+
+
+def losses(substituted, **overrides):
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    if substituted:
+        substitute_tensor_parallel()
+    try:
+        chunks = tiny_gpt(stock_spec, hidden_dropout=0.1, attention_dropout=0.1, **overrides)
+        layers = {type(m) for m in chunks[0].modules() if type(m).__name__ in LAYERS}
+        homes = {layer.__module__.split(".")[0] for layer in layers}
+        assert homes == {"megatron_ext" if substituted else "megatron"}
+        assert {layer.__name__ for layer in layers} == LAYERS
+        return train_steps(chunks, tiny_batches(steps=3))
+    finally:
+        restore_tensor_parallel()
+
+
+@ranks(1, 2)
+def test_a_stock_model_trains_alike_and_everything_is_put_back():
+    size = torch.distributed.get_world_size()
+    overrides = {"sequence_parallel": size > 1, "recompute_granularity": "full",
+                 "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
+    with model_parallel(tp=size):
+        before = references()
+        stock = losses(False, **overrides)
+        ours = losses(True, **overrides)
+        after = references()
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
+    changed = [place for place, value in before.items() if after.get(place) is not value]
+    assert not changed
+
+
+@ranks(1)
+def test_streams_go_on_where_they_are():
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    with model_parallel():
+        from megatron.core import tensor_parallel
+
+        def draw():
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                return torch.rand(4)
+
+        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        expected = [draw() for _ in range(3)]
+        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+        got = [draw()]
+        try:
+            substitute_tensor_parallel()
+            got.append(draw())
+        finally:
+            restore_tensor_parallel()
+        got.append(draw())
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@ranks(1)
+def test_refuses_while_megatrons_layers_are_in_use():
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    with model_parallel():
+        chunks = tiny_gpt(stock_spec, num_layers=1)
+        before = references()
+        with pytest.raises(RuntimeError, match=r"layers are in use \(.* RowParallelLinear.*nothing was replaced"):
+            substitute_tensor_parallel()
+        assert references() == before
+        assert restore_tensor_parallel() is None
+        assert all(type(m).__module__.startswith("megatron.") for m in chunks[0].modules() if "Linear" in str(type(m)))
+
+
+def in_a_new_process(code):
+    """Imports stay imported: what matters before and after an import needs an interpreter of its own."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_modules_imported_before_and_after():
+    """Globals, layer specs in globals and in local variables, base classes, default arguments."""
+    in_a_new_process(
+        """
+import sys, types
+import megatron.core.tensor_parallel as tp
+from megatron.core.tensor_parallel import layers
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
+from megatron.core.distributed import TorchFullyShardedDataParallel
+import megatron_ext, megatron_ext.tensor_parallel as ours
+
+Stock = tp.ColumnParallelLinear
+stock = (tp.ColumnParallelLinear,)  # out of reach
+local = get_gpt_layer_local_spec()
+
+def holders():
+    return [
+        tp.ColumnParallelLinear,
+        layers.ColumnParallelLinear,
+        sys.modules["megatron.core.models.backends"].ColumnParallelLinear,
+        bert_layer_local_spec.submodules.mlp.submodules.linear_fc1,
+        local.submodules.mlp.submodules.linear_fc1,
+        get_gpt_layer_local_spec().submodules.mlp.submodules.linear_fc1,
+        ColumnParallelLinearGathered.__bases__[0],
+        [c for d in TorchFullyShardedDataParallel.__init__.__defaults__ if isinstance(d, set) for c in d
+         if c.__name__ == "ColumnParallelLinear"][0],
+        Stock,
+    ]
+
+assert all(h is stock[0] for h in holders())
+report = megatron_ext.substitute_tensor_parallel()
+assert "megatron_ext stands in for" in str(report), report
+assert "layers.ColumnParallelLinear" in report.names
+assert "megatron.core.models.backends.ColumnParallelLinear" in report.places
+assert megatron_ext.substitute_tensor_parallel() is report
+assert all(h is ours.ColumnParallelLinear for h in holders()), holders()
+
+assert "megatron.core.models.T5.t5_spec" not in sys.modules
+from megatron.core.models.T5 import t5_spec
+user = types.ModuleType("user")
+exec("from megatron.core.tensor_parallel.mappings import _reduce", vars(user))
+sys.modules["user"] = user
+assert t5_spec.ColumnParallelLinear is ours.ColumnParallelLinear
+assert user._reduce is ours.mappings._reduce
+import megatron_ext.megatron.layer_specs as our_specs
+
+assert megatron_ext.restore_tensor_parallel() is report
+assert all(h is stock[0] for h in holders()), holders()
+assert t5_spec.ColumnParallelLinear is stock[0]
+assert user._reduce is tp.mappings._reduce
+assert tp.mappings._reduce.__module__ == "megatron.core.tensor_parallel.mappings"
+assert ours.ColumnParallelLinear.__module__.startswith("megatron_ext.")
+assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1 is ours.ColumnParallelLinear
+assert megatron_ext.restore_tensor_parallel() is None
+"""
+    )
+
+
+def test_refuses_a_version_that_it_does_not_know():
+    in_a_new_process(
+        """
+import megatron.core.tensor_parallel.layers as layers, megatron_ext
+def gather_and_scatter(): pass
+gather_and_scatter.__module__ = layers.__name__
+layers.gather_and_scatter = gather_and_scatter
+stock = layers.ColumnParallelLinear
+try:
+    megatron_ext.substitute_tensor_parallel()
+except RuntimeError as error:
+    assert "does not know layers.gather_and_scatter" in str(error), error
+else:
+    raise AssertionError("half of it would have been replaced")
+assert layers.ColumnParallelLinear is stock
+"""
+    )
+
+
+def test_lives_with_torch_alone_until_it_is_asked_for():
+    in_a_new_process(
+        """
+import sys, megatron_ext
+assert not any(name.startswith("megatron.") for name in sys.modules)
+assert "substitute_tensor_parallel" in megatron_ext.__all__
+"""
+    )
+    with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'nothing'"):
+        importlib.import_module("megatron_ext").nothing  # noqa: B018
