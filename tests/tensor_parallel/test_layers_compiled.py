@@ -1,0 +1,75 @@
+"""torch.compile takes every layer whole, collectives and all: no graph breaks, and the numbers of the plain run."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, world
+
+D, N, V = 8, 16, 12
+
+
+def build(kind, sequence_parallel, config=None):
+    config = config or Config(sequence_parallel=sequence_parallel)
+    options = {"config": config, "init_method": torch.nn.init.normal_, "tp_group": world()}
+    if kind == "embedding":
+        return VocabParallelEmbedding(V, D, reduce_scatter_embeddings=sequence_parallel, **options)
+    if kind == "row":
+        return RowParallelLinear(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
+    if kind == "whole row":
+        return RowParallelLinear(D, N, bias=True, input_is_parallel=False, skip_bias_add=False, **options)
+    return ColumnParallelLinear(D, N, gather_output=kind == "gathered column", **options)
+
+
+def input_of(kind):
+    if kind == "embedding":
+        return torch.randint(V, (2, 4))
+    return torch.randn(4, 3, D // dist.get_world_size() if kind == "row" else D, requires_grad=True)
+
+
+def run(function, layer, x):
+    layer.zero_grad()
+    x.grad = None
+    y = function(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.sin().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+KINDS = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind,sequence_parallel", [case for case in KINDS if case != ("whole row", True)])
+def test_whole_graph(kind, sequence_parallel):
+    torch._dynamo.reset()
+    layer, x = build(kind, sequence_parallel), input_of(kind)
+    explained = torch._dynamo.explain(layer)(x)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(compiled, layer, x), run(layer, layer, x), rtol=1e-6, atol=1e-6)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_whole_graph_into_main_grad(kind, frozen, autocast):
+    torch._dynamo.reset()
+    layer = build(kind, False, Config(gradient_accumulation_fusion=True))
+    layer.weight.requires_grad_(not frozen)
+    x = input_of(kind)
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.ones(layer.weight.shape), False
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y, dx, *grads = run(function, layer, x)
+        assert layer.weight.grad_added_to_main_grad != frozen
+        results.append([y, dx, grads[1], layer.weight.main_grad])  # the weight's own gradient is a dummy
+        assert (grads[0] is None) == frozen
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert (layer.weight.main_grad == 1).all() == frozen

@@ -1,0 +1,149 @@
+"""Sharded checkpoints: written at one tensor-parallel size, read at others, by our layers and by Megatron's."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron_ext.tensor_parallel.sharding import sharded_tensor
+from tests.gpt import child_processes, model_parallel
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, numbers
+
+D, N = 16, 24
+FULL = {"column.weight": (N, D), "column.bias": (N,), "row.weight": (N, D), "row.bias": (N,), "table.weight": (N, D)}
+AXES = {"column.weight": 0, "column.bias": 0, "row.weight": 1, "table.weight": 0}
+
+
+def build(kind):
+    """A module of one layer of each kind."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers as stock
+
+    classes = {
+        "ours": (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding),
+        "stock": (stock.ColumnParallelLinear, stock.RowParallelLinear, stock.VocabParallelEmbedding),
+    }[kind]
+    config = ModelParallelConfig(use_cpu_initialization=True)
+    options = {"config": config, "init_method": torch.nn.init.zeros_}
+    column, row, table = classes
+    return torch.nn.ModuleDict(
+        {
+            "column": column(D, N, **options),
+            "row": row(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, **options),
+            "table": table(N, D, **options),
+        }
+    )
+
+
+def expected(name):
+    """This rank's shard of the full tensor."""
+    from megatron.core import parallel_state
+
+    full = numbers(*FULL[name], seed=sum(map(ord, name)))
+    if name not in AXES:
+        return full
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    return full.chunk(size, AXES[name])[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def sharded(model, kind, prefix, **options):
+    from megatron.core import parallel_state
+
+    # Megatron's layers cannot do without it.
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    given = {"metadata": metadata} if kind == "stock" else {}
+    shards = {}
+    for name, layer in model.items():
+        shards.update(layer.sharded_state_dict(prefix=f"{prefix}.{name}.", **given, **options))
+    return shards
+
+
+@ranks(4, timeout_s=120)
+def test_written_at_one_size_read_at_another(tmp_path):
+    """At TP 2 by our layers and by Megatron's; at TP 4 and 1 by either. One file, as writing one takes seconds."""
+    with model_parallel(tp=2):
+        from megatron.core import dist_checkpointing
+
+        state = {}
+        for writer in ("ours", "stock"):
+            model = build(writer)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(expected(name))
+            state.update(sharded(model, writer, writer))
+        with child_processes():
+            dist_checkpointing.save(state, str(tmp_path))
+
+        # A table of 26 rows, padded otherwise than the 24 that were written: those are read.
+        table = VocabParallelEmbedding(N + 2, D, config=Config(), init_method=torch.nn.init.zeros_)
+        read = dist_checkpointing.load(table.sharded_state_dict("ours.table."), str(tmp_path))["ours.table.weight"]
+        full = numbers(N, D, seed=sum(map(ord, "table.weight")))
+        start = table.vocab_start_index
+        there = min(table.vocab_end_index, N) - start
+        assert torch.equal(read[:there], full[start : start + there])
+    for size in (4, 1):
+        with model_parallel(tp=size):
+            for writer, reader in (("ours", "ours"), ("ours", "stock"), ("stock", "ours")):
+                model = build(reader)
+                read = dist_checkpointing.load(sharded(model, reader, writer), str(tmp_path))
+                model.load_state_dict({key.removeprefix(f"{writer}."): value for key, value in read.items()})
+                for name, parameter in model.named_parameters():
+                    assert torch.equal(parameter, expected(name)), (size, writer, reader, name)
+
+
+@ranks(4)
+@pytest.mark.parametrize("offsets", [(), ((0, 1, 3),), ((0, 1, 3), (1, 0, 2))], ids=str)
+def test_the_same_objects_as_megatrons_layers(offsets):
+    with model_parallel(tp=2):
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+        ours, stock = (sharded(build(kind), kind, "any", sharded_offsets=offsets) for kind in ("ours", "stock"))
+        assert ours.keys() == stock.keys()
+        for key, a in ours.items():
+            b = stock[key]
+            assert type(a) is type(b)
+            names = {
+                ShardedTensor: "key dtype local_shape global_shape global_offset axis_fragmentations replica_id "
+                "prepend_axis_num allow_shape_mismatch",
+                ShardedObject: "key data global_shape global_offset replica_id",
+            }[type(a)]
+            for name in names.split():
+                assert getattr(a, name) == getattr(b, name), (key, name)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        layer = build("ours")["row"]
+        for metadata in (None, {}, {"dp_cp_group": group}):
+            assert layer.sharded_state_dict(metadata=metadata)["bias"].replica_id == (
+                0,
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_data_parallel_rank(),
+            )
+
+
+@ranks(4)
+def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
+    with model_parallel(tp=2):
+        from megatron.core import parallel_state
+        from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        mesh = DeviceMesh.from_group(group, "cpu")
+        tensor = distribute_tensor(torch.zeros(N, D), mesh, [Shard(0)])
+        for axis in (0, 1):
+            ours = sharded_tensor(tensor, "w", axis, (), tp_group, None)
+            stock = make_tp_sharded_tensor_for_checkpoint(tensor, "w", axis, tp_group=tp_group, dp_cp_group=group)
+            for name in ["local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"]:
+                assert getattr(ours, name) == getattr(stock, name), (axis, name)
+
+
+def test_without_megatron(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.core.dist_checkpointing.mapping", raising=False)
+    layer = ColumnParallelLinear(D, N, config=Config(), init_method=torch.nn.init.zeros_)
+    with pytest.raises(ValueError, match="megatron.core.dist_checkpointing is not imported"):
+        layer.sharded_state_dict()
