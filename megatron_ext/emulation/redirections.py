@@ -171,8 +171,9 @@ def _refuse_cuda() -> None:
 
 
 def _device_count() -> int:
-    """One "device" for each rank of this machine, as a launcher tells it: scripts check their local rank against it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """One "device" for each rank of this machine: scripts check their local rank against it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
 
 
 def _host_memory() -> tuple[int, int]:

@@ -354,3 +354,32 @@ def test_megatron_lm_builds_no_kernels(tmp_path, monkeypatch, entered):
         for module in ("megatron.legacy", name):
             sys.modules.pop(module, None)
         vars(sys.modules["megatron"]).pop("legacy", None)
+
+
+ON_A_GPU = """
+import torch
+from megatron_ext.emulation import megatron_on_cpu
+
+with megatron_on_cpu():
+    assert torch.zeros(2, device="cuda").cuda().to("cuda").device.type == "cpu"
+    torch.cuda.manual_seed(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.nn.Linear(2, 2, device="cuda")(torch.ones(2)).sum().backward()
+    assert torch.cuda.memory_allocated() == 0
+assert not torch.cuda.is_initialized()
+assert torch.zeros(2, device="cuda").is_cuda
+torch.cuda.Stream().synchronize()
+try:
+    with megatron_on_cpu():
+        pass
+except RuntimeError as refusal:
+    assert "after CUDA was initialised" in str(refusal)
+else:
+    raise AssertionError("not refused")
+"""
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_neither_used_inside_nor_lost_outside():
+    subprocess.run([sys.executable, "-c", ON_A_GPU], check=True, timeout=120)

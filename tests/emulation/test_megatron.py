@@ -143,6 +143,28 @@ def test_every_gradient_of_tensor_parallel_two_is_that_of_one(overrides):
         torch.testing.assert_close(grad, own_shard(expected[name], parameter), rtol=1e-4, atol=1e-7, msg=name)
 
 
+@ranks(2)
+def test_bfloat16_with_float32_main_weights():
+    """Megatron's Float16Module, and the distributed optimizer's own weights, which it makes by the type of a tensor."""
+    from megatron_ext.emulation import megatron_on_cpu
+
+    with megatron_on_cpu():
+        from megatron.core.transformer.module import Float16Module
+
+    batches = tiny_batches(STEPS)
+    with model_parallel(tp=2):
+        expected = train_steps(tiny_gpt(), batches, lr=LR)
+        half = tiny_gpt(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+        chunks = data_parallel([Float16Module(half[0].config, half[0])])
+        optimizer = make_optimizer(chunks, lr=LR, bf16=True, params_dtype=torch.bfloat16)
+        losses = [train_step(chunks, optimizer, tokens_BS)[0] for tokens_BS in batches]
+        main = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {p.dtype for p in half[0].parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in main} == {torch.float32}
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2**-8, atol=0)
+    assert losses != expected
+
+
 RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
@@ -187,7 +209,7 @@ def state_of(chunks, optimizer, loading: bool) -> dict:
 
 
 @ranks(2)
-@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["dp2", "pp2"])
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=["dp2", "pp2"])
 def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, sizes):
     """Weights and optimizer state: the losses go on as if nothing had happened."""
     from megatron_ext.emulation import megatron_on_cpu
