@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from megatron_ext.tensor_parallel.process_rng import RandomMoment
 
 _TENSOR = object()  # stands in for a tensor in a list of results
+_LEAVES = (Tensor, type(None), bool, int, float, str)
 
 
 class Depth:
@@ -57,11 +58,11 @@ class FlatCall:
     any way. Everything else passes through untouched. `flatten` hands out the argument tensors; they are not kept.
     """
 
-    def __init__(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec):
-        self._function, self._spec = function, spec
+    def __init__(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec | type, keywords: bool):
+        self._function, self._spec, self._keywords = function, spec, keywords
         self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._result: tuple[list[Any], TreeSpec] | None = None
+        self._result: tuple[list[Any], TreeSpec | type] | None = None
         self.edge = False
 
     @classmethod
@@ -74,8 +75,8 @@ class FlatCall:
         a frozen input. Autograd has nothing to hold on to then, so there is one more tensor, an edge, which the call
         ignores, and the first run finds out which results depend on something that needs a gradient.
         """
-        leaves, spec = tree_flatten((args, kwargs))
-        call = cls(function, leaves, spec)
+        leaves, spec = _flatten((args, kwargs) if kwargs else args)
+        call = cls(function, leaves, spec, keywords=bool(kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
             call.edge = True
@@ -86,8 +87,9 @@ class FlatCall:
         leaves = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=False):  # not strict: the edge has no place
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        results, spec = tree_flatten(self._function(*args, **kwargs))
+        arguments = _unflatten(leaves, self._spec)
+        args, kwargs = arguments if self._keywords else (arguments, {})
+        results, spec = _flatten(self._function(*args, **kwargs))
         self._result = [_TENSOR if isinstance(result, Tensor) else result for result in results], spec
         return tuple(result for result in results if isinstance(result, Tensor))
 
@@ -96,7 +98,22 @@ class FlatCall:
         assert self._result is not None
         results, spec = self._result
         remaining = iter(tensors)
-        return tree_unflatten([next(remaining) if result is _TENSOR else result for result in results], spec)
+        return _unflatten([next(remaining) if result is _TENSOR else result for result in results], spec)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], TreeSpec | type]:
+    """`tree_flatten`, without its cost for what most functions take and return: tensors, a tuple, None."""
+    if isinstance(tree, Tensor):
+        return [tree], Tensor
+    if type(tree) is tuple and all(isinstance(leaf, _LEAVES) for leaf in tree):
+        return list(tree), tuple
+    return tree_flatten(tree)
+
+
+def _unflatten(leaves: list[Any], spec: TreeSpec | type) -> Any:
+    if isinstance(spec, TreeSpec):
+        return tree_unflatten(leaves, spec)
+    return tuple(leaves) if spec is tuple else leaves[0]
 
 
 class Surroundings:
@@ -104,17 +121,26 @@ class Surroundings:
 
     def __init__(self, devices: set[torch.device]):
         self._random = RandomMoment(devices)
-        types = sorted({"cpu", "cuda"} | {d.type for d in devices if torch.amp.is_autocast_available(d.type)})
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in types]
-        self._cache = torch.is_autocast_cache_enabled()
+        others = {d.type for d in devices} - _KINDS
+        self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, as it was then; afterwards as it was before."""
         with self._random.again(), contextlib.ExitStack() as autocast:
-            for kind, dtype, enabled in self._autocast:
-                autocast.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=self._cache))
+            for settings in self._autocast:
+                if settings != _autocast(settings[0]):
+                    autocast.enter_context(torch.autocast(*settings))
             yield
+
+
+_KINDS = {"cpu", "cuda"}
+
+
+def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    """The present settings for devices of a kind, as `torch.autocast` takes them."""
+    cache = torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache
 
 
 class Rerun:

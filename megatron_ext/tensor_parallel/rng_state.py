@@ -67,7 +67,7 @@ def set_rng_state(new_state: State, device: Device | None = -1, graph_safe: bool
 
 def value_of(state: State) -> Tensor:
     """`state` as bytes."""
-    return state.get_state() if isinstance(state, Generator) else state
+    return state if isinstance(state, Tensor) else state.get_state()
 
 
 def convert_cuda_rng_state(state: State, to_graphable: bool = False) -> State:
@@ -92,6 +92,6 @@ def convert_cuda_rng_state(state: State, to_graphable: bool = False) -> State:
 
 def copy_state(state: State) -> State:
     """A copy that does not move on with `state`; `state` itself while a CUDA graph is captured: no copies then."""
-    if isinstance(state, Generator):
-        return state if capturing(state) else state.clone_state()
-    return state.clone() if isinstance(state, Tensor) else state
+    if isinstance(state, Tensor):
+        return state.clone()
+    return state.clone_state() if isinstance(state, Generator) and not capturing(state) else state

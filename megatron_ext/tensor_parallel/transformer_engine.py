@@ -52,7 +52,9 @@ def make_te_tracker() -> Any:
         ImportError: Transformer Engine is missing.
     """
     distributed = transformer_engine("distributed", needed_for="use_te_rng_tracker=True")
-    base = getattr(sys.modules.get(MEGATRON_SIDE), "TECudaRNGStatesTracker", distributed.CudaRNGStatesTracker)
+    base = getattr(sys.modules.get(MEGATRON_SIDE), "TECudaRNGStatesTracker", None)
+    if not (isinstance(base, type) and issubclass(base, distributed.CudaRNGStatesTracker)):
+        base = distributed.CudaRNGStatesTracker
 
     class TECudaRNGStatesTracker(base):  # type: ignore[valid-type, misc]
         is_inference_rng_tracker = False

@@ -1,7 +1,8 @@
 """One generator, several streams: who draws what, what is kept, and what is refused."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -268,7 +269,8 @@ def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
         assert random._CUDA_RNG_STATE_TRACKER is None
 
 
-def test_transformer_engines_tracker_is_used_when_asked_for(monkeypatch):
+@pytest.mark.parametrize("beside_megatron", [False, True], ids=["alone", "beside Megatron"])
+def test_transformer_engines_tracker_is_used_when_asked_for(beside_megatron, monkeypatch):
     class Theirs:
         def __init__(self):
             self.states_, self.seeds_ = {"left over": None}, set()
@@ -290,11 +292,15 @@ def test_transformer_engines_tracker_is_used_when_asked_for(monkeypatch):
     distributed.CudaRNGStatesTracker = Theirs
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    # Megatron's CUDA graphs look for Megatron's own class; without Transformer Engine there is a mock in its place.
+    wrapped = type("TECudaRNGStatesTracker", (Theirs,), {}) if beside_megatron else mock.Mock()
+    extension = SimpleNamespace(TECudaRNGStatesTracker=wrapped)
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", extension)
     with no_tracker():
         assert random.HAVE_TE
         random.model_parallel_cuda_manual_seed(7, te_rng_tracker=True, tp_rank=1)
         tracker = random.get_cuda_rng_tracker()
-        assert isinstance(tracker, Theirs)
+        assert isinstance(tracker, wrapped if beside_megatron else Theirs)
         assert tracker.is_initialized()
         assert tracker.seeds_ == {7, 7 + 2719, 7 + 1024}
         assert random.is_graph_safe_cuda_rng_tracker(tracker)
