@@ -3,8 +3,9 @@
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
 
-Functions are replaced, rather than intercepted by a `TorchFunctionMode`: a mode costs every torch call and every
-`tensor.shape` about a microsecond and holds for one thread only, where these hold for all and cost only those who call.
+Functions are replaced, rather than intercepted by a `TorchFunctionMode`. A mode costs every torch call and every
+`tensor.shape` about a microsecond (a training step of a small GPT took 13 to 26 % longer under one) and holds for one
+thread only; these hold for all threads and cost only those who call them.
 """
 
 import functools
