@@ -111,11 +111,12 @@ def gpt_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = No
     Layers have experts where `config.num_moe_experts` and `config.moe_layer_freq` (every n-th, or a list of 0 and 1)
     say so.
     """
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    stage = (config, vp_stage) if pp_rank is None else (config, vp_stage, pp_rank)  # Megatron-Core 0.14 takes no rank
+    count = get_num_layers_to_build(*stage)
     if config.num_moe_experts is None:
         specs = [gpt_layer_spec] * count
     else:
-        first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+        first = get_transformer_layer_offset(*stage)
         freq = config.moe_layer_freq
         pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
         specs = [gpt_moe_layer_spec if has_experts else gpt_layer_spec for has_experts in pattern[first:][:count]]
