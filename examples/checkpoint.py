@@ -65,7 +65,10 @@ def _sharded_state(model, optimizer, scheduler, *, is_loading: bool, with_random
 
 
 def save(directory: str, iteration: int, consumed_samples: int, model, optimizer, scheduler) -> None:
-    """Write `iteration` under `directory`; all ranks call it. `model` is in Megatron's DDP. The pointer moves once the files are complete."""
+    """Write `iteration` under `directory`; all ranks call it. `model` is in Megatron's DDP.
+
+    The pointer to the newest checkpoint moves when its files are complete.
+    """
     folder = Path(directory) / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, scheduler, is_loading=False, with_random_state=True)

@@ -92,7 +92,8 @@ def main() -> None:
 
     stock, ours = results
     tokens = MODEL["micro-batch-size"] * MODEL["seq-length"]
-    sizes = f"{tokens} tokens, width {MODEL['hidden-size']}, {MODEL['vocab-size'] // ranks} vocabulary columns per rank, fp32"
+    columns = MODEL["vocab-size"] // ranks
+    sizes = f"{tokens} tokens, width {MODEL['hidden-size']}, {columns} vocabulary columns per rank, fp32"
     figure = args.out / "report.png"
     report.figure(stock, ours, f"GPT on {where}, tensor parallel {ranks}.  Head at {sizes}.", figure)
     print(f"\n{report.table(stock, ours)}\n")

@@ -9,6 +9,7 @@ builds the transformer layers from Megatron's modules (stock) or from ours (ext)
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import sys
@@ -25,7 +26,6 @@ from interrupt import end_on_interrupt
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext import substitute_tensor_parallel
 from megatron_ext.emulation import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
@@ -42,6 +42,7 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
+    from megatron_ext import substitute_tensor_parallel
     from megatron_ext.megatron.layer_specs import gpt_block_spec, with_our_norms
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
 
@@ -319,6 +320,8 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_gpu = args.device == "cuda" or (args.device == "auto" and enough_gpus)
+    if not on_gpu:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
+        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     with nullcontext() if on_gpu else megatron_on_cpu():
         if args.layers == "ext":
             substitute_tensor_parallel()  # the embedding and the output layer too, which no layer spec reaches

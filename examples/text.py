@@ -94,8 +94,8 @@ class Samples:
         start = int(self._order[position]) * self.seq_length
         return torch.from_numpy(self.tokens[start : start + self.seq_length + 1].astype(np.int64))
 
-    def microbatches(self, start: int, count: int, size: int, rank: int, ranks: int) -> Iterator[Tensor]:
-        """int64 [size, seq_length + 1], `count` times: data-parallel rank `rank`'s part of the samples from `start` on."""
+    def microbatches(self, start: int, count: int, size: int, replica: int, replicas: int) -> Iterator[Tensor]:
+        """int64 [size, seq_length + 1], `count` times: replica `replica`'s part of the samples from `start` on."""
         for microbatch in range(count):
-            first = start + (microbatch * ranks + rank) * size
+            first = start + (microbatch * replicas + replica) * size
             yield torch.stack([self[first + i] for i in range(size)])

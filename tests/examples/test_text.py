@@ -13,7 +13,7 @@ def test_documents_are_pythons_own_or_the_users(files):
     own = text.documents()
     assert any("The assignment statement" in document or "Assignment statements" in document for document in own)
     assert sum(map(len, own)) > 5e6, "too little text for a vocabulary of 16384"
-    assert text.documents(files) == [open(files[0], encoding="utf-8").read()]
+    assert text.documents(files) == [text.Path(files[0]).read_text(encoding="utf-8")]
 
 
 def test_tokens_are_the_text(files):
