@@ -20,7 +20,7 @@ from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
 from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.zigzag import zigzag_positions
 
-_CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right}
+_CAUSAL = ("causal", "padding_causal", "causal_bottom_right")  # by name: older versions do not have the last
 _EXCHANGES = (None, "p2p", "all_gather", "a2a", "a2a+p2p")
 
 
@@ -140,8 +140,8 @@ class CoreAttention(MegatronModule):
     def _whole(self, query, key, value, mask: Tensor | None, kind: AttnMaskType, cp_group: Group) -> Tensor:
         ranks, rank = group_size(cp_group), group_rank(cp_group)
         queries, keys = query.shape[0], key.shape[0]
-        causal = kind in _CAUSAL
-        if causal and queries != keys and queries > 1 and kind != AttnMaskType.causal_bottom_right:
+        causal = kind.name in _CAUSAL
+        if causal and queries != keys and queries > 1 and kind.name != "causal_bottom_right":
             raise ValueError(
                 f"the mask type is {kind.name}, with {queries} queries and {keys} keys: they must be as many, or there "
                 f"must be one query; with a key cache pass attn_mask_type=AttnMaskType.causal_bottom_right"
@@ -169,10 +169,10 @@ class CoreAttention(MegatronModule):
                 f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: with packed "
                 f"sequences ('thd') they must be [tokens, heads, channels]; remove the batch dim"
             )
-        causal = kind in _CAUSAL
+        causal = kind.name in _CAUSAL
         q_packing = Packing.of(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded)
         kv_packing = Packing.of(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded)
-        if causal and q_packing.lengths != kv_packing.lengths and kind != AttnMaskType.causal_bottom_right:
+        if causal and q_packing.lengths != kv_packing.lengths and kind.name != "causal_bottom_right":
             raise ValueError(
                 f"the mask type is {kind.name}, with documents of {list(q_packing.lengths)} queries and "
                 f"{list(kv_packing.lengths)} keys: they must be equal; pass one cu_seqlens for both"
