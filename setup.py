@@ -2,7 +2,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-MEGATRON = "megatron-core>=0.14"
+# Without psutil, which it does not ask for, Megatron-Core's dist_checkpointing.save() hangs.
+MEGATRON = ["megatron-core>=0.14", "psutil"]
 TRITON = "triton>=3.6"
 HF = ["transformers>=4.51,<6", "accelerate>=1.6", "safetensors"]
 
@@ -18,8 +19,8 @@ setup(
     package_data={"megatron_ext": ["py.typed"]},
     install_requires=["torch>=2.6"],
     extras_require={
-        "test": [MEGATRON, "pytest>=8", "hypothesis>=6", "numpy"],
-        "examples": [MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
+        "test": [*MEGATRON, "pytest>=8", "hypothesis>=6", "numpy"],
+        "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
         "triton": [TRITON],
         "te": ["transformer-engine[pytorch]>=2.0"],
         "hf": HF,
