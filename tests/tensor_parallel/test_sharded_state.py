@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron_ext.tensor_parallel.sharding import sharded_tensor

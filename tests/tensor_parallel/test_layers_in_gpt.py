@@ -1,0 +1,105 @@
+"""Our layers in Megatron's GPTModel, its schedules and its data parallelism: the numbers of Megatron's own layers."""
+
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.collectives import all_gather
+from tests.gpt import loss_and_grads, model_parallel, seed_ranks, stock_spec, tiny_batches, tiny_gpt
+from tests.ranks import ranks
+
+
+@contextmanager
+def ours_everywhere():
+    from megatron_ext.megatron.substitute import restore_tensor_parallel, substitute_tensor_parallel
+
+    substitute_tensor_parallel()
+    try:
+        yield
+    finally:
+        restore_tensor_parallel()
+
+
+def run(ours, **options):
+    """Loss and gradients of one global batch."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    with ours_everywhere() if ours else nullcontext():
+        return loss_and_grads(tiny_gpt(gpt_block_spec if ours else stock_spec, **options), tiny_batches()[0])
+
+
+@ranks(4)
+def test_experts():
+    """Expert parallel 2 in tensor parallel 2 with sequence parallelism, experts whole and cut in two.
+
+    Megatron's own are compared whole: cut, they gather uneven numbers of tokens, which its mappings cannot over gloo.
+    """
+    options = {
+        **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"},
+        **{"sequence_parallel": True, "add_bias_linear": False, "moe_ffn_hidden_size": 32},
+    }
+    results = {}
+    for ours, pieces in ((False, 1), (True, 1), (True, 2)):
+        with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=pieces):
+            results[ours, pieces] = run(ours, expert_tensor_parallel_size=pieces, **options)
+    stock, stock_grads = results.pop((False, 1))
+    for (_, pieces), (loss, grads) in results.items():
+        assert loss == pytest.approx(stock, rel=1e-6)
+        assert grads.keys() == stock_grads.keys()
+        assert any("experts" in name for name in grads)
+        for name, grad in grads.items():
+            if pieces == 1 or "experts" not in name:
+                torch.testing.assert_close(grad, stock_grads[name], rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_gradients_fused_into_main_grad(sizes, limit):
+    """Without Apex: the same gradients as unfused ones. With pipeline stages the output layer's are deferred too."""
+    with model_parallel(**sizes):
+        from megatron_ext.tensor_parallel.layers import drain_embedding_wgrad_compute
+
+        fused = {"gradient_accumulation_fusion": True, "sequence_parallel": "tp" in sizes}
+        if "pp" in sizes:
+            fused.update(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=limit)
+        loss, grads = run(True, tied=False, sequence_parallel="tp" in sizes)
+        with mock.patch(
+            "megatron.core.pipeline_parallel.schedules.drain_embedding_wgrad_compute", drain_embedding_wgrad_compute
+        ):
+            fused_loss, fused_grads = run(True, tied=False, **fused)
+    assert fused_loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(fused_grads, grads, rtol=1e-5, atol=1e-7)
+    assert all(grad.any() for name, grad in fused_grads.items() if name.endswith("weight"))
+
+
+@ranks(2)
+def test_device_initialisation_gives_one_model_at_every_size():
+    """The full weights of a model built on the device at TP 2 are those at TP 1, which are Megatron's own."""
+
+    def weights(ours, tp):
+        from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+        with ours_everywhere() if ours else nullcontext():
+            seed_ranks(5)
+            spec = gpt_block_spec if ours else stock_spec
+            (model,) = tiny_gpt(spec, tied=False, weights="init", use_cpu_initialization=False)
+        full = {}
+        for name, parameter in model.named_parameters():
+            weight, dim = parameter.detach(), getattr(parameter, "partition_dim", -1)
+            if tp > 1 and dim >= 0:
+                weight = torch.cat(list(all_gather(weight.unsqueeze(0), dist.group.WORLD)), dim)
+            full[name] = weight
+        return full
+
+    with model_parallel(tp=1):
+        stock, alone = weights(False, 1), weights(True, 1)
+    with model_parallel(tp=2):
+        shared = weights(True, 2)
+    assert stock.keys() == alone.keys() == shared.keys()
+    for name, weight in stock.items():
+        assert torch.equal(alone[name], weight), name
+        assert torch.equal(shared[name], weight), name
