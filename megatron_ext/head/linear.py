@@ -24,7 +24,7 @@ from megatron_ext.head import gradient, matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.rows import accumulation_dtype, row_gradient, row_statistics
-from megatron_ext.head.sizes import cached_tokens, chunks, column_blocks
+from megatron_ext.head.sizes import cached_tokens, chunks, column_blocks, pieces
 
 
 class LinearHead(torch.autograd.Function):
@@ -160,26 +160,30 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
     fused = main_grad.buffer_of(weight_VD) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
-    dx_TD = dx = x_TD = None
-    for block in [slice(0, columns)] if as_kept else column_blocks(tokens, columns, options.chunk_tokens, hidden_TD):
-        g_TV = exp_TV if as_kept else _block(block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
-        last = block.stop == columns
+    x_TD = product_TD = dx_TD = dx = None
+    for rows, block in _tiles(tokens, columns, as_kept, need_dw, options, hidden_TD):
+        g_TV = exp_TV if as_kept else _tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         if need_dx:
-            dx_TD = matmul.add_product(dx_TD, g_TV, w_VD[block], last)
-        if need_dx and last:
-            dx_TD = _finished_dx(dx_TD, scale_T, grad, target_T, w_VD, bias_V, options, in_slices)
-            if in_slices:
-                dx = collectives.start_reduce_scatter(dx_TD, options.group, sizes=sizes)
-            else:
-                dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
-            dx_TD = None
+            last = block.stop == columns
+            product_TD = matmul.add_product(product_TD, g_TV, w_VD[block], last)
+            if last:
+                done_TD = _finished_dx(rows, product_TD, scale_T, grad, target_T, w_VD, bias_V, options, in_slices)
+                product_TD = None
+                if dx_TD is None:
+                    dx_TD = done_TD if rows.stop == tokens else done_TD.new_empty(tokens, done_TD.shape[1])
+                if dx_TD is not done_TD:
+                    dx_TD[rows] = done_TD
+                if rows.stop == tokens and in_slices:
+                    dx = collectives.start_reduce_scatter(dx_TD, options.group, sizes=sizes)
+                elif rows.stop == tokens:
+                    dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
         if need_dw:
             if x_TD is None:
                 x_TD = gathered.wait() if scale_T is None else _scaled(gathered.wait(), scale_T)
             matmul.weight_product(dw_VD[block], g_TV, x_TD, accumulate=fused is not None)
         if need_db:
-            scale_T1 = (torch.ones_like(grad.target) if scale_T is None else scale_T).to(g_TV.dtype).unsqueeze(1)
-            db_V[block] = torch.mm(g_TV.t(), scale_T1).squeeze(1)
+            scale_T1 = (torch.ones_like(grad.target[rows]) if scale_T is None else scale_T).to(g_TV.dtype).unsqueeze(1)
+            db_V[block] += torch.mm(g_TV.t(), scale_T1).squeeze(1)
         del g_TV  # before the next one is made
     del x_TD
     if need_dw:
@@ -194,17 +198,32 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
     return None if dx is None else dx.wait(), dw_VD, db_V
 
 
-def _block(block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
-    """The gradient matrix's columns of `block`: from the exponentials kept, and recomputed for the other tokens."""
-    tokens, cached, width = target_T.shape[0], exp_TV.shape[0], block.stop - block.start
+def _tiles(tokens, columns, as_kept, need_dw, options, like) -> list[tuple[slice, slice]]:
+    """The rows and columns of the gradient matrix at a time.
+
+    All tokens by blocks of columns: each row of dW is written once, with no accumulator, and dx is summed in fp32.
+    Without dW, chunks of tokens with all their columns: dx needs no accumulator either.
+    """
+    if as_kept:
+        return [(slice(0, tokens), slice(0, columns))]
+    if need_dw or tokens == 0:
+        return [(slice(0, tokens), block) for block in column_blocks(tokens, columns, options.chunk_tokens, like)]
+    return [
+        (rows, slice(0, columns)) for rows in chunks(slice(0, tokens), 0, options.chunk_tokens, columns, like.device)
+    ]
+
+
+def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
+    """A tile of the gradient matrix: from the exponentials kept, and recomputed for the other tokens."""
+    cached, width = exp_TV.shape[0], block.stop - block.start
     inside = (target_T >= block.start) & (target_T < block.stop)
     target_T = (target_T - block.start).where(inside, -1)
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
-    g_TV = x_TD.new_empty(tokens, width)
+    g_TV = x_TD.new_empty(tile.stop - tile.start, width)
     scale, slope, offset = grad.inside
-    for rows in chunks(slice(0, tokens), cached, None, width, x_TD.device):
-        kept = rows.stop <= cached
-        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], g_TV[rows])
+    for rows in chunks(tile, cached, None, width, x_TD.device):
+        kept, out_TV = rows.stop <= cached, g_TV[rows.start - tile.start : rows.stop - tile.start]
+        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
         row_gradient(
             source_TV,
             kept,
@@ -214,7 +233,7 @@ def _block(block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor
             None if slope is None else slope[rows],
             None if offset is None else offset[rows],
             None,
-            g_TV[rows],
+            out_TV,
             bias_V,
             min(max(options.vocab.counted - block.start, 0), width),
             options.softcap,
@@ -227,13 +246,13 @@ def _block(block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor
 def _scaled(x_TD: Tensor, scale_T: Tensor) -> Tensor:
     """`x` with its rows scaled, rounded once; without an fp32 copy of it."""
     out_TD = torch.empty_like(x_TD)
-    for rows in chunks(slice(0, x_TD.shape[0]), 0, None, x_TD.shape[1], x_TD.device):
+    for rows in pieces(x_TD):
         torch.mul(x_TD[rows], scale_T[rows].unsqueeze(1), out=out_TD[rows])
     return out_TD
 
 
-def _finished_dx(product_TD, scale_T, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
-    """dx in the weight's dtype from the product with the gradient matrix, whose memory it takes over where it can.
+def _finished_dx(tile, product_TD, scale_T, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+    """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
     """
@@ -243,20 +262,21 @@ def _finished_dx(product_TD, scale_T, grad, target_T, w_VD, bias_V, options, pas
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
     else:
         out_TD = w_VD.new_empty(product_TD.shape)
+    target_T, value_T = target_T[tile].clamp(min=0), grad.target[tile].unsqueeze(1)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
         counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
-        for rows in chunks(slice(0, w_VD.shape[0]), 0, None, w_VD.shape[1], w_VD.device):
+        for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
-    for rows in chunks(slice(0, product_TD.shape[0]), 0, None, product_TD.shape[1], product_TD.device):
-        dx_TD = w_VD[target_T[rows].clamp(min=0)] * grad.target[rows].unsqueeze(1)
+    for rows in pieces(product_TD):
+        dx_TD = w_VD[target_T[rows]] * value_T[rows]
         if scale_T is None:
             dx_TD += product_TD[rows]
         else:
-            dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
+            dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[tile][rows].unsqueeze(1))
         if common_D is not None:
-            dx_TD.addcmul_(grad.offset[rows].unsqueeze(1), common_D)
+            dx_TD.addcmul_(grad.offset[tile][rows].unsqueeze(1), common_D)
         out_TD[rows] = dx_TD
     return out_TD
 

@@ -196,10 +196,12 @@ def transformed(
 
 
 def _blocks(z_TV: Tensor) -> list[slice]:
-    """Rows to work on at a time: a few on CPU; all of them on other devices, and where nothing is computed anyway."""
+    """Rows to work on at a time: a few on CPU, more of them where nothing is computed; all on other devices."""
     tokens, columns = z_TV.shape
-    on_cpu = z_TV.device.type == "cpu" and has_values(z_TV)
-    step = max(1, _CPU_BLOCK // max(columns, 1) if on_cpu else tokens)
+    step = tokens
+    if z_TV.device.type == "cpu" and not torch.compiler.is_compiling():
+        step = (_CPU_BLOCK if has_values(z_TV) else 16 * _CPU_BLOCK) // max(columns, 1)
+    step = max(1, step)
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 

@@ -28,6 +28,13 @@ def chunks(span: slice, border: int, chunk_tokens: int | None, columns: int, dev
     return found
 
 
+def pieces(x_ND: Tensor) -> list[slice]:
+    """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
+    count, width = x_ND.shape
+    step = max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1))
+    return [slice(at, min(at + step, count)) for at in range(0, count, step)]
+
+
 def column_blocks(tokens: int, columns: int, chunk_tokens: int | None, like: Tensor) -> list[slice]:
     """The shard's columns in blocks, for passes that take all tokens at once: as many as there are token chunks."""
     if chunk_tokens:

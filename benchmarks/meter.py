@@ -1,0 +1,87 @@
+"""Exact costs of a piece of code, without running it at full speed or at all: FLOPs, peak bytes, collectives.
+
+Works on real tensors and, at any size on any machine, on fake ones with the `fake` process group.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+
+from megatron_ext.distributed.counting import count_collectives
+
+aten = torch.ops.aten
+
+# FlopCounterMode knows matmuls by their functional names only.
+_FORMULAS = {aten.addmm_: addmm_flop}
+
+
+@dataclass
+class Costs:
+    """What `measure()` found. Bytes are beyond what was alive when it began."""
+
+    flops: int = 0
+    peak_bytes: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+    largest: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)  # (dtype, shape) of new tensors
+
+
+class _Memory(TorchDispatchMode):
+    """Bytes of all storages that appear while it is active, until they are freed."""
+
+    def __init__(self, costs: Costs):
+        super().__init__()
+        self.costs, self.alive, self.known = costs, 0, weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for x in tree_iter((args, kwargs)):
+            if isinstance(x, torch.Tensor):
+                self.known.add(x.untyped_storage())  # older than the measurement
+        out = func(*args, **(kwargs or {}))
+        for x in tree_iter(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(storage)
+                self.alive += storage.nbytes()
+                self.costs.peak_bytes = max(self.costs.peak_bytes, self.alive)
+                self.costs.largest[(str(x.dtype), tuple(x.shape))] += 1
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        return out
+
+    def _freed(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+@contextmanager
+def measure() -> Iterator[Costs]:
+    """`with measure() as costs:` fills `costs` once the block is left (the peak grows as it runs)."""
+    costs = Costs()
+    flops = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    with flops, count_collectives() as counts, _Memory(costs):
+        yield costs
+    costs.flops, costs.collectives = flops.get_total_flops(), counts
+
+
+@contextmanager
+def one_rank_of(ranks: int, rank: int = 0) -> Iterator[dist.ProcessGroup | None]:
+    """Fake tensors, and this process as `rank` of a fake group of `ranks`. Yields the group (None for one rank)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if ranks == 1:
+        with FakeTensorMode():
+            yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with FakeTensorMode():
+            yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
