@@ -19,6 +19,8 @@ from datetime import timedelta
 import pytest
 
 TIMEOUT_S = 60  # longer than any test may take; a slow one says @ranks(..., timeout_s=...)
+# Imported once, before the ranks are forked.
+_PRELOAD = ["torch", "torch.distributed.tensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 
 _pools: dict[int, "_Pool"] = {}
@@ -59,7 +61,7 @@ def _work(rank, world_size, store, jobs, replies):
 class _Pool:
     def __init__(self, world_size):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
+        context.set_forkserver_preload(_PRELOAD)
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)
