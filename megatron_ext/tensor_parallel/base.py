@@ -76,7 +76,7 @@ class ShardedLayer(torch.nn.Module):
         return clone
 
 
-class ParallelLinear(ShardedLayer):
+class ParallelLayer(ShardedLayer):
     """What the column-parallel and the row-parallel layer have in common."""
 
     def _read_config(self, config: Any, group: Group, is_expert: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
-from megatron_ext.tensor_parallel.base import ParallelLinear, option
+from megatron_ext.tensor_parallel.base import ParallelLayer, option
 from megatron_ext.tensor_parallel.deferral import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.initialization import InitMethod
 from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
@@ -13,7 +13,7 @@ from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_paral
 from megatron_ext.tensor_parallel.parameters import set_tensor_model_parallel_attributes
 
 
-class ColumnParallelLinear(ParallelLinear):
+class ColumnParallelLinear(ParallelLayer):
     """`y = x @ weight.T + bias`, each rank with its rows of the weight: `[output_size / R, input_size]`.
 
     From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: nothing forward and one all-reduce
@@ -100,7 +100,13 @@ class ColumnParallelLinear(ParallelLinear):
         layout: Layout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
-        return Plan(self.tp_group, layout, "sharded", self.gradient_accumulation_fusion, self._deferral())
+        return Plan(
+            self.tp_group,
+            layout,
+            "sharded",
+            fuse_main_grad=self.gradient_accumulation_fusion,
+            deferral=self._deferral(),
+        )
 
     def _deferral(self) -> Deferral | None:
         if self.grad_output_buffer is None or not option(self.config, "defer_embedding_wgrad_compute", False):

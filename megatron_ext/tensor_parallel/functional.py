@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel.deferral import Deferral
-from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
+from megatron_ext.tensor_parallel.linear import Layout, ParallelLinear, Plan, parallel_linear
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -51,14 +51,12 @@ def linear_with_grad_accumulation_and_async_allreduce(
     Raises:
         ValueError: as `parallel_linear`; or `allreduce_dgrad` and `sequence_parallel` are both set.
     """
-    deferral = None
-    if grad_output_buffer is not None:
-        deferral = Deferral(grad_output_buffer, limit=wgrad_deferral_limit)
-    plan = Plan(
-        group=require_tensor_parallel_group(tp_group),
-        input=_input_layout(allreduce_dgrad, sequence_parallel),
+    plan = _plan(
+        tp_group,
+        allreduce_dgrad,
+        sequence_parallel,
         fuse_main_grad=gradient_accumulation_fusion,
-        deferral=deferral,
+        deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
         output_dtype=output_dtype,
     )
     return parallel_linear(input, weight, bias, plan)
@@ -91,28 +89,33 @@ def linear_with_frozen_weight(
                 f"{name} is {value!r}: a frozen weight has no gradient to defer; pass None, or call "
                 f"linear_with_grad_accumulation_and_async_allreduce"
             )
-    plan = Plan(
-        group=require_tensor_parallel_group(tp_group),
-        input=_input_layout(allreduce_dgrad, sequence_parallel),
-        output_dtype=output_dtype,
-    )
-    return parallel_linear(input, weight.detach(), bias, plan)
+    plan = _plan(tp_group, allreduce_dgrad, sequence_parallel, frozen=True, output_dtype=output_dtype)
+    return parallel_linear(input, weight, bias, plan)
 
 
-def _input_layout(allreduce_dgrad: bool, sequence_parallel: bool) -> Layout:
+def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **options: Any) -> Plan:
     if allreduce_dgrad and sequence_parallel:
         raise ValueError(
             "allreduce_dgrad and sequence_parallel are both True: the gradient of a sequence-parallel input is "
             "reduce-scattered already; pass allreduce_dgrad=False"
         )
-    return "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
+    layout: Layout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
+    return Plan(require_tensor_parallel_group(group), layout, "sharded", **options)
 
 
-class LinearWithGradAccumulationAndAsyncCommunication:
-    """Megatron's autograd function by name, for callers that `apply` it themselves with its positional arguments."""
+def _deferral(grad_output_buffer: list[Tensor] | None, limit: int | None) -> Deferral | None:
+    return None if grad_output_buffer is None else Deferral(grad_output_buffer, limit=limit)
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+    """Megatron's autograd function by name, for callers that `apply` it themselves with its positional arguments.
+
+    As `linear_with_grad_accumulation_and_async_allreduce`, which is what to call otherwise.
+    """
 
     @staticmethod
-    def apply(
+    def forward(
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -122,28 +125,33 @@ class LinearWithGradAccumulationAndAsyncCommunication:
         grad_output_buffer: list[Tensor] | None,
         wgrad_deferral_limit: int | None,
         tp_group: Group,
-        *newer: Any,
     ) -> Tensor:
-        """As `linear_with_grad_accumulation_and_async_allreduce`; `newer` may hold the output dtype."""
-        return linear_with_grad_accumulation_and_async_allreduce(
-            input,
-            weight,
-            bias,
-            gradient_accumulation_fusion,
+        plan = _plan(
+            tp_group,
             allreduce_dgrad,
             sequence_parallel,
-            grad_output_buffer,
-            wgrad_deferral_limit,
-            None,
-            tp_group,
-            *newer,
+            fuse_main_grad=gradient_accumulation_fusion,
+            deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
         )
+        return ParallelLinear.forward(ctx, input, weight, bias, plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db, _ = ParallelLinear.backward(ctx, grad_output)
+        return dx, dw, db, *[None] * 6
 
 
-class LinearWithFrozenWeight:
+class LinearWithFrozenWeight(torch.autograd.Function):
     """Megatron's autograd function for a weight without gradient, by name (see above)."""
 
     @staticmethod
-    def apply(input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Group) -> Tensor:
-        """As `linear_with_frozen_weight` without sequence parallelism."""
-        return linear_with_frozen_weight(input, weight, bias, False, allreduce_dgrad, False, tp_group)
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Group
+    ) -> Tensor:
+        plan = _plan(tp_group, allreduce_dgrad, False, frozen=True)
+        return ParallelLinear.forward(ctx, input, weight, bias, plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, _, db, _ = ParallelLinear.backward(ctx, grad_output)
+        return dx, None, db, None, None

@@ -64,6 +64,7 @@ class Plan:
         fuse_main_grad: add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`).
         deferral: where weight gradients wait; None: they are computed at once.
         output_dtype: dtype of the output; None: that of the matmul.
+        frozen: the weight gets no gradient, even if it asks for one.
     """
 
     group: Group = None
@@ -72,6 +73,7 @@ class Plan:
     fuse_main_grad: bool = False
     deferral: Deferral | None = None
     output_dtype: torch.dtype | None = None
+    frozen: bool = False
 
     @property
     def communication(self) -> str:
@@ -117,17 +119,19 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
     Raises:
         ValueError: shapes, dtypes or devices don't fit; on every rank, before anything is communicated.
     """
-    dtype = _matmul_dtype(x)
-    _check(x, weight, bias, plan, dtype)
     if plan.fuse_main_grad:
         main_grad.promise(weight)
-    return _ParallelLinear.apply(x, weight, bias, plan, dtype)
+    return ParallelLinear.apply(x, weight, bias, plan)
 
 
-class _ParallelLinear(torch.autograd.Function):
+class ParallelLinear(torch.autograd.Function):
+    """See `parallel_linear`."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype) -> Tensor:
-        needs_x, needs_w, _ = ctx.needs_input_grad[:3]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        dtype = _matmul_dtype(x)
+        _check(x, weight, bias, plan, dtype)
+        needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
         kept = x.to(dtype)
         ctx.save_for_backward(kept if needs_w else None, weight if needs_x or needs_w else None)
         ctx.plan, ctx.dtype, ctx.x_shape, ctx.x_dtype = plan, dtype, x.shape, x.dtype
@@ -154,6 +158,7 @@ class _ParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         plan: Plan = ctx.plan
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        needs_w = needs_w and not plan.frozen
         if plan.fuse_main_grad and needs_w:
             main_grad.buffer_of(ctx.parameter)  # raises where it is missing, before anything is communicated
 
@@ -163,7 +168,7 @@ class _ParallelLinear(torch.autograd.Function):
             if needs_b:
                 db = dy_tN.sum(0).to(ctx.bias_dtype)
             if not needs_x and not needs_w:
-                return None, None, db, None, None
+                return None, None, db, None
             dy_tN = dy_tN.to(ctx.dtype)
             now = needs_w and not (plan.deferral is not None and plan.deferral.keep(x, dy))
             x_tD = x.reshape(-1, x.shape[-1]) if now else None
@@ -192,7 +197,7 @@ class _ParallelLinear(torch.autograd.Function):
                 dw = main_grad.finish(ctx.parameter, weight.dtype)
             if reducing is not None:
                 dx = reducing.wait().view(ctx.x_shape).to(ctx.x_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
 def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -5,13 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
-from megatron_ext.tensor_parallel.base import ParallelLinear, option
+from megatron_ext.tensor_parallel.base import ParallelLayer, option
 from megatron_ext.tensor_parallel.initialization import InitMethod
 from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(ParallelLayer):
     """`y = x @ weight.T + bias`, each rank with its columns of the weight: `[output_size, input_size / R]`.
 
     From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: one all-reduce (of the output)
@@ -89,7 +89,7 @@ class RowParallelLinear(ParallelLinear):
         layout: Layout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated"
-        return Plan(self.tp_group, "sharded", layout, self.gradient_accumulation_fusion)
+        return Plan(self.tp_group, "sharded", layout, fuse_main_grad=self.gradient_accumulation_fusion)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.

@@ -38,8 +38,12 @@ def test_experts():
     Megatron's own are compared whole: cut, they gather uneven numbers of tokens, which its mappings cannot over gloo.
     """
     options = {
-        **{"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"},
-        **{"sequence_parallel": True, "add_bias_linear": False, "moe_ffn_hidden_size": 32},
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_ffn_hidden_size": 32,
+        "add_bias_linear": False,
+        "sequence_parallel": True,
     }
     results = {}
     for ours, pieces in ((False, 1), (True, 1), (True, 2)):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron_ext.distributed.collectives import start_all_gather
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import linear as module
-from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel.deferral import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.layers import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -455,13 +455,11 @@ def test_main_grad_with_saved_tensors_on_their_way_elsewhere():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_deferred_weight_gradients(fused, limit, sequence_parallel):
     """As many as the limit allows wait, the rest is computed at once; drained, the sum is that of all micro-batches."""
-    from megatron_ext.tensor_parallel.deferral import Deferral
-
     source = "sequence" if sequence_parallel else "replicated"
     w = numbers(N, D, seed=0)
     shard = with_main_grad(piece(w, 0)) if fused else piece(w, 0).requires_grad_()
     inputs, grads, expected = [], [], torch.zeros(w.shape)
-    plan = Plan(world(), source, "sharded", fused, Deferral(grads, inputs, limit))
+    plan = Plan(world(), source, "sharded", fuse_main_grad=fused, deferral=Deferral(grads, inputs, limit))
     for step in range(3):
         full, dy = numbers(S, B, D, seed=1 + step), numbers(S, B, N, seed=5 + step)
         expected += dy.flatten(0, 1).t() @ full.flatten(0, 1)
