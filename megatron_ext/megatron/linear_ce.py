@@ -23,7 +23,8 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megatron_ext.head.options import Cache
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.options import Cache, HeadOptions
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.log_probs import IGNORE_INDEX, forward_with_log_probs
 from megatron_ext.megatron.promise import PromisedLogits, promise_logits
@@ -45,6 +46,7 @@ class Settings:
                 f"chunk_size is {size!r}: it must be a positive number of sequence positions, or None for a size "
                 f"chosen by the head"
             )
+        HeadOptions(None, VocabShard(0, 1, 1), cache=self.cache)  # has the head's rules for `cache` checked here
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(

@@ -1,0 +1,297 @@
+"""What the GPTModel patch promises beside its numbers: how it comes and goes, its options, its errors, its costs."""
+
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
+from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
+from tests.ranks import ranks
+
+
+def state_of_megatron():
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import schedules
+
+    return list(vars(GPTModel).items()), list(vars(schedules).items())
+
+
+def assert_identical(before, after):
+    for old, new in zip(before, after, strict=True):
+        assert [name for name, _ in old] == [name for name, _ in new]
+        assert all(a is b for (_, a), (_, b) in zip(old, new, strict=True))
+
+
+@ranks(1)
+def test_the_class_is_restored_bit_for_bit():
+    with model_parallel():
+        before = state_of_megatron()
+        patch(chunk_size=3)
+        once = state_of_megatron()
+        patch(chunk_size=3)
+        assert_identical(once, state_of_megatron())
+        patch(chunk_size=4)
+        unpatch()
+        assert_identical(before, state_of_megatron())
+        unpatch()
+        assert_identical(before, state_of_megatron())
+
+
+@ranks(1)
+def test_a_model_is_restored_bit_for_bit():
+    with model_parallel():
+        model = one_gpt()
+        before, own = state_of_megatron(), dict(vars(model))
+        patch(chunk_size=3, model=model)
+        run(model, batch()[1])
+        patch(chunk_size=5, model=[model])
+        unpatch(model=model)
+        assert_identical(before, state_of_megatron())
+        assert vars(model) == own
+
+
+@ranks(1)
+def test_the_patch_survives_an_exception_inside():
+    with model_parallel():
+        model = one_gpt()
+        with patched():
+            own, layer = dict(vars(model)), dict(vars(model.output_layer))
+            with pytest.raises(ValueError, match="label"):
+                run(model, batch()[1] + VOCAB)
+            assert vars(model) == own
+            assert vars(model.output_layer) == layer
+
+
+def forward_collectives(model, **kwargs) -> int:
+    with count_collectives() as counts, torch.no_grad():
+        run(model, batch()[1], **kwargs)
+    return counts.total()
+
+
+@ranks(2)
+def test_models_with_different_settings_live_side_by_side():
+    with model_parallel(tp=2):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        stock, own, classwide = one_gpt(), one_gpt(), one_gpt()
+        losses = [run(stock, batch()[1])]
+        plain = forward_collectives(stock)
+        patch(chunk_size=3, cache=0.5, model=DistributedDataParallel(own.config, DistributedDataParallelConfig(), own))
+        losses += [run(own, batch()[1]), run(classwide, batch()[1])]
+        fused = forward_collectives(own)
+        assert fused == plain - 2  # Megatron's loss takes three, the fused head one
+        assert forward_collectives(classwide) == plain
+        with patched(chunk_size=2, cache=1):
+            assert (own._postprocess.settings.chunk_size, own._postprocess.settings.cache) == (3, 0.5)
+            assert (classwide._postprocess.settings.chunk_size, classwide._postprocess.settings.cache) == (2, 1)
+            losses += [run(own, batch()[1]), run(classwide, batch()[1])]
+            assert forward_collectives(classwide) == forward_collectives(own) == fused
+        assert forward_collectives(classwide) == plain
+        assert forward_collectives(own) == fused
+        unpatch(model=own)
+        assert forward_collectives(own) == plain
+        for loss in losses[1:]:
+            torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_the_seed_names_the_patched_forward_as_a_function():
+    with model_parallel(tp=2):
+        ids, labels, positions = batch()
+        model = one_gpt()
+        stock = run(model, labels)
+        before, own = state_of_megatron(), dict(vars(model))
+        with count_collectives() as counts, torch.no_grad():
+            loss = _gpt_forward_with_linear_ce_fusion(model, ids, positions, causal_mask(SEQ), labels=labels)
+        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+        assert counts.total() == forward_collectives(model) - 2
+        assert_identical(before, state_of_megatron())
+        assert vars(model) == own
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_without_labels_nothing_changes(sequence_parallel):
+    with model_parallel(tp=2), torch.no_grad():
+        model = one_gpt(sequence_parallel=sequence_parallel)
+        stock = [run(model), run(model, runtime_gather_output=True)]
+        with patched():
+            ours = [run(model), run(model, runtime_gather_output=True)]
+        assert all(map(torch.equal, ours, stock))
+        assert ours[1].shape == (2, SEQ, VOCAB)
+
+
+@ranks(1)
+def test_inference_gives_logits():
+    with model_parallel(), torch.no_grad():
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        model = one_gpt(num_attention_heads=2).eval()
+        ids, _, positions = batch(1)
+        logits = []
+        for around in (patched, nullcontext):
+            with around():
+                context = StaticInferenceContext(max_batch_size=1, max_sequence_length=SEQ)
+                logits.append(
+                    model(ids, positions, causal_mask(SEQ), inference_context=context, runtime_gather_output=True)
+                )
+        assert torch.equal(*logits)
+
+
+@ranks(2)
+def test_masked_labels_give_nothing():
+    with model_parallel(tp=2), patched(chunk_size=3):
+        model = one_gpt(tied=False)
+        labels = batch()[1].clone()
+        labels[0, :5] = -100
+        losses = run(model, labels)
+        assert not losses[0, :5].any()
+        assert losses[1].all()
+        grads = grads_of(model, losses, labels == -100)
+        assert not any(grad.any() for grad in grads.values() if grad is not None)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_loss_mask_of_multi_token_prediction(sequence_parallel):
+    with model_parallel(tp=2):
+        model = one_gpt(sequence_parallel=sequence_parallel, mtp_num_layers=2)
+        mask = torch.ones(2, SEQ)
+        mask[0, 3:] = 0
+        stock = grads_of(model, run(model, batch()[1], loss_mask=mask), mask)
+        with patched(chunk_size=3):
+            fused = grads_of(model, run(model, batch()[1], loss_mask=mask), mask)
+        assert all(grad.any() for name, grad in fused.items() if name.startswith("mtp.") and "bias" not in name)
+        assert_same(fused, stock)
+
+
+@ranks(2)
+def test_bias_and_softcap_of_the_output_layer():
+    with model_parallel(tp=2):
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
+
+        model = one_gpt(tied=True)
+        plain = run(model, batch()[1])
+        set_output_layer(model, ModuleSpec(OutputLayer, params={"bias": True, "softcap": 0.5}))
+        torch.nn.init.normal_(model.output_layer.bias)
+        with torch.no_grad():
+            assert run(model).abs().max() <= 0.5
+        stock = run(model, batch()[1])
+        assert (stock - plain).abs().max() > 1e-3
+        with patched(chunk_size=3):
+            fused = run(model, batch()[1])
+        torch.testing.assert_close(fused, stock, rtol=1e-6, atol=1e-6)
+        weights = torch.rand_like(stock)
+        stock_grads, fused_grads = grads_of(model, stock, weights), grads_of(model, fused, weights)
+        assert fused_grads["output_layer.bias"].any()
+        assert_same(fused_grads, stock_grads)
+        for softcap in (0, -1.0):
+            with pytest.raises(ValueError, match="softcap is"):
+                set_output_layer(model, ModuleSpec(OutputLayer, params={"softcap": softcap}))
+
+
+@ranks(2)
+def test_gradients_go_into_main_grad_and_none_is_deferred():
+    """`gradient_accumulation_fusion` and `defer_embedding_wgrad_compute`, the latter on a pipeline's last stage."""
+    from tests.gpt import loss_and_grads
+
+    tokens = tiny_batches()[0]
+    fusion = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
+    with model_parallel(pp=2):
+        from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+        stock_loss, stock = loss_and_grads(tiny_gpt(tied=False), tokens)
+        substitute_tensor_parallel()
+        try:
+            with patched(chunk_size=3):
+                fused_loss, fused = loss_and_grads(tiny_gpt(tied=False, **fusion), tokens)
+        finally:
+            restore_tensor_parallel()
+    assert fused_loss == pytest.approx(stock_loss, rel=1e-6)
+    assert_same(fused, stock)
+
+
+@ranks(2)
+def test_the_config_logger_gets_its_logits():
+    with model_parallel(tp=2), tempfile.TemporaryDirectory() as folder:
+        model = one_gpt(sequence_parallel=True)
+        stock, logits = run(model, batch()[1]), run(model)
+        model.config.config_logger_dir = folder
+        with patched():
+            loss = run(model, batch()[1])
+        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+        (dump,) = Path(folder).glob("input_and_logits*.pth")
+        logged = torch.load(dump, weights_only=False)["logits"]
+        assert type(logged) is torch.Tensor
+        assert torch.equal(logged, logits.transpose(0, 1))
+
+
+@ranks(2)
+def test_combined_1f1b_calls_postprocess_alone():
+    with model_parallel(tp=2):
+        model = one_gpt()
+        kept = []
+        handle = model.decoder.register_forward_hook(lambda module, args, output: kept.append(output))
+        stock = run(model, batch()[1])
+        handle.remove()
+        arguments = dict.fromkeys(["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"])
+        with patched(), count_collectives() as counts:
+            loss = model._postprocess(
+                hidden_states=kept[0].detach(),
+                labels=batch()[1],
+                mtp_in_postprocess=False,
+                loss_mask=None,
+                runtime_gather_output=None,
+                **arguments,
+            )
+        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+        assert counts.total() == 1
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [x.untyped_storage().nbytes() // 4 for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.elements = max([self.elements, *made])
+        return result
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
+    vocab_size, size = 1024, 8
+    with model_parallel(tp=2):
+        model = one_gpt(sequence_parallel=sequence_parallel, vocab_size=vocab_size, tied=False)
+        hidden = torch.randn(SEQ // 2 if sequence_parallel else SEQ, size, 32, requires_grad=True)
+        arguments = ["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"]
+
+        def step():
+            labels = tiny_batches(batch=size, seq=SEQ - 1, vocab_size=vocab_size)[0]
+            with count_collectives() as forward, _Largest() as memory:
+                loss = model._postprocess(hidden, labels=labels, **dict.fromkeys(arguments))
+            with count_collectives() as backward, memory:
+                loss.sum().backward()
+            return forward.total(), backward.total(), memory.elements
+
+        logits = SEQ * size * vocab_size // 2
+        gathers = int(sequence_parallel)
+        assert step() == (3 + gathers, 1 + gathers, logits)
+        with patched(chunk_size=1, cache=0):
+            forward, backward, largest = step()
+        assert (forward, backward) == (1 + gathers, 1 + gathers)
+        assert largest == model.output_layer.weight.numel() == logits // 2  # its gradient; no logits

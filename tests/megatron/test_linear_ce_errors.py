@@ -1,0 +1,264 @@
+"""What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.distributed.counting import count_collectives
+from tests.gpt import VOCAB, model_parallel
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run, unpatch
+from tests.ranks import ranks
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_labels_of_another_shape(sequence_parallel):
+    with model_parallel(tp=2), patched():
+        model, labels = one_gpt(sequence_parallel=sequence_parallel), batch()[1]
+        for wrong in (labels[:, 1:], labels[:1], labels.T, labels[0]):
+            with pytest.raises(ValueError, match=r"labels have shape .* takes labels \[batch, sequence\] of \(2, 8\)"):
+                run(model, wrong)
+        assert run(model, labels).shape == labels.shape
+
+
+@ranks(1, 2)
+def test_gathered_logits_together_with_labels():
+    world_size = dist.get_world_size()
+    with model_parallel(tp=world_size), patched():
+        model, labels = one_gpt(), batch()[1]
+        gathering = one_gpt(model={"parallel_output": False})
+        right = run(model, labels)
+        if world_size == 1:  # nothing is gathered from one rank
+            assert torch.equal(run(model, labels, runtime_gather_output=True), right)
+            assert torch.equal(run(gathering, labels), right)
+            return
+        with pytest.raises(ValueError, match="runtime_gather_output is True and there are labels: .* pass .*=False"):
+            run(model, labels, runtime_gather_output=True)
+        with pytest.raises(ValueError, match="parallel_output is False and there are labels"):
+            run(gathering, labels)
+        assert torch.equal(run(gathering, labels, runtime_gather_output=False), right)
+
+
+@ranks(1)
+def test_wrong_settings():
+    with model_parallel():
+        from megatron.core.models.gpt import GPTModel
+
+        before = list(vars(GPTModel).items())
+        for size in (0, -1, 2.5, True, "4"):
+            with pytest.raises(ValueError, match="chunk_size is .* positive number of sequence positions, or None"):
+                patch(chunk_size=size)
+        for cache in (-1, "much"):
+            with pytest.raises(ValueError, match="cache is"):
+                patch(cache=cache)
+        assert list(vars(GPTModel).items()) == before
+
+
+@ranks(1)
+def test_a_class_without_the_seams():
+    with model_parallel():
+        with pytest.raises(ValueError, match=r"Linear of .* lacks a method _postprocess\(\), a method compute_lang"):
+            patch(model=torch.nn.Linear(2, 2))
+
+        class NoLabels(type(one_gpt())):
+            def _postprocess(self, hidden_states):
+                return hidden_states
+
+        with pytest.raises(ValueError, match=r"NoLabels of .* lacks an argument `labels` of _postprocess\(\)"):
+            patch(model=NoLabels.__new__(NoLabels))
+
+
+@ranks(1)
+@pytest.mark.parametrize("version,tested", [("0.13.1", False), ("0.15.0", True), ("0.17.0rc1", False)])
+def test_an_untested_megatron_warns_once(version, tested):
+    with model_parallel():
+        import megatron.core
+
+        from megatron_ext.megatron import versions
+
+        real, megatron.core.__version__ = megatron.core.__version__, version
+        versions.warn_if_untested.cache_clear()
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with patched():
+                    patch(chunk_size=2)
+        finally:
+            megatron.core.__version__ = real
+            versions.warn_if_untested.cache_clear()
+    said = [str(w.message) for w in caught if "is tested with Megatron-Core 0.14.0 to 0.16.1" in str(w.message)]
+    assert len(said) == (0 if tested else 1)
+    assert all(f"this is {version}" in text for text in said)
+
+
+class Softcapped:
+    """A mixin for an output layer, as models put one in."""
+
+    def forward(self, *args, **kwargs):
+        logits, bias = super().forward(*args, **kwargs)
+        return 0.5 * torch.tanh(logits / 0.5), bias
+
+
+def custom_layer(model):
+    model.output_layer.__class__ = type("Custom", (Softcapped, type(model.output_layer)), {})
+    return "Custom with a forward of its own; .* give it an attribute `softcap`"
+
+
+def layer_with_hooks(model):
+    model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+    return "backward hooks"
+
+
+def instance_forward(model):
+    forward = model.output_layer.forward
+    model.output_layer.forward = lambda *args, **kwargs: (2 * forward(*args, **kwargs)[0], None)
+    return "put there by somebody else"
+
+
+def custom_loss(model):
+    def compute_language_model_loss(self, labels, logits):
+        return 3 * super(type(self), self).compute_language_model_loss(labels, logits)
+
+    model.__class__ = type("Custom", (type(model),), {"compute_language_model_loss": compute_language_model_loss})
+    return "compute_language_model_loss of its own"
+
+
+@ranks(2)
+@pytest.mark.parametrize("change", [custom_layer, layer_with_hooks, instance_forward, custom_loss])
+def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
+    from megatron_ext.megatron import linear_ce
+
+    linear_ce._say_once.cache_clear()
+    with model_parallel(tp=2):
+        model, labels = one_gpt(), batch()[1]
+        reason = change(model)
+        stock = run(model, labels)
+        with patched(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torch.equal(run(model, labels), stock)
+            assert torch.equal(run(model, labels), stock)
+        (said,) = [w for w in caught if "keeps Megatron's own loss" in str(w.message)]
+        with pytest.warns(UserWarning, match=reason):
+            warnings.warn_explicit(said.message, UserWarning, "", 0)
+        # It answers the option of `forward` all the same.
+        ids = batch()[0]
+        with patched():
+            log_probs = run(model, ids, return_logprobs_for_linear_ce_fusion=True)
+        torch.testing.assert_close(log_probs, -run(model, ids.roll(-1, 1))[:, :-1])
+
+
+@ranks(2)
+def test_a_layer_that_names_its_softcap_is_fused():
+    with model_parallel(tp=2):
+        model, labels = one_gpt(), batch()[1]
+        custom_layer(model)
+        with count_collectives() as plain:
+            stock = run(model, labels)
+        model.output_layer.softcap = 0.5
+        with patched(), count_collectives() as fused:
+            loss = run(model, labels)
+        assert fused.total() == plain.total() - 2
+        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+
+
+def later_gpt(**overrides):
+    """A GPTModel with what newer Megatrons do between output layer and loss, and arguments that nobody knows yet."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Later(GPTModel):
+        scale: float | Tensor = 0.25
+        accepted = None
+
+        def forward(self, *args, novelty=None, output_processor=None, **kwargs):
+            self.passed_on = {"novelty": novelty, "output_processor": output_processor}
+            return super().forward(*args, **kwargs)
+
+        def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+            if (process := self.passed_on["output_processor"]) is not None:
+                return process(hidden_states, self.output_layer)
+            logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+            scaled = self.change(logits)
+            if labels is None:
+                return scaled.transpose(0, 1)
+            return self.compute_language_model_loss(labels, scaled)
+
+        def change(self, logits):
+            return logits * self.scale
+
+    model = one_gpt(**overrides)
+    model.__class__ = Later
+    return model
+
+
+def compare_later(model, fewer_collectives, **kwargs):
+    labels = batch()[1]
+    with count_collectives() as plain:
+        stock = run(model, labels, **kwargs)
+    patch(chunk_size=3, model=model)
+    try:
+        with count_collectives() as ours:
+            fused = run(model, labels, **kwargs)
+    finally:
+        unpatch(model=model)
+    assert plain.total() - ours.total() == fewer_collectives
+    torch.testing.assert_close(fused, stock, rtol=1e-6, atol=1e-6)
+    weights = torch.rand_like(stock)
+    assert_same(grads_of(model, fused, weights), grads_of(model, stock, weights))
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_scaled_logits_and_unknown_arguments(sequence_parallel):
+    with model_parallel(tp=2):
+        model = later_gpt(sequence_parallel=sequence_parallel)
+        compare_later(model, 2, novelty="new")
+        assert model.passed_on["novelty"] == "new"
+        for change in (lambda z: 4 * z, lambda z: z / 4, lambda z: torch.div(z.mul(2), 3)):
+            model.change = change
+            compare_later(model, 2)
+
+
+@ranks(2)
+def test_whoever_needs_logits_gets_them():
+    """Then the loss is Megatron's own, of just those logits: also if they were changed in place, or read only."""
+    with model_parallel(tp=2):
+        model = later_gpt()
+        shapes = []
+
+        def look(logits):
+            shapes.append((logits.shape, logits.size(0), logits.dim(), logits.dtype, logits.device.type))
+            return logits
+
+        model.change = look
+        compare_later(model, 2)
+        assert shapes[0] == shapes[1] == ((SEQ, 2, VOCAB // 2), SEQ, 3, torch.float32, "cpu")
+
+        best = []
+
+        def accept(logits):
+            best.append(logits.argmax(-1))
+            return logits
+
+        model.change = accept
+        compare_later(model, 0)
+        assert torch.equal(*best)
+        for change in (
+            lambda z: z.mul_(0.5),
+            lambda z: (z.add_(torch.arange(VOCAB // 2) / 9), z)[1],
+            lambda z: z * -1,
+            lambda z: 2 / (z + 3),
+            lambda z: z * torch.tensor(0.5),
+            lambda z: z.float()[..., :] + torch.cat([z, z])[:SEQ],
+        ):
+            model.change = change
+            compare_later(model, 0)
+
+
+@ranks(2)
+def test_an_output_processor_is_the_callers_own():
+    with model_parallel(tp=2):
+        model = later_gpt()
+        compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())

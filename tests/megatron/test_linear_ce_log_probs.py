@@ -1,0 +1,187 @@
+"""`return_logprobs_for_linear_ce_fusion`: token ids in, log-probabilities of next tokens out."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.gpt import VOCAB, model_parallel, tiny_batches, tiny_gpt
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
+from tests.ranks import ranks
+
+ASKED = {"return_logprobs_for_linear_ce_fusion": True}
+
+
+def gathered(model, **kwargs) -> Tensor:
+    return run(model, runtime_gather_output=True, **kwargs)
+
+
+def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
+    """Log-probabilities [B, S - 1] of each next token."""
+    return logits_BSV.log_softmax(-1)[:, :-1].gather(-1, tokens_BS[:, 1:, None]).squeeze(-1)
+
+
+@ranks(1)
+def test_one_rank():
+    values_and_gradients(1, sequence_parallel=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_two_ranks(sequence_parallel):
+    values_and_gradients(2, sequence_parallel)
+
+
+def values_and_gradients(world_size, sequence_parallel):
+    with model_parallel(tp=world_size):
+        model, ids = one_gpt(sequence_parallel=sequence_parallel), batch()[0]
+        log_probs = expected(gathered(model), ids)
+        weights = torch.rand_like(log_probs)
+        # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.
+        stock = grads_of(model, log_probs, weights)
+        with patched(chunk_size=3):
+            ours = run(model, ids, **ASKED)
+            fused = grads_of(model, ours, weights)
+        assert ours.shape == (2, SEQ - 1)
+        torch.testing.assert_close(ours, log_probs, rtol=1e-6, atol=2e-6)
+        assert_same(fused, stock)
+
+
+@ranks(1)
+def test_false_takes_shifted_labels():
+    with model_parallel(), patched():
+        model, (_, labels, _) = one_gpt(), batch()
+        losses = run(model, labels, return_logprobs_for_linear_ce_fusion=False)
+        assert losses.shape == (2, SEQ)
+        assert torch.equal(losses, run(model, labels))
+        option = inspect.signature(type(model).forward).parameters["return_logprobs_for_linear_ce_fusion"]
+        assert option.default is False
+
+
+def packing(*starts, padded=None):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu, size = torch.tensor(starts, dtype=torch.int32), max(b - a for a, b in itertools.pairwise(padded or starts))
+    cu_padded = None if padded is None else torch.tensor(padded, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=size,
+        max_seqlen_kv=size,
+    )
+
+
+def our_gpt(**overrides):
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return tiny_gpt(gpt_block_spec, **overrides)[0]
+
+
+def packed_log_probs(model, tokens, params, borders, **kwargs):
+    """Ours; and what they must be: from the logits, 0 where a document ends."""
+    positions = torch.arange(tokens.shape[1])[None]
+    logits = model(tokens, positions, None, packed_seq_params=params, runtime_gather_output=True)
+    wanted = expected(logits, tokens)
+    wanted = wanted.where(~torch.isin(torch.arange(wanted.shape[1]), torch.tensor(borders)), 0.0)
+    with patched(chunk_size=3):
+        return model(tokens, positions, None, labels=tokens, packed_seq_params=params, **ASKED), wanted
+
+
+@ranks(2)
+def test_packed_documents_do_not_see_each_other():
+    tokens = tiny_batches(batch=1, seq=11)[0]
+    with model_parallel(tp=2):
+        model = our_gpt(sequence_parallel=True)
+        ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 4, 12), [2, 3])
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+        weights = torch.rand_like(ours)
+        assert_same(grads_of(model, ours, weights), grads_of(model, wanted, weights))
+        # Two documents of 3 and 5 tokens, in 4 and 8 places.
+        ours, wanted = packed_log_probs(model, tokens, packing(0, 3, 8, padded=(0, 4, 12)), [2, 3, 8, 9, 10])
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_context_parallel(packed):
+    """Labels as this rank's part or whole; the log-probabilities are those of the whole sequence, on every rank."""
+    starts = (0, 4, 16) if packed else (0, 16)
+    tokens = tiny_batches(batch=1, seq=15)[0]
+    positions = torch.arange(16)[None]
+    weights = torch.rand(1, 15)
+    with model_parallel(cp=1):
+        alone = our_gpt()
+        logits = alone(tokens, positions, None, packed_seq_params=packing(*starts))
+        wanted = expected(logits, tokens)
+        wanted = wanted.where(torch.arange(15) != 3, 0.0) if packed else wanted
+        stock = grads_of(alone, wanted, weights)
+    with model_parallel(cp=2):
+        from megatron.core import parallel_state
+
+        from megatron_ext.sequence.parts import SequenceParts
+
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
+        parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
+        extra = {"packed_seq_params": packing(*starts)} if packed else {}
+        model = our_gpt()
+        own, own_positions = parts.split(tokens, 1), parts.split(positions, 1)
+        for labels in (own, tokens):
+            with patched(chunk_size=3):
+                ours = model(own, own_positions, None, labels=labels, **extra, **ASKED)
+            torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=2e-6)
+            grads = grads_of(model, ours, weights / 2)  # both ranks take the loss of the whole sequence
+            for grad in grads.values():
+                dist.all_reduce(grad)
+            assert_same(grads, stock)
+        with pytest.raises(ValueError, match="or of all 2 parts"), patched():
+            model(own, own_positions, None, labels=tokens[:, :-1], **extra, **ASKED)
+
+
+@ranks(2)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+def test_multi_token_prediction_predicts_the_same_tokens(masked):
+    """As if Megatron were called with shifted labels and the mask that belongs to them."""
+    with model_parallel(tp=2):
+        model, ids = one_gpt(mtp_num_layers=1), batch()[0]
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0 if masked else 1
+        labels, label_mask = ids.roll(-1, 1), mask.roll(-1, 1)
+        label_mask[:, -1] = 0
+        weights = torch.rand(2, SEQ)
+        weights[:, -1] = 0
+        stock = grads_of(model, run(model, labels, loss_mask=label_mask), weights)
+        with patched(chunk_size=3):
+            log_probs = run(model, ids, loss_mask=mask if masked else None, **ASKED)
+            fused = grads_of(model, log_probs, -weights[:, :-1])
+        assert_same(fused, stock)
+
+
+@ranks(2)
+def test_other_stages_pass_hidden_states_on():
+    with model_parallel(tp=2), patched():
+        model = one_gpt(model={"post_process": False})
+        hidden = run(model)
+        assert hidden.shape == (SEQ, 2, 32)
+        assert torch.equal(run(model, batch()[1]), hidden)
+        assert torch.equal(run(model, batch()[0], **ASKED), hidden)
+        assert torch.equal(run(model, **ASKED), hidden)
+
+
+@ranks(2)
+def test_wrong_labels():
+    with model_parallel(tp=2), patched():
+        model, ids = one_gpt(), batch()[0]
+        with pytest.raises(ValueError, match="labels is None: .* pass the token ids, labels=input_ids"):
+            run(model, **ASKED)
+        for wrong in (ids[:, 1:], ids[0]):
+            with pytest.raises(ValueError, match=f"labels have shape \\({wrong.shape[0]},.*must be token ids"):
+                run(model, wrong, **ASKED)
+        with pytest.raises(ValueError, match="label"):
+            run(model, ids + VOCAB, **ASKED)
+        assert run(model, ids, **ASKED).shape == (2, SEQ - 1)  # every rank is still here
