@@ -129,6 +129,33 @@ def test_bf16_errs_no_more_than_plain_sdpa(window):
     assert error <= 2 * allowed
 
 
+@pytest.mark.gpu
+@by_window
+@by_heads
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries, keys", [(200, 200), (72, 200)])
+def test_on_cuda_errs_no_more_than_plain_sdpa(window, heads, dtype, queries, keys):
+    """72 queries of 200 keys are a context-parallel rank's chunk: causal, its end aligned with the keys' end."""
+    tensors = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(queries, keys, heads, channels=64)]
+    visible = seen(WINDOWS[window], queries, keys).cuda()
+    weight = torch.randn(queries, 2, 4, 64, device="cuda", dtype=dtype)
+
+    def results(attention, tensors):
+        out = attention(*tensors)
+        return out, *torch.autograd.grad((out * weight).sum(), tensors)
+
+    def plain(q, k, v):
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).permute(2, 0, 1, 3)
+
+    truth = results(lambda q, k, v: reference.attention(q, k, v, visible), [x.double() for x in tensors])
+    ours = results(lambda q, k, v: attend(q, k, v, WINDOWS[window]), tensors)
+    allowed = results(plain, tensors)
+    for a, b, t in zip(ours, allowed, truth, strict=True):
+        assert (a - t).abs().max() <= 2 * (b - t).abs().max() + torch.finfo(dtype).eps
+
+
 def test_dropout_drops_its_share():
     q, k, v = inputs(64, 64, "heads")
     ones = torch.ones_like(v)
