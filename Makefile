@@ -22,7 +22,7 @@ $(VENV)/.ready: requirements-dev.txt setup.py
 	@touch $@
 
 demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png
-	$(PY) examples/demo.py
+	$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) -m pytest -m "not slow and not gpu"

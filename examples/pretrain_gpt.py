@@ -293,8 +293,8 @@ def train(args: argparse.Namespace) -> dict:
     if args.metrics and parallel_state.is_pipeline_last_stage():
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
-        if args.head == "fused":  # again, with least memory: nothing kept from forward for backward
-            patch_gpt_model_forward_for_linear_ce_fusion(model=model.module, cache=0)
+        if args.head == "fused":  # once more, with little memory: nothing is kept for backward, and chunks are small
+            patch_gpt_model_forward_for_linear_ce_fusion(model=model.module, cache=0, chunk_size=32)
             metrics["head_least_memory"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
     return metrics
 
@@ -320,7 +320,9 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_gpu = args.device == "cuda" or (args.device == "auto" and enough_gpus)
-    if not on_gpu:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
+    if on_gpu:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants kernels in the order it starts them
+    else:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
         logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     with nullcontext() if on_gpu else megatron_on_cpu():
         if args.layers == "ext":
