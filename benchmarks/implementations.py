@@ -1,0 +1,144 @@
+"""Every head that is measured, each behind the same call: hidden states, weight shard and labels in, a loss out.
+
+Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.cases import MEGATRON, Case
+from megatron_ext import linear_cross_entropy
+from megatron_ext.distributed.groups import Group
+
+Head = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`build(case, group)` gives a head `(x_TD, w_VD, labels_T) -> loss`, per token `[T]` or their mean.
+
+    `error_limit`: how many times plain PyTorch's error in the same dtype its results may have; beyond it no time counts.
+    `slow`: well above the reference's time, so it runs less often.
+    """
+
+    name: str
+    build: Callable[[Case, Group], Head]
+    error_limit: float = 2.0
+    slow: bool = False
+
+
+def ours(cache: float) -> Implementation:
+    def build(case: Case, group: Group) -> Head:
+        return lambda x, w, y: linear_cross_entropy(x, w, y, group, cache=cache)
+
+    return Implementation(f"ours, cache {cache:g}", build)
+
+
+@contextmanager
+def megatrons_group(group: Group) -> Iterator[None]:
+    """`group` is what Megatron's own functions take for the tensor-parallel group."""
+    from megatron.core import parallel_state
+
+    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+    try:
+        yield
+    finally:
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = before
+
+
+def megatron(case: Case, group: Group, fused: bool) -> Head:
+    """Megatron-Core's output layer and cross entropy. `group` must be a real one (of one rank at R = 1)."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+    group = dist.group.WORLD if group is None else group
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=case.ranks, params_dtype=case.dtype, use_cpu_initialization=True
+    )
+    layer = ColumnParallelLinear(
+        case.width,
+        case.vocab,
+        config=config,
+        init_method=lambda weight: None,
+        bias=False,
+        skip_weight_param_allocation=True,
+        tp_group=group,
+    )
+
+    def head(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor) -> Tensor:
+        with megatrons_group(group):
+            logits_T1V, _ = layer(x_TD.unsqueeze(1), weight=w_VD)
+            labels_T1 = labels_T.unsqueeze(1)
+            if fused:
+                return fused_vocab_parallel_cross_entropy(logits_T1V, labels_T1, group).squeeze(1)
+            return vocab_parallel_cross_entropy(logits_T1V, labels_T1).squeeze(1)
+
+    return head
+
+
+def pytorch_chunked(case: Case, group: Group) -> Head:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda x, w, y: F.linear_cross_entropy(x, w, y, options=options)
+
+
+def model_of(algorithm: type[torch.autograd.Function]) -> Callable[[Case, Group], Head]:
+    def build(case: Case, group: Group) -> Head:
+        start = case.columns * (0 if group is None else dist.get_rank(group))
+        return lambda x, w, y: algorithm.apply(x, w, y, start, group)
+
+    return build
+
+
+def liger(case: Case, group: Group) -> Head:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda x, w, y: loss(w, x, y)
+
+
+def cut_cross_entropy(case: Case, group: Group) -> Head:
+    from cut_cross_entropy import linear_cross_entropy as cce
+
+    return lambda x, w, y: cce(x, w, y)
+
+
+OURS = [ours(1), ours(0.5), ours(0)]
+MODELS = [
+    Implementation("nemo-rl's algorithm", model_of(peers.NemoRL), slow=True),
+    Implementation("verl's algorithm", model_of(peers.Verl), slow=True),
+]
+STOCK = [
+    Implementation(MEGATRON, lambda case, group: megatron(case, group, fused=False)),
+    Implementation("megatron fused", lambda case, group: megatron(case, group, fused=True)),
+]
+
+
+def available(case: Case) -> tuple[list[Implementation], list[str]]:
+    """The heads that run this case here, and a line for each that does not."""
+    found, absent = STOCK + OURS + MODELS, []
+    if case.ranks == 1:  # these know no vocabulary shards
+        if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            # In 16 bits it adds up chunks in the weight's dtype, which costs it accuracy.
+            found.append(Implementation("pytorch chunked", pytorch_chunked, error_limit=32.0, slow=True))
+        else:
+            absent.append(f"pytorch chunked: torch {torch.__version__} has no linear_cross_entropy")
+        if case.device == "cuda":
+            for name, module, build in (
+                ("liger", "liger_kernel", liger),
+                ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy),
+            ):
+                if importlib.util.find_spec(module) is None:
+                    absent.append(f"{name}: {module} is not installed")
+                else:
+                    found.append(Implementation(name, build, error_limit=32.0, slow=True))
+    return found, absent

@@ -1,0 +1,78 @@
+"""A training step of a small GPT, forward and backward: our layers beside Megatron's, on the CPU, one rank each.
+
+Our layers stand in for Megatron's in a whole process, so each side has one of its own; they take turns.
+"""
+
+import multiprocessing
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.measure import ratios
+from benchmarks.worlds import start_rank
+
+STOCK, OURS = "megatron layers", "our layers"
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024}
+SEQUENCE, BATCH, VOCAB = 128, 4, 1024
+
+
+def _side(ours: bool, store: str, pipe) -> None:
+    """Builds its model, sends the first step's loss; then runs a step whenever it is told to, and sends its time."""
+    from megatron_ext import substitute_tensor_parallel
+    from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
+
+    start_rank(0, 1, store, "cpu")
+    torch.set_num_threads(1)
+    with model_parallel():
+        spec = None
+        if ours:
+            substitute_tensor_parallel()
+            from megatron_ext.megatron.layer_specs import gpt_block_spec as spec
+        (model,) = tiny_gpt(spec, vocab_size=VOCAB, model={"max_sequence_length": SEQUENCE}, **SIZES)
+        (tokens_BS,) = tiny_batches(batch=BATCH, seq=SEQUENCE, vocab_size=VOCAB)
+        inputs, labels = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
+        positions, mask = torch.arange(SEQUENCE).expand_as(inputs), causal_mask(SEQUENCE)
+
+        def step() -> float:
+            model.zero_grad()
+            loss = model(inputs, positions, mask, labels=labels).mean()
+            loss.backward()
+            return loss.item()
+
+        pipe.send(step())
+        while pipe.recv():
+            start = time.perf_counter()
+            step()
+            pipe.send((time.perf_counter() - start) * 1e3)
+    dist.destroy_process_group()
+
+
+def measure_layers(budget_s: float) -> list[tuple[str, str, str, list[float]]]:
+    """Rows (impl, metric, unit, values): milliseconds, and the ratio of the two in each round."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = {}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in (STOCK, OURS):
+            pipes[name], theirs = context.Pipe()
+            store = str(Path(folder) / name.replace(" ", "_"))
+            processes.append(context.Process(target=_side, args=(name == OURS, store, theirs), daemon=True))
+            processes[-1].start()
+            theirs.close()  # else a side that dies would leave its pipe open, and us waiting
+        stock_loss, our_loss = (pipes[name].recv() for name in (STOCK, OURS))
+        if not abs(our_loss - stock_loss) <= 1e-5 * abs(stock_loss):
+            raise ValueError(f"our layers' loss is {our_loss}, Megatron's {stock_loss}: no time of a wrong step counts")
+        times: dict[str, list[float]] = {name: [] for name in pipes}
+        end = time.perf_counter() + budget_s
+        while time.perf_counter() < end or len(times[OURS]) < 5:
+            for name, pipe in pipes.items():
+                pipe.send(True)
+                times[name].append(pipe.recv())
+        for pipe, process in zip(pipes.values(), processes, strict=True):
+            pipe.send(False)
+            process.join()
+    return [(name, "time", "ms", found) for name, found in times.items()] + [
+        (name, "time / stock", "1", found) for name, found in ratios(times, to=STOCK).items()
+    ]

@@ -1,0 +1,234 @@
+"""Parity, exact costs and times of the heads of one case. All heads run in one process and by turns, so that what
+disturbs the machine disturbs all of them: a ratio holds where a time alone would not.
+
+Legend: T tokens, D hidden size, V vocabulary (or, at several ranks, this rank's columns).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.cases import MEGATRON, Case
+from benchmarks.implementations import Head, Implementation
+from benchmarks.meter import Costs, measure
+from megatron_ext import reference
+from megatron_ext.distributed.groups import Group
+
+TRUTH_CHUNK = 512  # tokens whose fp64 logits are alive at a time
+MIB = 2**20
+
+
+class Inputs(NamedTuple):
+    """Leaves that want gradients, of one rank: all hidden states, its shard of the weight, all labels."""
+
+    x_TD: Tensor
+    w_VD: Tensor
+    labels_T: Tensor
+
+
+class Results(NamedTuple):
+    loss: Tensor  # [T] per token, or their mean
+    dx_TD: Tensor
+    dw_VD: Tensor
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Errors against fp64, as multiples of plain PyTorch's in the same dtype."""
+
+    loss: float
+    dx: float
+    dw: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.dx, self.dw)
+
+
+def whole_inputs(case: Case) -> Inputs:
+    """Unsharded, the same in every process: hidden states of size 1, logits of about 1."""
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(case.tokens, case.width, generator=generator)
+    w_VD = torch.randn(case.vocab, case.width, generator=generator) / case.width**0.5
+    labels_T = torch.randint(case.vocab, (case.tokens,), generator=generator)
+    return Inputs(x_TD.to(case.device, case.dtype), w_VD.to(case.device, case.dtype), labels_T.to(case.device))
+
+
+def shard_of(whole: Inputs, case: Case, rank: int) -> Inputs:
+    own = slice(rank * case.columns, (rank + 1) * case.columns)
+    return Inputs(whole.x_TD.clone().requires_grad_(), whole.w_VD[own].clone().requires_grad_(), whole.labels_T)
+
+
+def truth(whole: Inputs) -> Results:
+    """`reference.py` in fp64: per-token losses, and the gradients of their mean."""
+    w_VD = whole.w_VD.double().requires_grad_()
+    losses, dx = [], []
+    for x, labels_N in zip(whole.x_TD.split(TRUTH_CHUNK), whole.labels_T.split(TRUTH_CHUNK), strict=True):
+        x_ND = x.double().requires_grad_()
+        loss_N = reference.cross_entropy(reference.logits(x_ND, w_VD), labels_N)
+        (loss_N.sum() / whole.labels_T.numel()).backward()
+        losses.append(loss_N.detach())
+        dx.append(x_ND.grad)
+    return Results(torch.cat(losses), torch.cat(dx), w_VD.grad)
+
+
+def plain(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The baseline: PyTorch unfused, matmuls in the inputs' dtype, the loss in fp32."""
+    return reference.cross_entropy(reference.logits(x_TD, w_VD).float(), labels_T)
+
+
+def run_once(head: Head, inputs: Inputs) -> Results:
+    """One forward and backward; the gradients are new tensors."""
+    inputs.x_TD.grad = inputs.w_VD.grad = None
+    loss = head(*inputs)
+    loss.mean().backward()
+    return Results(loss.detach(), inputs.x_TD.grad, inputs.w_VD.grad)
+
+
+def errors(results: Results, true: Results) -> tuple[float, float, float]:
+    """Root mean square errors of loss, dx and dW. A head that gives a mean loss only is held to the mean's error."""
+    wanted = true.loss if results.loss.dim() else true.loss.mean()
+    pairs = ((results.loss, wanted), (results.dx_TD, true.dx_TD), (results.dw_VD, true.dw_VD))
+    loss, dx, dw = (float((found.double() - want).square().mean().sqrt()) for found, want in pairs)
+    return loss, dx, dw
+
+
+def parity(results: Results, true: Results, baseline: tuple[float, float, float]) -> Parity:
+    return Parity(*(error / max(base, 1e-30) for error, base in zip(errors(results, true), baseline, strict=True)))
+
+
+def refusal(impl: Implementation, found: Parity) -> str | None:
+    """Why no time of `impl` counts, or None where its results are right. NaN is wrong."""
+    if found.worst <= impl.error_limit:
+        return None
+    return (
+        f"{impl.name}: its error is {found.loss:.3g} x (loss), {found.dx:.3g} x (dx), {found.dw:.3g} x (dW) that of "
+        f"plain PyTorch in the same dtype; at most {impl.error_limit:g} x is right, so its time does not count"
+    )
+
+
+def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
+    """One run under the meter: FLOPs, peak bytes beyond the inputs (both gradients counted), collectives."""
+    inputs.x_TD.grad = inputs.w_VD.grad = None
+    # One thread for the backward too: the meter sees the thread it was entered in.
+    with torch.autograd.set_multithreading_enabled(False), measure() as costs:
+        results = run_once(head, inputs)
+    if inputs.x_TD.is_cuda:  # the meter does not see inside kernels
+        torch.cuda.synchronize()
+        inputs.x_TD.grad = inputs.w_VD.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run_once(head, inputs)
+        torch.cuda.synchronize()
+        costs.peak_bytes = torch.cuda.max_memory_allocated() - before
+    return results, costs
+
+
+def time_ms(step: Callable[[], object], device: str) -> float:
+    _barrier(device)
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def interleaved(
+    steps: dict[str, Callable[[], object]], device: str, budget_s: float, slow: frozenset[str] = frozenset()
+) -> dict[str, list[float]]:
+    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least 2, at most 20.
+
+    `slow` steps run every second round; NaN stands for the rounds they miss. All ranks do the same rounds.
+    """
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    start = time.perf_counter()
+    for round_ in range(20):
+        if round_ >= 2 and _any_rank(time.perf_counter() - start > budget_s, device):
+            break
+        for name, step in steps.items():
+            found[name].append(float("nan") if name in slow and round_ % 2 else time_ms(step, device))
+    return found
+
+
+def ratios(times: dict[str, list[float]], to: str = MEGATRON) -> dict[str, list[float]]:
+    """Each step's time over that of `to` in the same round; missed rounds are left out."""
+    return {
+        name: [ms / base for ms, base in zip(found, times[to], strict=True) if ms == ms]
+        for name, found in times.items()
+    }
+
+
+def matmuls(inputs: Inputs) -> Callable[[], object]:
+    """The floor: the three matmuls of an unfused head and nothing else, 6 NVH."""
+    x_TD, w_VD = inputs.x_TD.detach(), inputs.w_VD.detach()
+
+    def step() -> None:
+        z_TV = x_TD @ w_VD.t()
+        z_TV @ w_VD
+        z_TV.t() @ x_TD
+
+    return step
+
+
+def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
+    """(metric, unit, value) of what is exact."""
+    collectives: Counter[str] = costs.collectives
+    return [
+        ("peak", "MiB", costs.peak_bytes / MIB),
+        ("peak / (T V / R)", "bytes", costs.peak_bytes / (case.tokens * case.columns)),
+        ("FLOPs / NVH", "1", costs.flops / case.nvh),
+        ("collectives", "1", sum(collectives.values())),
+    ]
+
+
+def measure_case(
+    case: Case, group: Group, impls: list[Implementation], true: Results, baseline: tuple[float, float, float], s: float
+) -> tuple[list[tuple[str, str, str, list[float]]], list[str]]:
+    """Rows (impl, metric, unit, values) of one case, this rank's, and the refusals. `s`: seconds for the times."""
+    rank = 0 if group is None else dist.get_rank(group)
+    inputs = shard_of(whole_inputs(case), case, rank)
+    own = slice(rank * case.columns, (rank + 1) * case.columns)
+    true = true._replace(dw_VD=true.dw_VD[own])
+    rows: list[tuple[str, str, str, list[float]]] = []
+    refused, steps = [], {}
+    for impl in impls:
+        head = impl.build(case, group)
+        results, costs = measured_once(head, inputs)
+        found = parity(results, true, baseline)
+        rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
+        rows.append((impl.name, "error / plain", "1", [found.worst]))
+        reason = refusal(impl, found)
+        if _any_rank(reason is not None, case.device):
+            refused.append(reason or f"{impl.name}: wrong on another rank, so its time does not count")
+        else:
+            steps[impl.name] = lambda head=head: run_once(head, inputs)
+        del results
+    steps["three matmuls"] = matmuls(inputs)
+    times = interleaved(steps, case.device, s, frozenset(impl.name for impl in impls if impl.slow))
+    for name, found_ms in times.items():
+        rows.append((name, "time", "ms", [ms for ms in found_ms if ms == ms]))
+    if MEGATRON in times:
+        rows += [(name, "time / unfused", "1", found) for name, found in ratios(times).items()]
+    return rows, refused
+
+
+def _barrier(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _any_rank(flag: bool, device: str) -> bool:
+    """Whether `flag` holds on any rank: ranks must decide alike, or they hang."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(flags)
+    return bool(flags.item())

@@ -1,0 +1,137 @@
+"""One row a number, in one CSV for each kind of machine."""
+
+import csv
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass, fields
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    impl: str
+    metric: str
+    unit: str
+    p50: float
+    p20: float
+    p80: float
+    n: int
+    device: str
+    versions: str
+    commit: str
+    date: str
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What all rows of a run share."""
+
+    device: str
+    versions: str
+    commit: str
+    date: str
+
+    @classmethod
+    def here(cls, device: str) -> "Origin":
+        versions = " ".join(f"{name} {_version(name)}" for name in ("torch", "megatron-core", "triton"))
+        return cls(_device(device), versions, _commit(), date.today().isoformat())
+
+    def row(self, case: str, impl: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+        p20, p50, p80 = percentiles(values)
+        return Row(case, impl, metric, unit, p50, p20, p80, len(values), **asdict(self))
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile, interpolated between the values."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return fifths[0], statistics.median(values), fifths[3]
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        found = csv.DictReader(file)
+        if found.fieldnames != COLUMNS:
+            raise ValueError(f"{path} has the columns {found.fieldnames}: they must be {COLUMNS}; remove the file")
+        return [
+            Row(**row | {name: float(row[name]) for name in ("p50", "p20", "p80")} | {"n": int(row["n"])})
+            for row in found
+        ]
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Writes `rows`; those of cases that were not measured this time stay."""
+    rows = list(rows)
+    measured = {row.case for row in rows}
+    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for row in kept + rows:
+            writer.writerow(f"{value:.6g}" if isinstance(value, float) else value for value in astuple(row))
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The medians, for reading: a block for each case, a line for each implementation, a column for each metric."""
+    blocks: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        blocks.setdefault(row.case, {}).setdefault(row.impl, {})[row.metric] = row
+    lines = []
+    for case, impls in blocks.items():
+        metrics = list(dict.fromkeys(metric for found in impls.values() for metric in found))
+        units = {metric: row.unit for found in impls.values() for metric, row in found.items()}
+        heads = [metric if units[metric] in ("", "1") else f"{metric}, {units[metric]}" for metric in metrics]
+        cells = [[case, *heads]]
+        for impl, found in impls.items():
+            cells.append([impl, *(f"{found[m].p50:.4g}" if m in found else "" for m in metrics)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        aligned = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells]
+        lines += [aligned[0].rstrip(), "─" * len(aligned[0]), *(line.rstrip() for line in aligned[1:]), ""]
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str:
+    if package == "torch":
+        return torch.__version__
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _device(kind: str) -> str:
+    if kind == "cuda":
+        return torch.cuda.get_device_name()
+    names = [line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cpu_lines() -> list[str]:
+    info = Path("/proc/cpuinfo")
+    return info.read_text().splitlines() if info.exists() else []
+
+
+def _commit() -> str:
+    """The commit that is checked out, with a + where tracked files of the package or the benchmarks differ from it."""
+    here = Path(__file__).parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "megatron_ext", "benchmarks/*.py")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
