@@ -1,8 +1,8 @@
 """Norms for Megatron's layer specs that need neither Apex nor Transformer Engine.
 
-Megatron's fallback without those two refuses sequence parallelism, zero-centred gammas and persistent kernels. Ours are
-PyTorch's own fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each rank sees
-a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
+Megatron's fallback without those two refuses sequence parallelism, zero-centred gammas and persistent kernels. Ours
+are PyTorch's own fused norms, whose parameters carry the mark `sequence_parallel`: under sequence parallelism each rank
+sees a part of the tokens, and Megatron's `finalize_model_grads` sums the gradients of marked parameters over the
 tensor-parallel ranks.
 """
 
@@ -24,14 +24,15 @@ class _MarkedNorm(torch.nn.Module):
         make_weight = torch.zeros if self.zero_centered_gamma else torch.ones
         self.weight = torch.nn.Parameter(make_weight(hidden_size))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if self.has_bias else None
+        self.sequence_parallel = bool(config.sequence_parallel)
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def gamma(self) -> Tensor:
         return self.weight + 1 if self.zero_centered_gamma else self.weight
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.weight.sequence_parallel}"
+        return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
 
 
 class LayerNorm(_MarkedNorm):

@@ -23,7 +23,7 @@ class OutputLayer(ColumnParallelLinear):
         super().__init__(*args, bias=bias, **kwargs)
         self.softcap = softcap
         if bias:
-            self.bias.is_embedding_or_output_parameter = True
+            self.bias.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """As `ColumnParallelLinear.forward`."""
