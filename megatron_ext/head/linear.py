@@ -23,7 +23,8 @@ from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head import gradient, matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.rows import accumulation_dtype, row_gradient, row_statistics
+from megatron_ext.head.passes import row_gradient, row_statistics
+from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import cached_tokens, chunks, column_blocks, pieces
 
 

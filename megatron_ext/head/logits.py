@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from megatron_ext.head import gradient, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.rows import accumulation_dtype, row_gradient, row_statistics
+from megatron_ext.head.passes import row_gradient, row_statistics
+from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import chunks
 
 
