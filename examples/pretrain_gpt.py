@@ -7,7 +7,6 @@ names and meanings. Two are new: `--head` takes the loss from logits (stock) or 
 builds the transformer layers from Megatron's modules (stock) or from ours (ext).
 """
 
-import argparse
 import json
 import logging
 import os
@@ -15,9 +14,9 @@ import statistics
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
     import checkpoint
     import head_meter
     import text
+    from arguments import check_arguments, parse_arguments
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -47,112 +47,7 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = partial(parser.add_argument, metavar="N")
-    add("--tensor-model-parallel-size", type=int, default=1)
-    add("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument("--sequence-parallel", action="store_true", help="activations between layers split by sequence")
-    add("--num-layers", type=int, default=4)
-    add("--hidden-size", type=int, default=192)
-    add("--num-attention-heads", type=int, default=6)
-    add("--seq-length", type=int, default=256)
-    add("--vocab-size", type=int, default=16384, help="of the tokenizer that is trained on the text")
-    parser.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    add("--hidden-dropout", type=float, default=0.1)
-    add("--attention-dropout", type=float, default=0.1)
-    add("--micro-batch-size", type=int, default=4, help="sequences a rank sees at once")
-    add("--global-batch-size", type=int, default=8, help="sequences of one iteration, on all ranks")
-    add("--train-iters", type=int, default=100)
-    add("--lr", type=float, default=1e-3)
-    add("--min-lr", type=float, default=0.0)
-    add("--lr-warmup-iters", type=int, default=0)
-    parser.add_argument("--lr-decay-style", choices=["constant", "linear", "cosine"], default="linear")
-    add("--weight-decay", type=float, default=0.01)
-    add("--clip-grad", type=float, default=1.0)
-    add("--seed", type=int, default=1234)
-    parser.add_argument("--data", nargs="+", metavar="FILE", help="text to learn; default: Python's own documentation")
-    parser.add_argument("--save", metavar="DIR", help="write checkpoints under DIR, the last one when done")
-    add("--save-interval", type=int, help="also save every N iterations")
-    parser.add_argument("--load", metavar="DIR", help="go on from the newest checkpoint under DIR")
-    parser.add_argument("--head", choices=["stock", "fused"], default="fused")
-    parser.add_argument("--layers", choices=["stock", "ext"], default="ext")
-    parser.add_argument("--use-cpu-initialization", action="store_true", help="same weights for any parallel sizes")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: a GPU per rank, or CPU"
-    )
-    parser.add_argument("--metrics", metavar="FILE", help="write losses, speed and the cost of the head as JSON")
-    parser.add_argument("--title", default="", help="of the progress bar")
-    return parser.parse_args(argv)
-
-
-def check_arguments(args: argparse.Namespace, world_size: int) -> None:
-    """Every rank comes to the same verdict by itself, before anything is sent.
-
-    Raises:
-        ValueError: sizes that do not fit each other or the `world_size`, or files that are not there.
-    """
-
-    def must_divide(divisor_name: str, divisor: int, name: str, value: int, fix: str) -> None:
-        if value % divisor:
-            raise ValueError(f"{name} is {value}, which {divisor_name} = {divisor} does not divide: {fix}")
-
-    for name, value in vars(args).items():
-        if (
-            isinstance(value, int)
-            and name not in ("seed", "lr_warmup_iters")
-            and not isinstance(value, bool)
-            and value < 1
-        ):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 0 and below 1")
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    replica = "tensor x pipeline parallel size"
-    must_divide(
-        replica, tp * pp, "the number of ranks", world_size, "start as many ranks as one replica needs, or more"
-    )
-    must_divide("--num-attention-heads", args.num_attention_heads, "--hidden-size", args.hidden_size, "change one")
-    must_divide(
-        "tensor parallel size", tp, "--num-attention-heads", args.num_attention_heads, "each rank has whole heads"
-    )
-    must_divide("tensor parallel size", tp, "--vocab-size", args.vocab_size, f"take {-(-args.vocab_size // tp) * tp}")
-    must_divide("pipeline parallel size", pp, "--num-layers", args.num_layers, "each stage has as many layers")
-    if args.sequence_parallel:
-        must_divide("tensor parallel size", tp, "--seq-length", args.seq_length, "each rank has an equal part")
-    replicas = world_size // (tp * pp)
-    must_divide(
-        f"--micro-batch-size x {replicas} replicas",
-        args.micro_batch_size * replicas,
-        "--global-batch-size",
-        args.global_batch_size,
-        "each replica sees whole micro-batches",
-    )
-    if args.sequence_parallel and tp == 1:
-        raise ValueError(
-            "--sequence-parallel splits over tensor-parallel ranks: set --tensor-model-parallel-size above 1"
-        )
-    if args.lr_warmup_iters >= args.train_iters:
-        raise ValueError(
-            f"--lr-warmup-iters is {args.lr_warmup_iters}: it must be below --train-iters {args.train_iters}"
-        )
-    if not 0 <= args.min_lr <= args.lr:
-        raise ValueError(f"--min-lr is {args.min_lr}: it must lie between 0 and --lr, which is {args.lr}")
-    if args.vocab_size < text.SMALLEST_VOCAB:
-        raise ValueError(
-            f"--vocab-size is {args.vocab_size}: a byte-level vocabulary has at least {text.SMALLEST_VOCAB}"
-        )
-    if args.save_interval and not args.save:
-        raise ValueError("--save-interval says when, but --save does not say where: add --save DIR")
-    for file in args.data or []:
-        if not Path(file).is_file():
-            raise ValueError(f"--data names {file!r}, which is not a file")
-    if args.load:
-        checkpoint.find_latest(args.load)
-
-
-def build_model(args: argparse.Namespace) -> DistributedDataParallel:
+def build_model(args: Namespace) -> DistributedDataParallel:
     """This rank's part of the GPT, in Megatron's data parallelism."""
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -191,7 +86,7 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
     return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
 
 
-def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel):
+def build_optimizer(args: Namespace, model: DistributedDataParallel):
     """Megatron's distributed Adam and its schedule, which counts samples."""
     config = OptimizerConfig(
         lr=args.lr,
@@ -248,7 +143,7 @@ def mean_over_job(losses: list[Tensor]) -> float:
     return mean.item() / parallel_state.get_data_parallel_world_size()
 
 
-def train(args: argparse.Namespace) -> dict:
+def train(args: Namespace) -> dict:
     """The run, once `parallel_state` is initialised. Returns its metrics."""
     checkpoint.seed_everything(args.seed)
     samples = text.Samples(text.load_tokens(args.data, args.vocab_size), args.seq_length, args.seed)
@@ -304,14 +199,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", category=FutureWarning)  # what torch says of the functions that Megatron calls
     args = parse_arguments()
-    for name, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
-        os.environ.setdefault(name, str(value))  # started without torchrun: one rank
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.update(alone | os.environ)  # what torchrun sets, or else one rank
     try:
         check_arguments(args, int(os.environ["WORLD_SIZE"]))
     except ValueError as error:

@@ -9,6 +9,7 @@ import pretrain_gpt
 import pytest
 import text
 import torch
+from arguments import check_arguments, parse_arguments
 
 from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 from tests.examples import EXAMPLES
@@ -23,7 +24,7 @@ NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 
 
 def parse(words: str):
-    return pretrain_gpt.parse_arguments(words.split())
+    return parse_arguments(words.split())
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def started(words: str, cache: Path):
     args = parse(f"{SMALL} {words}")
     text.CACHE = cache
     with model_parallel(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size):
-        pretrain_gpt.check_arguments(args, torch.distributed.get_world_size())
+        check_arguments(args, torch.distributed.get_world_size())
         gc.collect()  # models of the run before: ours cannot take their place
         if args.layers == "ext":
             substitute_tensor_parallel()
@@ -106,21 +107,21 @@ def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
 
 BAD = {
     "--tensor-model-parallel-size 3 --num-attention-heads 6 --hidden-size 12 --vocab-size 513": (
-        "the number of ranks is 4, which tensor x pipeline parallel size = 3 does not divide"
+        "the number of ranks is 4: it must be a multiple of --tensor- x --pipeline-model-parallel-size, which is 3"
     ),
-    "--hidden-size 33": "--hidden-size is 33, which --num-attention-heads = 4 does not divide",
-    "--tensor-model-parallel-size 4 --num-attention-heads 2": "--num-attention-heads is 2, which tensor parallel size",
-    "--tensor-model-parallel-size 2 --vocab-size 511": "--vocab-size is 511, .* take 512",
-    "--pipeline-model-parallel-size 4": "--num-layers is 2, which pipeline parallel size = 4 does not divide",
-    "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31": "--seq-length is 31, which tensor parallel",
-    "--sequence-parallel": "--sequence-parallel splits over tensor-parallel ranks",
-    "--global-batch-size 6": "--global-batch-size is 6, which --micro-batch-size x 4 replicas = 4 does not divide",
+    "--hidden-size 33": "--hidden-size is 33: it must be a multiple of --num-attention-heads, which is 4; 32 or 36 would fit",
+    "--tensor-model-parallel-size 4 --num-attention-heads 2": "--num-attention-heads is 2: .* which is 4",
+    "--tensor-model-parallel-size 2 --vocab-size 511": "--vocab-size is 511: .* which is 2; 510 or 512 would fit",
+    "--pipeline-model-parallel-size 4": "--num-layers is 2: .* --pipeline-model-parallel-size, which is 4",
+    "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31": "--seq-length is 31: .* which is 2",
+    "--sequence-parallel": "--sequence-parallel needs .*: --tensor-model-parallel-size is 1",
+    "--global-batch-size 6": "--global-batch-size is 6: .* --micro-batch-size x 4 replicas, which is 4",
     "--train-iters 0": "--train-iters is 0: it must be at least 1",
     "--hidden-dropout 1": "--hidden-dropout is 1.0: it must be at least 0 and below 1",
-    "--lr-warmup-iters 6": "--lr-warmup-iters is 6: it must be below --train-iters 6",
-    "--min-lr 1": "--min-lr is 1.0: it must lie between 0 and --lr",
-    "--vocab-size 100": "--vocab-size is 100: a byte-level vocabulary has at least 257",
-    "--save-interval 2": "add --save DIR",
+    "--lr-warmup-iters 6": "--lr-warmup-iters is 6: it must be at least 0 and below --train-iters, which is 6",
+    "--min-lr 1": "--min-lr is 1.0: it must be at least 0 and at most --lr, which is 0.002",
+    "--vocab-size 100": "--vocab-size is 100: bytes alone make a vocabulary of 257",
+    "--save-interval 2": "--save-interval is 2: it must be at least 1, beside --save PATH",
     "--data nowhere.txt": "--data names 'nowhere.txt', which is not a file",
     "--load nowhere": "--load is 'nowhere': it has no latest_checkpointed_iteration.txt",
 }
@@ -130,10 +131,10 @@ BAD = {
 def test_bad_arguments_are_refused(words, message):
     args = parse(f"{SMALL} {words}")
     with pytest.raises(ValueError, match=message):
-        pretrain_gpt.check_arguments(args, world_size=4)
+        check_arguments(args, world_size=4)
 
 
 def test_the_flags_are_megatrons():
     """Defaults suit each other, for one rank and for two."""
-    pretrain_gpt.check_arguments(parse(""), world_size=1)
-    pretrain_gpt.check_arguments(parse("--tensor-model-parallel-size 2 --sequence-parallel"), world_size=2)
+    check_arguments(parse(""), world_size=1)
+    check_arguments(parse("--tensor-model-parallel-size 2 --sequence-parallel"), world_size=2)
