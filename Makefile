@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-gpu check format bench clean
+.PHONY: help demo test test-all test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,6 +42,12 @@ check: $(VENV)/.ready  ## lint, format, types, import direction
 format: $(VENV)/.ready  ## let ruff fix what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU, under 6 minutes; rows in benchmarks/results/
+	$(PY) -m benchmarks.run cpu
+
+bench-gpu: $(VENV)/.ready  ## the same at full size on one CUDA device, Liger and cut-cross-entropy too if installed
+	$(PY) -m benchmarks.run gpu
 
 clean:  ## remove everything that the targets made
 	rm -rf $(VENV) .venvs runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Implementation:
     """`build(case, group)` gives a head `(x_TD, w_VD, labels_T) -> loss`, per token `[T]` or their mean.
 
-    `error_limit`: how many times plain PyTorch's error in the same dtype its results may have; beyond it no time counts.
+    `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
     `slow`: well above the reference's time, so it runs less often.
     """
 
@@ -119,7 +119,8 @@ MODELS = [
 ]
 STOCK = [
     Implementation(MEGATRON, lambda case, group: megatron(case, group, fused=False)),
-    Implementation("megatron fused", lambda case, group: megatron(case, group, fused=True)),
+    # Its gradient passes through bf16, whatever the dtype of the logits.
+    Implementation("megatron fused", lambda case, group: megatron(case, group, fused=True), error_limit=2e4),
 ]
 
 

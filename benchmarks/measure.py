@@ -5,14 +5,15 @@ Legend: T tokens, D hidden size, V vocabulary (or, at several ranks, this rank's
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import MEGATRON, Case
 from benchmarks.implementations import Head, Implementation
@@ -22,6 +23,7 @@ from megatron_ext.distributed.groups import Group
 
 TRUTH_CHUNK = 512  # tokens whose fp64 logits are alive at a time
 MIB = 2**20
+Answer = TypeVar("Answer")
 
 
 class Inputs(NamedTuple):
@@ -119,7 +121,7 @@ def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
     # One thread for the backward too: the meter sees the thread it was entered in.
     with torch.autograd.set_multithreading_enabled(False), measure() as costs:
         results = run_once(head, inputs)
-    if inputs.x_TD.is_cuda:  # the meter does not see inside kernels
+    if inputs.x_TD.is_cuda:  # the meter does not see inside kernels, CUDA's allocator does
         torch.cuda.synchronize()
         inputs.x_TD.grad = inputs.w_VD.grad = None
         torch.cuda.reset_peak_memory_stats()
@@ -128,6 +130,15 @@ def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
         torch.cuda.synchronize()
         costs.peak_bytes = torch.cuda.max_memory_allocated() - before
     return results, costs
+
+
+def watched(step: Callable[[], Answer]) -> tuple[Answer, int]:
+    """What `step` gives, and the peak bytes of PyTorch's CPU allocator: also what operators hold inside."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        answer = step()
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return answer, max(accumulate(event.nbytes() for event in events), default=0)
 
 
 def time_ms(step: Callable[[], object], device: str) -> float:
@@ -178,12 +189,12 @@ def matmuls(inputs: Inputs) -> Callable[[], object]:
 
 def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
     """(metric, unit, value) of what is exact."""
-    collectives: Counter[str] = costs.collectives
+    flops = [("FLOPs / NVH", "1", costs.flops / case.nvh)] if costs.flops else []  # none seen: they are in a kernel
     return [
         ("peak", "MiB", costs.peak_bytes / MIB),
         ("peak / (T V / R)", "bytes", costs.peak_bytes / (case.tokens * case.columns)),
-        ("FLOPs / NVH", "1", costs.flops / case.nvh),
-        ("collectives", "1", sum(collectives.values())),
+        *flops,
+        ("collectives", "1", sum(costs.collectives.values())),
     ]
 
 
@@ -199,9 +210,12 @@ def measure_case(
     refused, steps = [], {}
     for impl in impls:
         head = impl.build(case, group)
-        results, costs = measured_once(head, inputs)
+        (results, costs), peak = watched(lambda head=head: measured_once(head, inputs))
+        inputs.x_TD.grad = inputs.w_VD.grad = None
         found = parity(results, true, baseline)
         rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
+        if case.device == "cpu":
+            rows.append((impl.name, "peak of the allocator", "MiB", [peak / MIB]))
         rows.append((impl.name, "error / plain", "1", [found.worst]))
         reason = refusal(impl, found)
         if _any_rank(reason is not None, case.device):

@@ -14,14 +14,20 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext.distributed.counting import count_collectives
 
 aten = torch.ops.aten
 
+
+def _addmm_flops(total, a, b, **_) -> int:
+    """Of shapes: what FlopCounterMode hands to a formula."""
+    return 2 * a[0] * a[1] * b[1]
+
+
 # FlopCounterMode knows matmuls by their functional names only.
-_FORMULAS = {aten.addmm_: addmm_flop}
+_FORMULAS = {aten.addmm_: _addmm_flops}
 
 
 @dataclass
@@ -30,6 +36,7 @@ class Costs:
 
     flops: int = 0
     peak_bytes: int = 0
+    alive_bytes: int = 0  # when it ended
     collectives: Counter[str] = field(default_factory=Counter)
     largest: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)  # (dtype, shape) of new tensors
 
@@ -39,7 +46,7 @@ class _Memory(TorchDispatchMode):
 
     def __init__(self, costs: Costs):
         super().__init__()
-        self.costs, self.alive, self.known = costs, 0, weakref.WeakSet()
+        self.costs, self.known = costs, weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         for x in tree_iter((args, kwargs)):
@@ -50,14 +57,14 @@ class _Memory(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
                 storage = x.untyped_storage()
                 self.known.add(storage)
-                self.alive += storage.nbytes()
-                self.costs.peak_bytes = max(self.costs.peak_bytes, self.alive)
+                self.costs.alive_bytes += storage.nbytes()
+                self.costs.peak_bytes = max(self.costs.peak_bytes, self.costs.alive_bytes)
                 self.costs.largest[(str(x.dtype), tuple(x.shape))] += 1
                 weakref.finalize(storage, self._freed, storage.nbytes())
         return out
 
     def _freed(self, nbytes: int) -> None:
-        self.alive -= nbytes
+        self.costs.alive_bytes -= nbytes
 
 
 @contextmanager
@@ -67,7 +74,7 @@ def measure() -> Iterator[Costs]:
     flops = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with flops, count_collectives() as counts, _Memory(costs):
         yield costs
-    costs.flops, costs.collectives = flops.get_total_flops(), counts
+    costs.flops, costs.collectives = flops.get_total_flops(), counts.copy()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -67,10 +68,18 @@ def measure_world(case: Case, truth_path: Path, budget_s: float):
     return rows, absent + refused
 
 
+def quiet() -> None:
+    """Megatron warns of every optional package that is absent, the profiler of its own doings: not here."""
+    warnings.simplefilter("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"  # for the ranks
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+
+
 def main() -> None:
+    quiet()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", choices=["cpu", "gpu"])
-    parser.add_argument("--seconds", type=float, default=36, help="for the times of one case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="for the times of one case (default: %(default)s)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="CPU cases of other sizes")
     parser.add_argument("--out", type=Path, help="the CSV (default: benchmarks/results/, named for the machine)")
     options = parser.parse_args()

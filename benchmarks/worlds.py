@@ -31,7 +31,7 @@ def _entry(rank: int, ranks: int, store: str, device: str, answer: str, body: Ca
 
 
 def run_world(ranks: int, device: str, body: Callable, *arguments: Any) -> Any:
-    """`body(*arguments)` on every rank of a new world; gives rank 0's answer. A rank that fails ends it with an error."""
+    """`body(*arguments)` on every rank of a new world; gives rank 0's answer. A rank that fails ends it."""
     with tempfile.TemporaryDirectory() as folder:
         answer = str(Path(folder) / "answer.pt")
         mp.spawn(_entry, (ranks, str(Path(folder) / "store"), device, answer, body, arguments), nprocs=ranks)

@@ -1,0 +1,152 @@
+import math
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.cases import COUNTED_CASE, MEGATRON, Case
+from benchmarks.implementations import MODELS, Implementation, ours, pytorch_chunked
+from benchmarks.measure import (
+    Inputs,
+    errors,
+    interleaved,
+    measure_case,
+    measured_once,
+    parity,
+    plain,
+    ratios,
+    refusal,
+    run_once,
+    shard_of,
+    truth,
+    watched,
+    whole_inputs,
+)
+from benchmarks.meter import one_rank_of
+from benchmarks.plot import MEMORY, TIME, cache_figure
+from tests.ranks import ranks
+
+CASE = Case("small", 48, 16, 96, 1, torch.float32)
+ORIGIN = record.Origin("a device, 2 cores", "torch 2", "abc", "2026-01-01")
+
+
+@pytest.fixture(scope="module")
+def known():
+    whole = whole_inputs(CASE)
+    true = truth(whole)
+    return true, errors(run_once(plain, shard_of(whole, CASE, 0)), true)
+
+
+def judge(head, known):
+    true, baseline = known
+    results = run_once(head, shard_of(whole_inputs(CASE), CASE, 0))
+    return refusal(Implementation("it", lambda case, group: head), parity(results, true, baseline))
+
+
+def test_right_heads_are_timed(known):
+    for impl in (ours(1), ours(0.5), ours(0), *MODELS):
+        assert judge(impl.build(CASE, None), known) is None
+    assert judge(pytorch_chunked(CASE, None), known) is None  # gives the mean only
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, w, y: plain(x, w, y) + 1e-4,  # the loss
+        lambda x, w, y: plain(x, w.detach(), y) + 0 * w.sum(),  # no weight gradient
+        lambda x, w, y: plain(x.detach(), w, y) + 0 * x.sum(),
+        lambda x, w, y: plain(x.bfloat16().float(), w, y),  # less precise than it says
+        lambda x, w, y: plain(x, w, y) + math.nan,
+        lambda x, w, y: plain(x, w, y).mean() + 1e-4,
+    ],
+)
+def test_wrong_heads_are_refused(wrong, known):
+    assert "its time does not count" in judge(wrong, known)
+
+
+def test_a_refused_head_has_no_time(known):
+    wrong = Implementation("wrong", lambda case, group: lambda x, w, y: 2 * plain(x, w, y))
+    stock = Implementation(MEGATRON, lambda case, group: plain)
+    rows, refused = measure_case(CASE, None, [stock, wrong, ours(1)], *known, 0.0)
+    timed = {impl for impl, metric, *_ in rows if metric in ("time", "time / unfused")}
+    assert timed == {MEGATRON, "ours, cache 1", "three matmuls"}
+    assert len(refused) == 1
+    assert refused[0].startswith("wrong: ")
+    found = {(impl, metric): values for impl, metric, _, values in rows}
+    assert found[MEGATRON, "time / unfused"] == [1.0, 1.0]
+    assert found["ours, cache 1", "FLOPs / NVH"] == [6.0]
+
+
+@ranks(2)
+def test_models_of_peers_on_several_ranks():
+    import torch.distributed as dist
+
+    case = Case("small", 300, 16, 96, 2, torch.float32)
+    whole = whole_inputs(case)
+    true = truth(whole)
+    own = slice(dist.get_rank() * case.columns, (dist.get_rank() + 1) * case.columns)
+    inputs = shard_of(whole, case, dist.get_rank())
+    for impl, sent in zip(MODELS, (2 * 2 * 2 + 2, 5), strict=True):  # two chunks of tokens
+        results, costs = measured_once(impl.build(case, dist.group.WORLD), inputs)
+        torch.testing.assert_close(results.loss, true.loss.float())
+        torch.testing.assert_close(results.dx_TD, true.dx_TD.float())
+        torch.testing.assert_close(results.dw_VD, true.dw_VD[own].float())
+        assert sum(costs.collectives.values()) == sent
+
+
+def test_models_recompute_at_full_size():
+    case = COUNTED_CASE
+    for impl, sent in zip(MODELS, (64 * 4 + 2, 5), strict=True):
+        with one_rank_of(case.ranks) as group:
+            x = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
+            w = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
+            labels = torch.empty(case.tokens, dtype=torch.int64)
+            _, costs = measured_once(impl.build(case, group), Inputs(x, w, labels))
+        assert costs.flops == 8 * case.nvh
+        assert sum(costs.collectives.values()) == sent
+
+
+def test_slow_steps_miss_rounds():
+    times = interleaved({MEGATRON: lambda: None, "slow": lambda: None}, "cpu", 0.0, frozenset({"slow"}))
+    assert len(times[MEGATRON]) == 2
+    assert [math.isnan(ms) for ms in times["slow"]] == [False, True]
+    assert len(ratios(times)["slow"]) == 1
+    assert ratios({MEGATRON: [2.0, 4.0], "a": [1.0, 6.0]})["a"] == [0.5, 1.5]
+
+
+def test_the_allocator_is_watched():
+    answer, peak = watched(lambda: (torch.ones(2**18).sum() + torch.ones(2**10).sum()).item())
+    assert answer == 2**18 + 2**10
+    assert 2**20 <= peak <= 2**20 + 2**13
+
+
+def test_rows_and_columns(tmp_path):
+    path = tmp_path / "results" / "cpu.csv"
+    row = ORIGIN.row("one", "ours, cache 1", "time", "ms", [3.0, 1.0, 2.0])
+    assert (row.p20, row.p50, row.p80, row.n) == (1.4, 2.0, 2.6, 3)
+    record.write(path, [row, ORIGIN.row("two", "x", "peak", "MiB", [1.5])])
+    header = path.read_text().splitlines()[0]
+    assert header == "case,impl,metric,unit,p50,p20,p80,n,device,versions,commit,date"
+    again = ORIGIN.row("two", "x", "peak", "MiB", [2.5])
+    record.write(path, [again])  # cases of another run stay, those measured again are replaced
+    assert record.read(path) == [row, again]
+    assert "ours, cache 1" in record.table([row])
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="remove the file"):
+        record.write(path, [row])
+
+
+def test_the_committed_results_have_the_schema():
+    for path in record.RESULTS.glob("*.csv"):
+        rows = record.read(path)
+        assert rows
+        assert all(row.n >= 1 and row.p20 <= row.p50 <= row.p80 for row in rows)
+
+
+def test_the_figure(tmp_path):
+    rows = [
+        ORIGIN.row("one", impl, metric, "1", [value, 1.1 * value])
+        for impl, value in (("ours, cache 0", 1.2), ("ours, cache 1", 0.9), (MEGATRON, 1.0))
+        for metric in (TIME, MEMORY)
+    ]
+    assert cache_figure(rows, tmp_path / "figures" / "it.png").stat().st_size > 10_000
