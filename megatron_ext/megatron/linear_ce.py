@@ -36,21 +36,37 @@ _models: weakref.WeakSet = weakref.WeakSet()  # those with a patch of their own
 
 @dataclass(frozen=True)
 class Settings:
+    """What a patch was asked for: see `patch_gpt_model_forward_for_linear_ce_fusion`."""
+
     chunk_size: int | None = None
+    chunk_tokens: int | None = None
     cache: Cache = "auto"
 
     def __post_init__(self) -> None:
-        size = self.chunk_size
-        if size is not None and (type(size) is not int or size < 1):
+        for name, unit in (("chunk_size", "sequence positions"), ("chunk_tokens", "tokens")):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"{name} is {value!r}: it must be a positive number of {unit}, or None for a size chosen by the head"
+                )
+        if self.chunk_size is not None and self.chunk_tokens is not None:
             raise ValueError(
-                f"chunk_size is {size!r}: it must be a positive number of sequence positions, or None for a size "
-                f"chosen by the head"
+                f"chunk_size is {self.chunk_size} and chunk_tokens {self.chunk_tokens}: they say the same thing in "
+                f"sequence positions and in tokens; pass one of them"
             )
         HeadOptions(None, VocabShard(0, 1, 1), cache=self.cache)  # has the head's rules for `cache` checked here
 
+    def chunk(self, batch_size: int) -> int | None:
+        """Tokens per chunk."""
+        return self.chunk_tokens if self.chunk_size is None else self.chunk_size * batch_size
+
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *, chunk_size: int | None = None, cache: Cache = "auto", model: Any = None
+    *,
+    chunk_size: int | None = None,
+    chunk_tokens: int | None = None,
+    cache: Cache = "auto",
+    model: Any = None,
 ) -> None:
     """GPTModel with labels computes its per-token losses by the fused head; without labels nothing changes.
 
@@ -68,6 +84,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 
     Args:
         chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
+        chunk_tokens: the same in tokens, positions times batch size.
         cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
             least memory, "auto" looks at what is free.
         model: one model or a list of them, wrapped (data parallelism, 16-bit) or not: the patch is theirs alone, and
@@ -80,11 +97,11 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     all-gather of labels given in parts.
 
     Raises:
-        ValueError: `chunk_size` is not positive; a model is no GPTModel, or lacks what the fused head needs (the
+        ValueError: a size of chunks is not positive; a model is no GPTModel, or lacks what the fused head needs (the
             message says what). From the patched model: gathered logits together with labels, labels of another shape,
             log-probabilities without labels.
     """
-    settings = Settings(chunk_size, cache)
+    settings = Settings(chunk_size, chunk_tokens, cache)
     models = None if model is None else [_unwrap(m) for m in _as_list(model)]
     for owner in [GPTModel] if models is None else map(type, models):
         versions.check_layout(owner)
@@ -171,7 +188,7 @@ def _promising(model: Any, settings: Settings) -> Iterator[None]:
             return stock_loss(labels, logits)
         if logits.made is not None:
             return stock_loss(labels, logits.made)
-        return logits.loss(labels, settings.chunk_size, settings.cache, IGNORE_INDEX)
+        return logits.loss(labels, settings.chunk(labels.shape[0]), settings.cache, IGNORE_INDEX)
 
     with _attribute(layer, versions.FORWARD, promise), _attribute(model, versions.LOSS, loss):
         yield

@@ -62,8 +62,8 @@ class PromisedLogits(Tensor):
             self.made = logits if self.terms.scale == 1.0 else logits * self.terms.scale
         return self.made
 
-    def loss(self, labels: Tensor, chunk_size: int | None, cache: Cache, ignore_index: int) -> Tensor:
-        """Per-token losses, fp32, in the shape of the labels `[B, S]`. `chunk_size` counts sequence positions.
+    def loss(self, labels: Tensor, chunk_tokens: int | None, cache: Cache, ignore_index: int) -> Tensor:
+        """Per-token losses, fp32, in the shape of the labels `[B, S]`.
 
         Raises:
             ValueError: labels of another shape.
@@ -85,7 +85,7 @@ class PromisedLogits(Tensor):
             softcap=getattr(layer, "softcap", None),
             temperature=1.0 / self.terms.scale,
             ignore_index=ignore_index,
-            chunk_tokens=None if chunk_size is None else chunk_size * labels.shape[0],
+            chunk_tokens=chunk_tokens,
             cache=cache,
             gradient_accumulation_fusion=layer.gradient_accumulation_fusion,
         )

@@ -1,0 +1,110 @@
+"""Run an unmodified Megatron script on our head and layers, or without a GPU.
+
+    torchrun --nproc-per-node 2 -m megatron_ext.run --cpu --linear-ce pretrain_gpt.py --num-layers 2 ...
+
+The script finds what it would find under `python SCRIPT ARGS...`: its folder at `sys.path[0]`, itself as `__main__`,
+its arguments in `sys.argv`. Its exit code, its signals and its tracebacks are those of the process. Megatron is
+imported from where the script would import it, and changed before the script runs.
+"""
+
+import argparse
+import atexit
+import io
+import os
+import sys
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+# What the launcher keeps alive while the script is `__main__` in its place.
+_replaced: list[Any] = []
+
+
+def main(argv: list[str] | None = None) -> None:
+    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if not options.linear_ce and (options.chunk_tokens is not None or options.cache is not None):
+        parser.error("--chunk-tokens and --cache are settings of the fused head: add --linear-ce")
+    try:
+        with io.open_code(options.script) as file:
+            source = file.read()
+    except OSError as error:
+        parser.error(f"cannot open the script {options.script}: {error.strerror}")
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(options.script))
+    sys.argv = [options.script, *options.args]
+    if options.cpu:
+        _emulate()
+    if options.linear_ce or options.tensor_parallel:
+        _change_megatron(parser, options)
+    _become(os.path.abspath(options.script), source)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext.run", description="Run a Megatron script unmodified.", allow_abbrev=False
+    )
+    parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
+    parser.add_argument("--linear-ce", action="store_true", help="GPTModel takes its loss from the fused head")
+    parser.add_argument("--chunk-tokens", type=_tokens, metavar="N", help="tokens per chunk of the fused head")
+    parser.add_argument("--cache", type=_cache, metavar="X", help="what the fused head keeps: 0 to 1, bytes, or auto")
+    parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is the script's")
+    return parser
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of tokens")
+    return int(text)
+
+
+def _cache(text: str) -> Any:
+    try:
+        if text == "auto" or 0 <= float(text) < float("inf"):
+            return text if text == "auto" else float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, or auto")
+
+
+def _emulate() -> None:
+    """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
+    from megatron_ext.emulation import megatron_on_cpu
+
+    emulation = ExitStack()
+    emulation.enter_context(megatron_on_cpu())
+    atexit.register(emulation.close)
+
+
+def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    try:
+        import megatron.core  # noqa: F401
+    except ModuleNotFoundError as error:
+        parser.error(f"--linear-ce and --tensor-parallel change Megatron-Core, which is not to be found: {error}")
+    if options.tensor_parallel:
+        from megatron_ext import substitute_tensor_parallel
+
+        substitute_tensor_parallel()
+    if options.linear_ce:
+        from megatron_ext.megatron import linear_ce
+
+        cache: Any = "auto" if options.cache is None else options.cache
+        linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(chunk_tokens=options.chunk_tokens, cache=cache)
+
+
+def _become(script: str, source: bytes) -> None:
+    """Run the script as `__main__`, which it stays: worker processes and pickles look it up there."""
+    module = ModuleType("__main__")
+    module.__file__ = script
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None)
+    code = compile(source, script, "exec", dont_inherit=True)
+    _replaced.append(sys.modules["__main__"])
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

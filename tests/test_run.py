@@ -1,0 +1,182 @@
+"""The launcher: unmodified scripts see what they would see without it, apart from what was asked for."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import run
+
+ROOT = Path(__file__).parents[1]
+STANDIN = Path(__file__).parent / "standin" / "pretrain.py"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+
+def launch(folder, *arguments, ranks=0, **options):
+    """Run the launcher from a folder that is neither the script's nor ours."""
+    command = [sys.executable]
+    if ranks:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "megatron_ext.run", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, **options)
+
+
+def report_of(folder, *arguments, ranks, script=()):
+    report = folder / "report.json"
+    sizes = ["--tensor-model-parallel-size", ranks, "--report", report, *script]
+    done = launch(folder, "--cpu", *arguments, STANDIN, *sizes, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["argv"] == list(map(str, sizes))
+    return found
+
+
+def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path):
+    stock = report_of(tmp_path, ranks=1)
+    assert stock["layers"].startswith("megatron.core.")
+    assert stock["head"] == "None"
+    ours = report_of(
+        tmp_path,
+        *("--linear-ce", "--chunk-tokens", 5, "--cache", 0.5, "--tensor-parallel"),
+        ranks=2,
+        script=["--cpu", "own"],
+    )
+    assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
+    assert "chunk_tokens=5, cache=0.5" in ours["head"]
+    assert ours["cpu"] == "own"
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
+    assert stock["losses"][0] != pytest.approx(stock["losses"][1], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_layer_spec_by_name_under_sequence_parallelism(tmp_path):
+    """As Megatron-LM's `--spec MODULE NAME`, for norms that its own layers do not have."""
+    stock = report_of(tmp_path, ranks=1)
+    ours = report_of(tmp_path, "--linear-ce", ranks=2, script=["--sequence-parallel"])
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script into a folder of its own."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+
+    def write(text):
+        (folder / "script.py").write_text(textwrap.dedent(text))
+        return folder / "script.py"
+
+    return write
+
+
+def test_what_a_script_sees(tmp_path, script):
+    path = script("""
+        import json, sys
+        from dataclasses import dataclass
+        import beside
+        import __main__
+
+        @dataclass
+        class Here:
+            x: int
+
+        assert __main__.Here is Here and Here.__module__ == "__main__"
+        assert beside.WHERE == sys.path[0]
+        print(json.dumps([__name__, __file__, __spec__, __doc__, sys.argv, sys.path[0]]))
+        def late(): print("late", __name__, Here(1))
+        import atexit; atexit.register(late)
+    """)
+    (path.parent / "beside.py").write_text("import os; WHERE = os.path.dirname(os.path.abspath(__file__))\n")
+    arguments = ["--cpu", "--", "-x", "--cache=2", "two words"]
+    relative = os.path.relpath(path, tmp_path)
+    plain = subprocess.run([sys.executable, relative, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    ours = launch(tmp_path, relative, *arguments)
+    assert (ours.returncode, ours.stderr) == (0, "")
+    assert ours.stdout == plain.stdout
+    assert ours.stdout.endswith("late __main__ Here(x=1)\n")
+
+
+@pytest.mark.parametrize(
+    "text,code,said",
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("import sys; sys.exit('no data')", 1, "no data"),
+        ("import os; os._exit(9)", 9, ""),
+        ("def deep():\n    raise KeyError('lost')\n\ndeep()", 1, 'script.py", line 2, in deep\n    raise KeyError('),
+        ("x = (", 1, "SyntaxError"),
+    ],
+    ids=["exit", "message", "at once", "exception", "syntax"],
+)
+def test_exit_codes_and_tracebacks_pass_through(tmp_path, script, text, code, said):
+    done = launch(tmp_path, script(text))
+    assert done.returncode == code
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_pass_through(tmp_path, script, number):
+    path = script("""
+        import time
+        print("ready", flush=True)
+        time.sleep(60)
+    """)
+    command = [sys.executable, "-m", "megatron_ext.run", str(path)]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    started = time.monotonic()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == -number
+    assert time.monotonic() - started < 10
+    assert ("KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
+
+
+def test_the_emulation_lasts_until_the_script_has_cleaned_up(tmp_path, script):
+    path = script("""
+        import atexit, torch
+        atexit.register(lambda: print("then", torch.zeros(1, device="cuda").device))
+        print("now", torch.zeros(1, device="cuda").device)
+    """)
+    assert launch(tmp_path, "--cpu", path).stdout == "now cpu\nthen cpu\n"
+
+
+@pytest.mark.parametrize(
+    "arguments,said",
+    [
+        ([], "the following arguments are required: SCRIPT"),
+        (["--fast", "SCRIPT"], "unrecognized arguments: --fast"),
+        (["--linear", "SCRIPT"], "unrecognized arguments: --linear"),
+        (["--chunk-tokens", "4", "SCRIPT"], "add --linear-ce"),
+        (["--cache", "0", "SCRIPT"], "add --linear-ce"),
+        (["--linear-ce", "--cache", "much", "SCRIPT"], "argument --cache: 'much' must be a fraction from 0 to 1, a"),
+        (["--linear-ce", "--cache=-1", "SCRIPT"], "argument --cache: '-1' must be a fraction from 0 to 1, a number"),
+        (["--linear-ce", "--chunk-tokens", "0", "SCRIPT"], "argument --chunk-tokens: '0' must be a positive number"),
+        (["missing.py"], "cannot open the script missing.py: No such file or directory"),
+    ],
+)
+def test_wrong_arguments(script, capsys, monkeypatch, arguments, said):
+    path = str(script("raise AssertionError('must not run')"))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    with pytest.raises(SystemExit) as stopped:
+        run.main([path if a == "SCRIPT" else a for a in arguments])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_megatron_it_says_so(script, capsys, monkeypatch):
+    path = str(script("raise AssertionError('must not run')"))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--linear-ce", path])
+    assert "change Megatron-Core, which is not to be found" in capsys.readouterr().err
