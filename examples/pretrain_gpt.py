@@ -206,9 +206,10 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"pretrain_gpt.py: {error}")
 
-    local_rank = int(os.environ["LOCAL_RANK"])
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpu = args.device == "cuda" or (args.device == "auto" and enough_gpus)
+    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_gpu = gpus >= ranks if args.device == "auto" else args.device == "cuda"
+    if on_gpu and gpus < ranks:
+        sys.exit(f"pretrain_gpt.py: --device is cuda, but this machine has {gpus} GPUs for {ranks} ranks: take cpu")
     if on_gpu:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants kernels in the order it starts them
     else:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
@@ -216,7 +217,7 @@ def main() -> None:
     with nullcontext() if on_gpu else megatron_on_cpu():
         if args.layers == "ext":
             substitute_tensor_parallel()  # the embedding and the output layer too, which no layer spec reaches
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
         parallel_state.initialize_model_parallel(
             args.tensor_model_parallel_size, args.pipeline_model_parallel_size, create_gloo_process_groups=False
