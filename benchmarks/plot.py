@@ -15,7 +15,7 @@ BESIDE = {MEGATRON: "Megatron unfused", "pytorch chunked": "PyTorch chunked"}
 
 
 def cache_figure(rows: list[Row], path: Path = FIGURE) -> Path:
-    """One column a case: above the time over Megatron's unfused head, below the peak MiB of the allocator, beyond the inputs."""
+    """One column a case: above the time over Megatron's unfused head, below the peak MiB beyond the inputs."""
     import matplotlib
     from matplotlib.figure import Figure
 
