@@ -7,7 +7,11 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-gpu check format bench bench-gpu clean
+# Other Megatron-Cores than the pinned one, each in an environment of its own that takes the rest from .venv.
+MEGATRONS := 0.14.0 0.15.3
+VERSIONS := $(MEGATRONS:%=.venvs/megatron-core-%)
+
+.PHONY: help demo test test-all test-versions test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -27,8 +31,20 @@ demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side 
 test: $(VENV)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) -m pytest -m "not slow and not gpu"
 
-test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices too
+test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other versions too
 	$(PY) -m pytest -m "not gpu"
+	$(MAKE) test-versions
+
+# The environment's own packages come first; pip must not see the others, it would replace them.
+.venvs/megatron-core-%/.ready: $(VENV)/.ready
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install --quiet --no-deps megatron-core==$*
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
+	@touch $@
+
+test-versions: $(VERSIONS:%=%/.ready)  ## the patch, layer specs and norms with Megatron-Core 0.14.0 and 0.15.3
+	set -e; for version in $(VERSIONS); do $$version/bin/python -m pytest -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu
