@@ -67,7 +67,7 @@ def main() -> None:
     where = f"{ranks} GPU{'s' * (ranks > 1)} (NCCL)" if gpus else f"{ranks} CPU processes (gloo)"
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)  # of the launcher; errors and the ranks have their say
     args.out.mkdir(parents=True, exist_ok=True)
     print(
         f"A GPT of {MODEL['num-layers']} layers, width {MODEL['hidden-size']}, vocabulary {MODEL['vocab-size']}, "
