@@ -3,10 +3,12 @@
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
@@ -305,6 +307,10 @@ def _linear(
     if mine_T is not None:
         x_TD = x_TD.index_select(0, mine_T)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    if weight.shape[0] == 0:  # one column that does not count is simpler than none
+        nowhere = VocabShard(options.vocab.size, options.vocab.size + 1, options.vocab.size)
+        options = dataclasses.replace(options, vocab=nowhere, fuse_main_grad=False)
+        weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
     results = LinearHead.apply(x_TD, weight, bias, labels_T, options, sizes, keep)
     if kept_T is not None:
         results = [None if x is None else x.new_zeros(labels.numel()).index_copy(0, kept_T, x) for x in results]

@@ -77,9 +77,11 @@ def target_bend(stats: Statistics, options: HeadOptions) -> Tensor | float:
     return 1 - ((stats.target + stats.largest) * (options.temperature / options.softcap)).square()
 
 
-def pass_coefficients(stats: Statistics, coef: Coefficients) -> PassCoefficients:
-    """`coef` as `row_gradient` wants it."""
+def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | None = None) -> PassCoefficients:
+    """`coef` as `row_gradient` wants it, divided by `unit_T` if given."""
     a, c, d, _, alpha = coef
+    if unit_T is not None:
+        a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
     if c is None:
         return PassCoefficients(alpha * a, None, d)
     assert stats.expected is not None

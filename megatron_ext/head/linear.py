@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head import gradient, matmul, statistics
 from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_gradient, row_statistics
 from megatron_ext.head.rows import accumulation_dtype
@@ -66,7 +66,7 @@ class LinearHead(torch.autograd.Function):
             return statistics.loss(stats, kept_T, options), entropy, hits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             dx_TD, dw_VD, db_V = _backward(ctx, grad_loss_T, grad_entropy_T)
@@ -117,13 +117,14 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
 
 
 class _Gradient(NamedTuple):
-    """The logits' gradient, `[T, V]`, by its parts: a matrix, a value at each label's column, a constant per token.
+    """The logits' gradient `[T, V]` by its parts: `scale * G`, plus `target` at the label, plus `offset` everywhere.
 
-    The matrix is E times `inside.scale`, or, where entropy or softcap bend it, what `row_gradient` makes of `inside`.
+    G is E (`inside` is None), or where entropy or softcap bend it what `row_gradient` makes of `inside`. Scales stay
+    outside of G: it is rounded to 16 bits once, the scaled operand of dW once, and dx is scaled in fp32.
     """
 
-    inside: gradient.PassCoefficients
-    bent: bool
+    inside: gradient.PassCoefficients | None
+    scale: Tensor
     shift: Tensor  # m
     target: Tensor  # 0 where another rank owns the label
     offset: Tensor | None
@@ -131,14 +132,19 @@ class _Gradient(NamedTuple):
 
 def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gradient:
     coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
-    inside, target, offset = gradient.pass_coefficients(stats, coef), coef.target, coef.d
-    if options.softcap is None:
-        inside = inside._replace(offset=None)
-    else:  # its slope differs from column to column: the constant is no longer one, and goes through the pass
-        target = (target if offset is None else target + offset) * gradient.target_bend(stats, options)
-        offset = None
-    bent = coef.c is not None or options.softcap is not None
-    return _Gradient(inside, bent, stats.peak, target.where(target_T >= 0, 0.0), offset)
+    owned_T = target_T >= 0
+    if coef.c is None and options.softcap is None:
+        return _Gradient(None, coef.a * coef.alpha, stats.peak, coef.target.where(owned_T, 0.0), coef.d)
+    target, through = coef.target, None
+    if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
+        target, through = (target if coef.d is None else target + coef.d), coef.d
+        target = target * gradient.target_bend(stats, options)
+    # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
+    # is 1, which no rounding touches.
+    others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
+    unit = torch.stack([coef.a.abs(), *others]).amax(0)
+    inside = gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
+    return _Gradient(inside, unit, stats.peak, target.where(owned_T, 0.0), coef.d if through is None else None)
 
 
 def _backward(ctx, grad_loss_T, grad_entropy_T):
@@ -154,21 +160,20 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
         gathered = collectives.Pending(hidden_TD)
 
     grad = _parts(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
-    # E serves as it is if all of it was kept: what scales its rows then scales the other operand or the product.
-    as_kept = exp_TV.shape[0] == tokens and not grad.bent
-    scale_T = grad.inside.scale if as_kept else None
+    as_kept = exp_TV.shape[0] == tokens and grad.inside is None  # E is G, and all of it is there
     w_VD = weight_VD.to(hidden_TD.dtype)
     fused = main_grad.buffer_of(weight_VD) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
-    x_TD = product_TD = dx_TD = dx = None
+    product_TD = dx_TD = dx = None
+    scaled = None
     for rows, block in _tiles(tokens, columns, as_kept, need_dw, options, hidden_TD):
         g_TV = exp_TV if as_kept else _tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         if need_dx:
             last = block.stop == columns
             product_TD = matmul.add_product(product_TD, g_TV, w_VD[block], last)
             if last:
-                done_TD = _finished_dx(rows, product_TD, scale_T, grad, target_T, w_VD, bias_V, options, in_slices)
+                done_TD = _finished_dx(rows, product_TD, grad, target_T, w_VD, bias_V, options, in_slices)
                 product_TD = None
                 if dx_TD is None:
                     dx_TD = done_TD if rows.stop == tokens else done_TD.new_empty(tokens, done_TD.shape[1])
@@ -179,14 +184,12 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
                 elif rows.stop == tokens:
                     dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
         if need_dw:
-            if x_TD is None:
-                x_TD = gathered.wait() if scale_T is None else _scaled(gathered.wait(), scale_T)
-            matmul.weight_product(dw_VD[block], g_TV, x_TD, accumulate=fused is not None)
+            scaled = scaled or matmul.ScaledRows(gathered.wait(), grad.scale)
+            matmul.weight_product(dw_VD[block], g_TV, scaled, accumulate=fused is not None)
         if need_db:
-            scale_T1 = (torch.ones_like(grad.target[rows]) if scale_T is None else scale_T).to(g_TV.dtype).unsqueeze(1)
-            db_V[block] += torch.mm(g_TV.t(), scale_T1).squeeze(1)
+            db_V[block] += torch.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)
         del g_TV  # before the next one is made
-    del x_TD
+    del scaled
     if need_dw:
         _add_targets(dw_VD, grad, target_T, gathered.wait(), bias_V, options)
     if fused is not None:
@@ -221,16 +224,19 @@ def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> T
     target_T = (target_T - block.start).where(inside, -1)
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
     g_TV = x_TD.new_empty(tile.stop - tile.start, width)
-    scale, slope, offset = grad.inside
+    scale, slope, offset = grad.inside or (None, None, None)
     for rows in chunks(tile, cached, None, width, x_TD.device):
         kept, out_TV = rows.stop <= cached, g_TV[rows.start - tile.start : rows.stop - tile.start]
         source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
+        if kept and grad.inside is None:
+            out_TV.copy_(source_TV)
+            continue
         row_gradient(
             source_TV,
             kept,
             target_T[rows],
             grad.shift[rows],
-            scale[rows],
+            None if scale is None else scale[rows],
             None if slope is None else slope[rows],
             None if offset is None else offset[rows],
             None,
@@ -244,15 +250,7 @@ def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> T
     return g_TV
 
 
-def _scaled(x_TD: Tensor, scale_T: Tensor) -> Tensor:
-    """`x` with its rows scaled, rounded once; without an fp32 copy of it."""
-    out_TD = torch.empty_like(x_TD)
-    for rows in pieces(x_TD):
-        torch.mul(x_TD[rows], scale_T[rows].unsqueeze(1), out=out_TD[rows])
-    return out_TD
-
-
-def _finished_dx(tile, product_TD, scale_T, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
     """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
@@ -263,7 +261,7 @@ def _finished_dx(tile, product_TD, scale_T, grad, target_T, w_VD, bias_V, option
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
     else:
         out_TD = w_VD.new_empty(product_TD.shape)
-    target_T, value_T = target_T[tile].clamp(min=0), grad.target[tile].unsqueeze(1)
+    target_T, value_T, scale_T = target_T[tile].clamp(min=0), grad.target[tile].unsqueeze(1), grad.scale[tile]
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
         counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
@@ -272,10 +270,7 @@ def _finished_dx(tile, product_TD, scale_T, grad, target_T, w_VD, bias_V, option
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
     for rows in pieces(product_TD):
         dx_TD = w_VD[target_T[rows]] * value_T[rows]
-        if scale_T is None:
-            dx_TD += product_TD[rows]
-        else:
-            dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[tile][rows].unsqueeze(1))
+        dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
         if common_D is not None:
             dx_TD.addcmul_(grad.offset[tile][rows].unsqueeze(1), common_D)
         out_TD[rows] = dx_TD

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.head import gradient, statistics
 from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_gradient, row_statistics
 from megatron_ext.head.rows import accumulation_dtype
@@ -58,7 +58,7 @@ class LogitsHead(torch.autograd.Function):
         return statistics.loss(stats, kept_T, options), entropy, hits
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
         options = ctx.options
         z_TV, target_T, kept_T, *rest = ctx.saved_tensors

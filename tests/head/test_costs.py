@@ -1,0 +1,100 @@
+"""Exact FLOPs, peak bytes and collectives of one call, on fake tensors: the same numbers on every machine."""
+
+import pytest
+import torch
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
+
+# One rank of 8 with sequence 16384, D 8192, V 152064 in bf16: the logits' size, dW's, dx's in bytes of 1 per logit.
+T, D, V, R = 16384, 8192, 152064, 8
+LOGITS = T * V // R
+SMALL = (1024, 512, 8192, 4)
+
+
+def costs(cache, layout="replicated", sizes=(T, D, V, R), call="loss", frozen=False, grad=True, **options):
+    tokens, width, vocabulary, ranks = sizes
+    with one_rank_of(ranks) as group:
+        rows = tokens // ranks if layout == "sequence" else tokens
+        hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=grad)
+        weight = torch.empty(vocabulary // ranks, width, dtype=torch.bfloat16, requires_grad=grad and not frozen)
+        labels, upstream = torch.zeros(tokens, dtype=torch.int64), torch.randn(tokens)
+        with measure() as found:
+            if call == "loss":
+                loss = linear_cross_entropy(hidden, weight, labels, group, layout, cache=cache, **options)
+            else:
+                loss = sum(linear_log_probs(hidden, weight, labels, group, layout, cache=cache, return_entropy=True))
+            if grad:
+                loss.backward(upstream)
+        return found
+
+
+def allowed_bytes(layout):
+    """dx and dW at 4 bytes an element; with the sequence layout the gathered x and the full-length dx at 2."""
+    full = T * D
+    return 4 * (V // R) * D + (4 * full if layout == "replicated" else 4 * full // R + 2 * full + 2 * full)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("cache, flops, logits_bytes", [(0, 8, 0.35), (0.5, 7, 1.35), (1, 6, 2.25)])
+def test_full_size(layout, cache, flops, logits_bytes):
+    found = costs(cache, layout)
+    assert found.flops == flops * T * V * D // R
+    assert found.peak_bytes <= allowed_bytes(layout) + logits_bytes * LOGITS
+    assert found.collectives.total() == (2 if layout == "replicated" else 4)
+    large = [(dtype, shape) for dtype, shape in found.largest if torch.Size(shape).numel() >= min(LOGITS, V // R * D)]
+    assert not [shape for dtype, shape in large if dtype == "torch.float32"], "nothing of that size in fp32"
+    assert found.largest["torch.bfloat16", (V // R, D)] == 1, "dW, and no copy of the weight"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"z_loss": 0.01, "temperature": 0.5},
+        {"softcap": 30.0, "label_smoothing": 0.1},
+        {"call": "log_probs"},  # with entropy
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cache", [0, 0.25, 1])
+def test_no_option_costs_flops(options, cache):
+    tokens, width, vocabulary, ranks = SMALL
+    found = costs(cache, sizes=SMALL, **options)
+    assert found.flops == (8 - 2 * cache) * tokens * width * vocabulary // ranks
+    assert found.collectives.total() == 2
+
+
+@pytest.mark.parametrize("cache, flops", [(0, 6), (1, 4)])
+def test_frozen_weight_pays_no_weight_gradient(cache, flops):
+    tokens, width, vocabulary, ranks = SMALL
+    found = costs(cache, sizes=SMALL, frozen=True)
+    assert found.flops == flops * tokens * width * vocabulary // ranks
+
+
+def test_without_gradients_one_matmul_and_nothing_kept():
+    tokens, width, vocabulary, ranks = SMALL
+    found = costs(1, sizes=SMALL, grad=False)
+    assert found.flops == 2 * tokens * width * vocabulary // ranks
+    assert found.collectives.total() == 1
+    assert ("torch.float32", (tokens, vocabulary // ranks)) not in found.largest
+    assert found.alive_bytes < 100 * tokens
+
+
+@pytest.mark.parametrize("into_logits", [False, True])
+def test_on_logits_nothing_of_their_size_is_saved(into_logits):
+    """Beyond the caller's own logits: small statistics after forward, after backward one gradient in their dtype."""
+    tokens, columns = 4096, 8192
+    with one_rank_of(4) as group:
+        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        held = logits + 0  # not a leaf, as in a model
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with measure() as forward:
+            loss = vocab_parallel_cross_entropy(held, labels, group, gradient_into_logits=into_logits)
+        with measure() as backward:
+            loss.backward(torch.randn(tokens))
+    assert forward.collectives.total() == 1
+    assert backward.collectives.total() == 0
+    assert forward.peak_bytes < 0.6 * tokens * columns, "no fp32 copy, not even for a moment"
+    assert forward.alive_bytes < 100 * tokens
+    assert backward.peak_bytes < (0.6 if into_logits else 2.6) * tokens * columns

@@ -1,0 +1,367 @@
+"""Where heads go wrong: extreme logits, nothing to count, odd memory, a graph used twice."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs, reference, token_log_probs
+from megatron_ext.distributed.groups import group_rank, group_size
+from tests.head.problems import Problem, error
+from tests.ranks import ranks
+
+CACHES = [0, 0.5, 1]
+
+
+def loss_and_grads(problem, cache=1, **more):
+    hidden, weight, bias = problem.mine(None)
+    loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache, **more)
+    return loss, torch.autograd.grad(loss, [x for x in (hidden, weight, bias) if x is not None], problem.grad)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_backward_twice(cache):
+    problem = Problem(dtype=torch.bfloat16, options={"bias": True})
+    hidden, weight, bias = problem.mine(None)
+    loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache)
+    first = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad, retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight, bias), 2 * problem.grad, retain_graph=True)
+    third = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(2 * a, b)
+
+
+@pytest.mark.parametrize("on_logits", [False, True])
+def test_double_backward_is_refused(on_logits):
+    problem = Problem()
+    hidden, weight, _ = problem.mine(None)
+    if on_logits:
+        hidden = (hidden @ weight.t()).detach().requires_grad_()
+        loss = token_log_probs(hidden, problem.labels)
+    else:
+        loss = linear_cross_entropy(hidden, weight, problem.labels)
+    (grad,) = torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        (loss.sum() + grad.square().sum()).backward()  # a gradient penalty
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_arguments_are_not_written(cache):
+    problem = Problem(dtype=torch.float32, options={"bias": True})
+    hidden, weight, bias = leaves = problem.mine(None)
+    mask = torch.ones(problem.shape)
+    before = [x.detach().clone() for x in (*leaves, problem.labels, mask, problem.grad)]
+    loss = linear_cross_entropy(
+        hidden, weight, problem.labels, bias=bias, loss_mask=mask, cache=cache, z_loss=0.1, softcap=3.0
+    )
+    loss.backward(problem.grad)
+    for x, y in zip((*leaves, problem.labels, mask, problem.grad), before, strict=True):
+        assert torch.equal(x.detach(), y)
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (0,), (3, 0), (2, 1, 3, 2)])
+@pytest.mark.parametrize("cache", CACHES)
+def test_shapes(shape, cache):
+    """One token, no dims, no tokens, four dims."""
+    problem = Problem(shape, options={"bias": True})
+    if shape in ((1,), ()):
+        problem.labels.fill_(5)
+    loss, grads = loss_and_grads(problem, cache, chunk_tokens=2)
+    (want,), want_grads = problem.truth("loss")
+    torch.testing.assert_close([loss, *grads], [want, *want_grads])
+    log_probs, entropy, hits = linear_log_probs(
+        *problem.mine(None)[:2], problem.labels, return_entropy=True, return_hits=True, cache=cache
+    )
+    assert log_probs.shape == entropy.shape == hits.shape == shape
+    assert hits.dtype == torch.bool
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_no_tokens_and_none_that_count(layout):
+    group = dist.group.WORLD
+    problem = Problem((0, 3))
+    (loss,), grads = problem.ours("loss", group, layout)
+    assert loss.shape == (0, 3)
+    assert not any(x.any() for x in grads)
+    problem = Problem(options={"bias": True})
+    problem.labels.fill_(-100)
+    for cache in CACHES:
+        for skip_ignored in (False, True):
+            (loss,), grads = problem.ours("loss", group, layout, cache=cache, skip_ignored=skip_ignored)
+            assert not loss.any()
+            assert not any(x.any() for x in grads)
+    hidden, weight, _ = problem.mine(group, layout)
+    mean = linear_cross_entropy(
+        hidden, weight, problem.labels, group, layout, vocab=problem.shard(group), reduction="mean"
+    )
+    assert mean == 0
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_one_column_a_rank_and_ranks_without_any(what):
+    group = dist.group.WORLD
+    problem = Problem(columns=group_size(group))
+    results, grads = problem.truth(what)
+    for cache in CACHES:
+        got_results, got_grads = problem.ours(what, group, cache=cache)
+        torch.testing.assert_close([*got_results, *got_grads], [*results, *problem.pieces(grads, group, "replicated")])
+    # all columns on the first rank
+    problem = Problem()
+    results, grads = problem.truth(what)
+    shard = VocabShard(0, 41, 41) if group_rank(group) == 0 else VocabShard(41, 41, 41)
+    hidden, weight, _ = problem.mine(None)
+    weight = weight[shard.start : shard.stop].detach().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, problem.labels, group, vocab=shard)
+    dx, dw = torch.autograd.grad(loss, (hidden, weight), problem.grad)
+    truth, (want_dx, want_dw) = problem.truth("loss")
+    torch.testing.assert_close([loss, dx, dw], [truth[0], want_dx, want_dw[shard.start : shard.stop]])
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("size", [1e3, 1e5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_huge_logits_and_far_shards(size, dtype):
+    """exp(m - lse) underflows on the shard that owns the label: finite, and right."""
+    group = dist.group.WORLD
+    problem = Problem(dtype=dtype, logit_size=size)
+    for what in ("loss", "log_probs"):
+        results, grads = problem.truth(what)
+        plain_results, plain_grads = problem.plain(what, group_size(group))
+        for cache in CACHES:
+            got_results, got_grads = problem.ours(what, group, cache=cache)
+            for got, truth, plain in zip(
+                [*got_results[:2], *got_grads],
+                [*results[:2], *problem.pieces(grads, group, "replicated")],
+                [*plain_results[:2], *problem.pieces(plain_grads, group, "replicated")],
+                strict=True,
+            ):
+                assert got.isfinite().all()
+                assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6
+
+
+def test_statistics_stay_exact_at_logits_near_a_thousand():
+    """`z_y - lse` in fp32 is off by 6e-5 here, PyTorch's log_softmax by 5e-6."""
+    g = torch.Generator().manual_seed(0)
+    z = 1000 + torch.randn(64, 5000, generator=g)
+    labels = torch.randint(0, 5000, (64,), generator=g)
+    log_probs, entropy = token_log_probs(z, labels, return_entropy=True)
+    assert (log_probs - reference.log_probs(z.double(), labels)).abs().max() < 5e-6
+    assert (entropy - reference.entropy(z.double())).abs().max() < 5e-6
+
+
+@ranks(1, 2)
+def test_columns_and_labels_at_minus_infinity():
+    """Masked columns get no probability and no gradient; a masked label is an infinite loss, not a NaN."""
+    group = dist.group.WORLD
+    problem = Problem(options={"bias": True, "label_smoothing": 0.1})
+    problem.labels[problem.labels >= 0] %= 30
+    problem.bias[30:] = -torch.inf
+    (want,), want_grads = problem.truth("loss")
+    pieces = problem.pieces(want_grads, group, "replicated")
+    for cache in CACHES:
+        (loss,), grads = problem.ours("loss", group, cache=cache)
+        torch.testing.assert_close([loss, *grads], [want, *pieces])
+        results, grads = problem.ours("log_probs", group, cache=cache)
+        wants, entropy_grads = problem.truth("log_probs")
+        torch.testing.assert_close([*results, *grads], [*wants, *problem.pieces(entropy_grads, group, "replicated")])
+    problem.labels[0, 0] = 40
+    del problem.arguments["label_smoothing"]
+    (loss,), grads = problem.ours("loss", group)
+    assert loss[0, 0] == torch.inf
+    assert loss.view(-1)[1:].isfinite().all()
+    assert all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_any_memory(cache):
+    """Non-contiguous hidden states, weight, labels and mask; expanded hidden states and gradient."""
+    problem = Problem((5, 4))
+    hidden, weight = problem.hidden, problem.weight
+    (want,), _ = problem.truth("loss")
+    strided = [
+        hidden.transpose(0, 1).contiguous().transpose(0, 1),
+        weight.t().contiguous().t(),
+        problem.labels.t().contiguous().t(),
+    ]
+    loss = linear_cross_entropy(*strided, cache=cache, loss_mask=torch.ones(4, 5).t())
+    torch.testing.assert_close(loss, want)
+    one = hidden[:1, :1].clone().requires_grad_()
+    leaf = weight.t().contiguous().t().requires_grad_()
+    loss = linear_cross_entropy(one.expand(5, 4, 8), leaf, problem.labels, cache=cache)
+    got = torch.autograd.grad(loss, (one, leaf), torch.tensor(0.5).expand(5, 4))
+    plain = reference.cross_entropy(reference.logits(one.expand(5, 4, 8), leaf), problem.labels)
+    torch.testing.assert_close(got, torch.autograd.grad(plain, (one, leaf), torch.tensor(0.5).double().expand(5, 4)))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_autocast(cache):
+    """As a linear layer under autocast: computed in the lower dtype, gradients in the parameters' own."""
+    problem = Problem(dtype=torch.float32, options={"bias": True})
+    hidden, weight, bias = problem.mine(None)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache)
+        inside = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad, retain_graph=True)
+        mixed = linear_cross_entropy(hidden.bfloat16(), weight, problem.labels, bias=bias, cache=cache)
+    outside = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad)
+    assert torch.equal(loss, mixed)
+    low = Problem(dtype=torch.bfloat16, options={"bias": True})
+    want, want_grads = loss_and_grads(low, cache)
+    torch.testing.assert_close(loss, want, rtol=1e-2, atol=1e-2)
+    for a, b, c in zip(inside, outside, want_grads, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b)
+        assert error(a, c) < 1e-2
+
+
+def test_no_grad_and_inference_mode():
+    problem = Problem()
+    hidden, weight, _ = problem.mine(None)
+    want = problem.truth("loss")[0][0]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            loss = linear_cross_entropy(hidden, weight, problem.labels)
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, want)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+def test_one_gradient_alone(wanted, cache):
+    """Frozen tensors get no gradient, the other one its right one, also a bias beside a frozen weight."""
+    problem = Problem(options={"bias": True, "label_smoothing": 0.1})
+    leaves = dict(zip(("hidden", "weight", "bias"), problem.mine(None), strict=True))
+    for name, x in leaves.items():
+        x.requires_grad_(name == wanted)
+    loss = linear_cross_entropy(**leaves, labels=problem.labels, label_smoothing=0.1, cache=cache, chunk_tokens=6)
+    loss.backward(problem.grad)
+    want = dict(zip(leaves, problem.truth("loss")[1], strict=True))
+    torch.testing.assert_close(leaves[wanted].grad, want[wanted])
+    assert all(x.grad is None for name, x in leaves.items() if name != wanted)
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("cache", [*CACHES, 200.0])
+def test_frozen_weight_at_any_layout(layout, cache):
+    group, problem = dist.group.WORLD, Problem()
+    hidden, weight, _ = problem.mine(group, layout, grads=(True, False))
+    loss = linear_cross_entropy(
+        hidden, weight, problem.labels, group, layout, vocab=problem.shard(group), cache=cache, chunk_tokens=6
+    )
+    loss.backward(problem.grad)
+    torch.testing.assert_close(hidden.grad, problem.pieces(problem.truth("loss")[1], group, layout)[0])
+    assert weight.grad is None
+
+
+def test_tied_weight():
+    """The weight also makes the hidden states: both gradients add up."""
+    problem = Problem()
+    ids = torch.arange(20).view(4, 5)
+    for f in (linear_cross_entropy, lambda x, w, y: reference.cross_entropy(reference.logits(x, w), y)):
+        weight = problem.weight.clone().requires_grad_()
+        f(weight[ids], weight, problem.labels).backward(problem.grad.double())
+        grads = weight.grad if f is linear_cross_entropy else (grads, weight.grad)  # noqa: F821
+    torch.testing.assert_close(*grads)
+
+
+def test_reductions_and_loss_mask():
+    problem = Problem()
+    (loss,), _ = problem.truth("loss")
+    kept = problem.labels != -100
+    hidden, weight, _ = problem.mine(None)
+    mask = torch.rand(problem.shape).round()
+    for skip_ignored in (False, True):
+        call = {"skip_ignored": skip_ignored}
+        total = linear_cross_entropy(hidden, weight, problem.labels, reduction="sum", **call)
+        mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
+        torch.testing.assert_close(total, loss.sum())
+        torch.testing.assert_close(mean, loss.sum() / kept.sum())
+        for weights in (mask, mask.bool(), mask * 0.25):
+            call["loss_mask"] = weights
+            masked = linear_cross_entropy(hidden, weight, problem.labels, **call)
+            torch.testing.assert_close(masked, loss * weights)
+            mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
+            torch.testing.assert_close(mean, (loss * weights).sum() / (kept * weights).sum())
+            log_probs = linear_log_probs(hidden, weight, problem.labels, **call)
+            torch.testing.assert_close(log_probs, (-loss).where(weights > 0, 0.0))
+
+
+def test_masked_tokens_get_no_gradient_and_no_minus_zero():
+    problem = Problem()
+    hidden, weight, _ = problem.mine(None)
+    mask = torch.zeros(problem.shape)
+    mask[1] = 1
+    log_probs = linear_log_probs(hidden, weight, problem.labels, loss_mask=mask)
+    log_probs.sum().backward()
+    assert not hidden.grad[[0, 2, 3]].any()
+    assert not (log_probs[0].signbit()).any()
+
+
+@pytest.mark.parametrize("cache, kept_bytes", [(0.25, 5 * 41 * 8), (5 * 41 * 8 + 7, 5 * 41 * 8), (10**9, 20 * 41 * 8)])
+def test_cache_bounds_what_is_kept(cache, kept_bytes):
+    """A fraction of the tokens, or a number of bytes; what is kept is all that autograd holds of vocabulary size."""
+    problem, sizes = Problem(), []
+    hidden, weight, _ = problem.mine(None)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
+        linear_cross_entropy(hidden, weight, problem.labels, cache=cache)
+    assert kept_bytes in sizes
+    assert sum(sizes) < kept_bytes + hidden.nbytes + weight.nbytes + 20 * 100
+
+
+def test_auto_cache_looks_at_free_memory(monkeypatch):
+    import os
+
+    from megatron_ext.head.options import HeadOptions
+    from megatron_ext.head.sizes import cached_tokens
+
+    options = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000))
+    like = torch.empty(1)
+    assert cached_tokens(options, 10, 1000, like) == 10
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}[name])
+    assert cached_tokens(options, 10, 1000, like) == 10 * 4096 // 2 // 4000
+
+
+@ranks(2)
+def test_deterministic_and_alike_on_all_ranks():
+    """Bit-equal from run to run, and the loss on both ranks."""
+    group, problem = dist.group.WORLD, Problem((16, 8), 32, 300, torch.bfloat16)
+    runs = [problem.ours("loss", group, cache=0.5) for _ in range(2)]
+    for a, b in zip(runs[0][0] + tuple(runs[0][1]), runs[1][0] + tuple(runs[1][1]), strict=True):
+        assert torch.equal(a, b)
+    losses = [torch.empty_like(runs[0][0][0]) for _ in range(2)]
+    dist.all_gather(losses, runs[0][0][0])
+    assert torch.equal(*losses)
+
+
+def test_weight_gradient_does_not_depend_on_the_chunks():
+    """16-bit weight gradients are rounded once, however many chunks: not a 16-bit running sum."""
+    problem = Problem((64, 16), 16, 64, torch.bfloat16)
+    truth = problem.truth("loss")[1][1]
+    errors = [error(loss_and_grads(problem, 0, chunk_tokens=n)[1][1], truth) for n in (None, 64, 4)]
+    assert max(errors) < 1.05 * min(errors)
+
+
+def test_temperature_scales_logits_not_log_probs():
+    problem = Problem(options={"temperature": 0.5})
+    (want, *_), _ = problem.truth("log_probs")
+    hidden, weight, _ = problem.mine(None)
+    got = linear_log_probs(hidden, weight, problem.labels, temperature=0.5)
+    torch.testing.assert_close(got, want)
+    assert not math.isclose(got.sum().item(), 2 * linear_log_probs(hidden, weight, problem.labels).sum().item())
+
+
+def test_hits_take_the_lowest_id_among_equals():
+    z = torch.tensor([[1.0, 3.0, 3.0], [3.0, 3.0, 3.0], [0.0, 1.0, 2.0]])
+    _, hits = token_log_probs(z, torch.tensor([1, 1, 2]), return_hits=True)
+    assert hits.tolist() == [True, False, True]
+
+
+@ranks(2)
+def test_hits_take_the_lowest_id_among_ranks():
+    z = torch.tensor([[3.0, 1.0], [3.0, 3.0]])[dist.get_rank()].expand(3, 2)
+    _, hits = token_log_probs(z, torch.tensor([0, 2, 3]), dist.group.WORLD, return_hits=True)
+    assert hits.tolist() == [True, False, False]

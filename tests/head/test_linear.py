@@ -1,0 +1,81 @@
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from tests.head.problems import OPTIONS, Problem, error
+from tests.ranks import ranks
+
+LAYOUTS = ["replicated", "sequence"]
+CACHES = [0, 0.5, 1]
+# 20 tokens in 1, 3 and 20 chunks; as backward takes it: the shard's columns in as many blocks
+CHUNKS = [None, 7, 1]
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_values_and_gradients(what, options, layout):
+    """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
+    group = dist.group.WORLD
+    problem = Problem(options=OPTIONS[options])
+    results, grads = problem.truth(what)
+    pieces = problem.pieces(grads, group, layout)
+    for cache, chunk_tokens, skip_ignored in itertools.product(CACHES, CHUNKS, [False, True]):
+        case = {"cache": cache, "chunk_tokens": chunk_tokens, "skip_ignored": skip_ignored}
+        got_results, got_grads = problem.ours(what, group, layout, **case)
+        for got, want in zip([*got_results, *got_grads], [*results, *pieces], strict=True):
+            torch.testing.assert_close(got, want, msg=lambda m, case=case: f"{case}: {m}")
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives(layout):
+    """None at one rank; else one forward and one backward, with the sequence layout two and two, at any chunk count."""
+    group, problem = dist.group.WORLD, Problem()
+    for chunk_tokens, cache, skip in itertools.product([None, 7, 1], CACHES, [False, True]):
+        hidden, weight, _ = problem.mine(group, layout)
+        more = {"chunk_tokens": chunk_tokens, "cache": cache, "skip_ignored": skip, "vocab": problem.shard(group)}
+        from megatron_ext import linear_cross_entropy
+
+        with count_collectives() as forward:
+            loss = linear_cross_entropy(hidden, weight, problem.labels, group, layout, **more)
+        with count_collectives() as backward:
+            loss.backward(problem.grad)
+        expected = 0 if group_size(group) == 1 else LAYOUTS.index(layout) + 1
+        assert (forward.total(), backward.total()) == (expected, expected), (more, forward, backward)
+
+
+def within(got, truth, plain, dtype):
+    """At most 1.1 times the error of plain PyTorch; where both are next to exact, a few roundings of the result."""
+    return error(got, truth) <= 1.1 * error(plain, truth) + 2 * torch.finfo(torch.float32).eps
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_precision_of_every_option(options, dtype):
+    """Losses and gradients err no more than those of unfused PyTorch in the same dtype over the same ranks."""
+    group = dist.group.WORLD
+    problem = Problem(
+        (12, 16), 32, 301, dtype, options={**OPTIONS[options], **({"size": 290} if options == "all" else {})}
+    )
+    for what in ("loss", "log_probs"):
+        results, grads = problem.truth(what)
+        plain_results, plain_grads = problem.plain(what, group_size(group))
+        plain_pieces, pieces = (problem.pieces(x, group, "replicated") for x in (plain_grads, grads))
+        for cache, chunk_tokens in ((0, None), (0, 50), (0.5, None), (1, None)):
+            got_results, got_grads = problem.ours(what, group, cache=cache, chunk_tokens=chunk_tokens)
+            assert got_results[0].dtype == torch.float32
+            for got, truth, plain in zip(
+                [*got_results[:2], *got_grads],
+                [*results[:2], *pieces],
+                [*plain_results[:2], *plain_pieces],
+                strict=True,
+            ):
+                assert within(got, truth, plain, dtype), (what, cache, error(got, truth), error(plain, truth))
+            assert [x.dtype for x in got_grads] == [dtype] * len(got_grads)
