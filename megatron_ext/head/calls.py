@@ -288,6 +288,8 @@ def _linear(
     in_slices = options.hidden_layout == "sequence"
     fault = checks.layout_fault(hidden, labels, in_slices, options.ranks)
     fault = fault or checks.linear_fault(hidden, weight, bias, vocab, options.ranks)
+    if options.fuse_main_grad and torch.is_grad_enabled():
+        fault = fault or checks.main_grad_fault(weight)
     sizes = [labels_T.shape[0] // options.ranks] * options.ranks if in_slices and options.ranks > 1 else None
 
     kept_T = mine_T = None

@@ -7,6 +7,7 @@ several ranks the caller announces them in the exchange that the call makes anyw
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import HeadOptions
@@ -115,6 +116,17 @@ def linear_fault(
             f"weight; pass this rank's shard of it"
         )
     return None if vocab is None else shard_fault(vocab, weight.shape[0], "weight", ranks)
+
+
+def main_grad_fault(weight: Tensor) -> ValueError | None:
+    """Whether a weight that wants a gradient has the buffer to add it into."""
+    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+        return None
+    try:
+        main_grad.buffer_of(weight)
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int) -> ValueError | None:

@@ -1,0 +1,197 @@
+"""Each fault is a ValueError that names argument, value, rule and fix: on every rank, and no rank is left waiting."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import (
+    VocabShard,
+    linear_cross_entropy,
+    linear_log_probs,
+    token_entropy,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from megatron_ext.distributed.counting import count_collectives
+from tests.ranks import ranks
+
+T, D, V = 4, 6, 10
+
+# What every rank can see: arguments, and what the message must say.
+SEEN_BY_ALL = [
+    ({"label_smoothing": -0.1}, r"label_smoothing is -0.1: it must be a number in \[0, 1\)"),
+    ({"label_smoothing": 1}, r"label_smoothing is 1: "),
+    ({"label_smoothing": float("nan")}, "label_smoothing is nan"),
+    ({"label_smoothing": True}, "label_smoothing is True"),
+    ({"z_loss": float("inf")}, "z_loss is inf: it must be a number finite"),
+    ({"z_loss": "0.1"}, "z_loss is '0.1'"),
+    ({"temperature": 0}, "temperature is 0: it must be a number above 0 and finite; 1.0 leaves the logits"),
+    ({"temperature": -1.0}, "temperature is -1.0"),
+    ({"softcap": 0.0}, "softcap is 0.0: it must be a number above 0 and finite; None turns it off"),
+    ({"softcap": -30}, "softcap is -30"),
+    ({"cache": -0.1}, "cache is -0.1: it must be a number at least 0"),
+    ({"cache": "all"}, "cache is 'all'"),
+    ({"cache": None}, "cache is None"),
+    ({"chunk_tokens": 0}, "chunk_tokens is 0: it must be a positive int"),
+    ({"chunk_tokens": 2.0}, "chunk_tokens is 2.0"),
+    ({"hidden_layout": "sp"}, "hidden_layout is 'sp': it must be one of 'replicated', 'sequence'"),
+    ({"reduction": "avg"}, "reduction is 'avg': it must be one of 'none', 'sum', 'mean'"),
+    ({"ignore_index": 1.5}, "ignore_index is 1.5: it must be an int"),
+    ({"labels": torch.full((T,), V)}, rf"labels holds \[{V}\], outside \[0, {V}\): each must be a token id"),
+    ({"labels": torch.full((T,), -1)}, r"labels holds \[-1\], outside"),
+    ({"labels": torch.zeros(T)}, "labels is torch.float32: it must be a tensor of integer token ids"),
+    ({"labels": [0] * T}, "labels is list"),
+    ({"labels": torch.zeros(T, dtype=torch.bool)}, "labels is torch.bool"),
+    ({"labels": torch.zeros(T + 4).long()}, r"hidden has shape \(4, 6\), labels \(8,\)"),
+    ({"labels": torch.zeros(T).long().to("meta")}, "labels is on meta, hidden on cpu"),
+    ({"loss_mask": torch.ones(T + 1)}, r"loss_mask has shape \(5,\), labels \(4,\)"),
+    ({"hidden": torch.zeros(T, D).long()}, "hidden is torch.int64: it must be a tensor of float32"),
+    ({"hidden": None}, "hidden is NoneType"),
+    ({"vocab": 10}, "vocab is 10: it must be a VocabShard"),
+    ({"tp_group": "tp"}, "tp_group is a str: it must be a torch.distributed.ProcessGroup"),
+]
+
+# What a single rank may see: its own weight, bias, shard or slice.
+SEEN_BY_ONE = [
+    ({"weight": torch.zeros(V, D).double()}, "weight is torch.float64, hidden torch.float32"),
+    ({"weight": torch.zeros(V, D).long()}, "weight is torch.int64"),
+    ({"weight": torch.zeros(V, D + 1)}, r"weight has shape \(10, 7\), hidden \(4, 6\)"),
+    ({"weight": torch.zeros(D)}, r"weight has shape \(6,\): it must have 2 dims"),
+    ({"weight": torch.zeros(V, D, device="meta")}, "weight is on meta, hidden on cpu"),
+    ({"bias": torch.zeros(V + 1)}, r"bias has shape \(11,\), weight \(10, 6\)"),
+    ({"bias": torch.zeros(V).bfloat16()}, "bias is torch.bfloat16, hidden torch.float32"),
+    ({"bias": torch.zeros(V, 1)}, r"bias has shape \(10, 1\): it must have 1 dims"),
+]
+
+
+def arguments(**changed):
+    valid = {"hidden": torch.zeros(T, D), "weight": torch.zeros(V, D), "labels": torch.arange(T), "tp_group": None}
+    return {**valid, **changed}
+
+
+def number(x):
+    return x.sum() if isinstance(x, torch.Tensor) else x[0].sum()
+
+
+@pytest.mark.parametrize("changed, message", SEEN_BY_ALL + SEEN_BY_ONE, ids=lambda x: str(x)[:40])
+def test_alone(changed, message):
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments(**changed))
+    only_loss = {"label_smoothing", "z_loss", "reduction"}
+    if not only_loss & changed.keys():
+        with pytest.raises(ValueError, match=message):
+            linear_log_probs(**arguments(**changed))
+
+
+@ranks(2)
+def test_faults_that_all_see_are_raised_before_anything_is_sent():
+    with count_collectives() as counts:
+        for changed, message in SEEN_BY_ALL:
+            message = message.replace(rf"outside \[0, {V}\)", rf"outside \[0, {2 * V}\)")
+            if "labels" in changed and isinstance(changed["labels"], torch.Tensor) and changed["labels"].numel() == T:
+                changed = {"labels": changed["labels"] * 2}
+                message = message.replace("[10", "[20").replace("[-1", "[-2")
+            if changed.get("labels") is not None and "bool" in message:
+                continue  # doubling made integers of it
+            with pytest.raises(ValueError, match=message):
+                linear_cross_entropy(**arguments(**{"tp_group": dist.group.WORLD, **changed}))
+        for layout_fault in (torch.zeros(3).long(), torch.tensor(1)):
+            with pytest.raises(ValueError, match="must divide by the 2 ranks of tp_group; pad the sequence"):
+                linear_cross_entropy(
+                    **arguments(labels=layout_fault, tp_group=dist.group.WORLD, hidden_layout="sequence")
+                )
+    assert counts.total() == 0
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_a_fault_of_one_rank_is_raised_on_all(layout):
+    """The rank that sees it says what it is; the others learn of it in the exchange they wait in, and go on in step."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    good = arguments(tp_group=group, hidden_layout=layout)
+    good["labels"] = torch.arange(T * size) if layout == "sequence" else good["labels"]
+    faults = [
+        *SEEN_BY_ONE,
+        ({"vocab": VocabShard(V, 2 * V - 1, size * V)}, "vocab is .* with 9 columns, weight has 10"),
+    ]
+    if layout == "sequence":
+        faults.append(({"hidden": torch.zeros(T - 1, D)}, r"hidden has shape \(3, 6\), labels \(.*slice of dim 0"))
+    for changed, message in faults:
+        own = {**good, **changed} if rank == 1 else good
+        if rank != 1:
+            message = "another rank of tp_group refused its arguments"
+        for call in (linear_cross_entropy, linear_log_probs):
+            with count_collectives() as counts, pytest.raises(ValueError, match=message):
+                call(**own)
+            assert counts.total() == (1 if layout == "replicated" else 2), "no exchange of its own"
+        linear_cross_entropy(**good)  # the ranks are still in step
+
+
+@ranks(2)
+def test_shards_that_do_not_make_up_the_vocabulary():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    one_vocabulary = "the shards of the ranks of tp_group must cover one vocabulary once"
+    for shards in (
+        [VocabShard(0, 10, 20), VocabShard(10, 20, 21)],  # two sizes
+        [VocabShard(0, 10, 21), VocabShard(10, 20, 21)],  # a gap
+        [VocabShard(0, 10, 15), VocabShard(0, 10, 15)],  # twice
+    ):
+        with pytest.raises(ValueError, match=one_vocabulary):
+            linear_cross_entropy(**arguments(tp_group=group, vocab=shards[rank]))
+    with pytest.raises(ValueError, match=one_vocabulary):  # unequal, and not said so
+        linear_cross_entropy(**arguments(tp_group=group, weight=torch.zeros(V - rank, D)))
+
+
+@ranks(2)
+def test_a_whole_weight_on_every_rank():
+    g = torch.Generator().manual_seed(0)
+    whole = arguments(hidden=torch.randn(T, D, generator=g), weight=torch.randn(V, D, generator=g))
+    with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
+        linear_cross_entropy(**{**whole, "tp_group": dist.group.WORLD})
+
+
+@ranks(2)
+def test_a_group_without_this_rank():
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    with pytest.raises(ValueError, match="tp_group does not hold this rank"):
+        linear_cross_entropy(**arguments(tp_group=groups[1 - dist.get_rank()]))
+
+
+LOGITS_FAULTS = [
+    ({"logits": torch.zeros(T, V).long()}, "logits is torch.int64"),
+    ({"logits": torch.tensor(1.0)}, r"logits has shape \(\): it must have at least 1 dims"),
+    ({"labels": torch.zeros(T + 1).long()}, r"logits have shape \(4, 10\) on cpu, labels \(5,\)"),
+    ({"labels": torch.full((T,), V)}, r"labels holds \[10\], outside \[0, 10\)"),
+    ({"vocab": VocabShard(0, 9, 9)}, "with 9 columns, logits has 10: they must be equal"),
+    ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),
+    ({"loss_mask": torch.ones(T, 1)}, r"loss_mask has shape \(4, 1\)"),
+    ({"reduction": None}, "reduction is None"),
+]
+
+
+@pytest.mark.parametrize("changed, message", LOGITS_FAULTS, ids=lambda x: str(x)[:40])
+def test_logits(changed, message):
+    given = {"logits": torch.zeros(T, V), "labels": torch.arange(T), **changed}
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(**given)
+    if not {"label_smoothing", "reduction"} & changed.keys():
+        with pytest.raises(ValueError, match=message):
+            token_log_probs(**given)
+    if "logits" in changed:
+        with pytest.raises(ValueError, match=message):
+            token_entropy(changed["logits"])
+
+
+@ranks(2)
+def test_logits_fault_of_one_rank():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    shard = VocabShard(10 * rank, 10 * rank + 10 - rank, 20)
+    message = "with 9 columns, logits has 10" if rank else "another rank of tp_group refused"
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_cross_entropy(torch.zeros(T, V), torch.arange(T), group, shard)
+
+
+def test_ignored_labels_are_no_fault():
+    labels = torch.tensor([0, -100, 9, -100])
+    assert linear_cross_entropy(**arguments(labels=labels)).shape == (T,)
+    assert linear_cross_entropy(**arguments(labels=labels.where(labels >= 0, 77), ignore_index=77)).shape == (T,)

@@ -1,0 +1,91 @@
+"""The weight gradient straight into `main_grad`, by Megatron's protocol."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import linear_cross_entropy, linear_log_probs
+from tests.head.problems import Problem, error
+from tests.ranks import ranks
+
+
+def parameter(weight, main_dtype=torch.float32, listens=True):
+    weight = torch.nn.Parameter(weight.detach().clone())
+    weight.main_grad = torch.full(weight.shape, 0.5, dtype=main_dtype)
+    if listens:
+        weight.grad_added_to_main_grad = False
+    return weight
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("cache", [0, 0.5, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_added_in_fp32(dtype, cache, layout):
+    """Two micro-batches add up in fp32 on top of what is there; `weight.grad` holds none of it."""
+    group = dist.group.WORLD
+    problem = Problem((4, 8), 16, 60, dtype, options={"label_smoothing": 0.1})
+    truth = problem.pieces(problem.truth("loss")[1], group, layout)
+    hidden, shard, _ = problem.mine(group, layout)
+    weight = parameter(shard)
+    fired = []
+    weight.register_post_accumulate_grad_hook(lambda w: fired.append(w.grad.dtype))
+    for _ in range(2):
+        hidden.grad = None
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            problem.labels,
+            group,
+            layout,
+            vocab=problem.shard(group),
+            label_smoothing=0.1,
+            cache=cache,
+            chunk_tokens=5,
+            gradient_accumulation_fusion=True,
+        )
+        loss.backward(problem.grad)
+        assert weight.grad_added_to_main_grad
+        weight.grad = None
+    assert fired == [dtype, dtype], "the hooks of Megatron's DDP must fire"
+    added = weight.main_grad.double() - 0.5
+    own = problem.ours("loss", group, layout, cache=cache, chunk_tokens=5)[1]
+    assert error(added, 2 * truth[1]) < 1.1 * error(own[1], truth[1]) + 1e-6
+    torch.testing.assert_close(hidden.grad, own[0])
+
+
+def test_the_dummy_gradient():
+    """Zeros where the weight asks for it (it is shared), no gradient at all where nobody listens."""
+    problem = Problem(dtype=torch.float32)
+    for shared, listens in ((False, True), (True, True), (False, False)):
+        weight = parameter(problem.weight, listens=listens)
+        weight.zero_out_wgrad = shared
+        loss = linear_log_probs(problem.hidden, weight, problem.labels, gradient_accumulation_fusion=True)
+        loss.sum().backward()
+        assert (weight.grad is not None) == listens
+        if shared:
+            assert not weight.grad.any()
+
+
+def test_frozen_weight_needs_no_main_grad():
+    problem = Problem(dtype=torch.float32)
+    hidden = problem.hidden.clone().requires_grad_()
+    linear_cross_entropy(hidden, problem.weight, problem.labels, gradient_accumulation_fusion=True).sum().backward()
+    assert hidden.grad is not None
+
+
+def test_missing_main_grad():
+    problem = Problem(dtype=torch.float32)
+    _, weight, _ = problem.mine(None)
+    with pytest.raises(ValueError, match="gradient_accumulation_fusion=True but weight.main_grad is missing"):
+        linear_cross_entropy(problem.hidden, weight, problem.labels, gradient_accumulation_fusion=True)
+
+
+def test_under_autocast():
+    """The parameter is wider than what is computed: its own main_grad is still the one."""
+    problem = Problem(dtype=torch.float32)
+    weight = parameter(problem.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(problem.hidden, weight, problem.labels, gradient_accumulation_fusion=True)
+    loss.backward(problem.grad)
+    assert error(weight.main_grad - 0.5, problem.truth("loss")[1][1]) < 1e-2
