@@ -122,7 +122,7 @@ def test_no_second_derivative():
     loss = vocab_parallel_cross_entropy(own_z, target, 0.0, dist.group.WORLD)
     for upstream in (torch.ones_like(loss), torch.ones_like(loss, requires_grad=True)):
         (gradient,) = torch.autograd.grad(loss, own_z, upstream, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable" if upstream.requires_grad else "not require grad"):
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
             gradient.square().sum().backward()
 
 
