@@ -47,7 +47,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(
-                    f"{name} is {value!r}: it must be a positive number of {unit}, or None for a size chosen by the head"
+                    f"{name} is {value!r}: it must be a positive number of {unit}, or None for the head to choose"
                 )
         if self.chunk_size is not None and self.chunk_tokens is not None:
             raise ValueError(

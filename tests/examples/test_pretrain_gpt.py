@@ -69,6 +69,7 @@ def test_stock_and_ours_have_the_same_losses(variant, tmp_path):
     assert ours["head"]["peak_mib"] > 0
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_run_goes_on_where_it_was_saved(tmp_path):
     """Weights, optimizer, schedule, random numbers and the place in the text."""
@@ -99,6 +100,7 @@ def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
         assert_same_losses(rest, whole[3:])
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
     replicas = metrics_of(NO_DROPOUT, tmp_path)["losses"]

@@ -43,6 +43,7 @@ class Problem:
     seed: int = 0
     logit_size: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    cuts: list[int] | None = None  # where one rank's columns end and the next one's begin; None: nearly equal
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(self.seed)
@@ -63,8 +64,11 @@ class Problem:
 
     def shard(self, group) -> VocabShard:
         """Uneven shards of all columns, of which the first `size` count."""
-        split = VocabShard.split(self.columns, group)
-        return VocabShard(split.start, split.stop, self.size)
+        if self.cuts is None:
+            split = VocabShard.split(self.columns, group)
+            return VocabShard(split.start, split.stop, self.size)
+        ends, rank = [0, *self.cuts[: group_size(group) - 1], self.columns], group_rank(group)
+        return VocabShard(ends[rank], ends[rank + 1], self.size)
 
     def mine(self, group, layout: str = "replicated", grads: tuple[bool, bool] = (True, True)) -> tuple[Any, ...]:
         """This rank's own hidden, weight and bias, as leaves."""
@@ -121,9 +125,12 @@ class Problem:
         return (log_probs.detach(), entropy.detach(), hits), list(grads)
 
     def plain(self, what: str, ranks: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """As `truth`, by unfused PyTorch in the problem's dtype (softmax in fp32), sharded over as many ranks."""
+        """As `truth`, by unfused PyTorch in the problem's dtype (softmax in fp32), sharded over as many ranks.
+
+        Their parts of dx are added in that dtype, as an all-reduce does.
+        """
         x, w = self.hidden.flatten(0, -2), self.weight
-        z = (x @ w.t()).view(*self.shape, -1).requires_grad_()
+        z = (x @ w.t()).view(*self.shape, w.shape[0]).requires_grad_()
         results, (dz,) = self._results(what, z.float() if z.dtype != torch.float64 else z, [z])
         dz = dz.flatten(0, -2)
         dx = torch.zeros_like(x)

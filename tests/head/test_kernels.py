@@ -21,6 +21,7 @@ SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008}
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.mark.slow
 def test_twins_agree_under_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -52,31 +52,37 @@ def parity(layout: str, tied: bool, dropout: float) -> None:
     assert worst < 1e-5, f"relative difference {worst:.1e}\nstock {stock}\nours  {ours}"
 
 
-cases = pytest.mark.parametrize(
-    "tied,dropout",
-    [
-        pytest.param(True, 0.0, id="tied"),
-        pytest.param(False, 0.0, id="untied"),
-        pytest.param(True, 0.1, id="tied-dropout"),
-        pytest.param(False, 0.1, id="untied-dropout"),
-    ],
-)
+def cases(*quick: str):
+    """All four, those not named in `quick` among the slow tests."""
+    named = {"tied": (True, 0.0), "untied": (False, 0.0), "tied-dropout": (True, 0.1), "untied-dropout": (False, 0.1)}
+    return pytest.mark.parametrize(
+        "tied,dropout",
+        [
+            pytest.param(*values, id=name, marks=() if name in quick else pytest.mark.slow)
+            for name, values in named.items()
+        ],
+    )
 
 
 @ranks(1)
-@cases
+@cases("tied", "untied-dropout")
 def test_tp1(tied, dropout):
     parity("tp1", tied, dropout)
 
 
 @ranks(2)
-@cases
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_tp2(layout, tied, dropout):
-    parity(layout, tied, dropout)
+@cases("tied-dropout")
+def test_tp2(tied, dropout):
+    parity("tp2", tied, dropout)
+
+
+@ranks(2)
+@cases("untied-dropout")
+def test_tp2_sp(tied, dropout):
+    parity("tp2-sp", tied, dropout)
 
 
 @ranks(4)
-@cases
+@cases("tied-dropout")
 def test_tp2_pp2(tied, dropout):
     parity("tp2-pp2", tied, dropout)

@@ -1,0 +1,198 @@
+"""What this machine gives us: `python -m megatron_ext.doctor`, one screen, or `--json`.
+
+Which versions are installed, where the fused head would go into Megatron's GPTModel, which kernels and fusions are
+active and why the others are not, and whether the head computes what it should. Exit code 1 if it does not.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import platform
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext import reference
+from megatron_ext.head import linear_cross_entropy
+
+PACKAGES = {
+    "Triton": "triton",
+    "Megatron-Core": "megatron-core",
+    "Transformer Engine": "transformer-engine",
+    "Apex": "apex",
+    "transformers": "transformers",
+    "Ray": "ray",
+}
+TOKENS, WIDTH, VOCAB = 256, 128, 4096
+
+
+def report() -> dict[str, Any]:
+    """All that the doctor knows; JSON can hold it."""
+    return {"versions": versions(), "hook": hook(), "kernels": kernels(), "self_test": self_test()}
+
+
+def versions() -> dict[str, str | None]:
+    """By name; None for what is not installed."""
+    has_nccl = dist.is_available() and dist.is_nccl_available() and torch.version.cuda is not None
+    found = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    return found | {name: _installed(package) for name, package in PACKAGES.items()}
+
+
+def _installed(package: str) -> str | None:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if package == "apex" and importlib.util.find_spec("amp_C") is None:
+        return f"{version} (without NVIDIA's kernels: PyPI's apex is another project)"
+    return version
+
+
+def hook() -> dict[str, Any]:
+    """Where the patch goes in: {"found", "where", "note"}."""
+    if importlib.util.find_spec("megatron") is None:
+        return {"found": False, "where": None, "note": "Megatron-Core is not installed"}
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            from megatron.core.models.gpt import GPTModel
+
+            from megatron_ext.megatron import versions as megatron_versions
+
+            megatron_versions.check_layout(GPTModel)
+    except Exception as error:  # a Megatron that cannot be imported is a finding
+        return {"found": False, "where": None, "note": f"{type(error).__name__}: {error}"}
+    tested, version = megatron_versions.TESTED, megatron_versions.megatron_version()
+    within = "in" if megatron_versions.is_tested(version) else "outside"
+    note = f"{version} is {within} the tested range, {tested[0]} to {tested[-1]}"
+    if megatron_versions.has_output_processor(GPTModel):
+        note += "; a caller's output_processor goes before the fused head"
+    where = f"GPTModel.{megatron_versions.POSTPROCESS}: output_layer promises, {megatron_versions.LOSS} redeems"
+    return {"found": True, "where": where, "note": note}
+
+
+def kernels() -> list[dict[str, Any]]:
+    """Kernels and fusions: {"name", "active", "why"}."""
+    gpu = torch.cuda.is_available()
+    no_gpu = "no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
+    has_triton = importlib.util.find_spec("triton") is not None
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    flash = gpu and torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
+    rows = [
+        (
+            "head: Triton row passes",
+            gpu and has_triton,
+            "CUDA tensors take them" if has_triton else "Triton is not installed: plain PyTorch, several passes",
+        ),
+        ("head: 16-bit matmul, fp32 logits", gpu, "CUDA tensors take it"),
+        ("layers: gathers under matmuls", gpu, "on CUDA, with sequence parallelism"),
+        (
+            "attention: flash kernels",
+            flash,
+            "on CUDA, where head size and dtype fit" if flash else "torch has them turned off",
+        ),
+    ]
+    found = [
+        {"name": name, "active": bool(active), "why": why if gpu else f"{no_gpu}; the CPU path computes the same"}
+        for name, active, why in rows
+    ]
+    found.append(
+        {
+            "name": "weight gradients into main_grad",
+            "active": True,
+            "why": "with gradient_accumulation_fusion and our layers; needs no Apex",
+        }
+    )
+    te = "present: its RNG tracker and FP8 recompute are used when asked for" if has_te else "not installed; not needed"
+    found.append({"name": "Transformer Engine", "active": has_te, "why": te})
+    return found
+
+
+def self_test() -> dict[str, Any]:
+    """The head's loss and gradients against plain PyTorch in the same dtype, both held to fp64, on this device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtypes = [torch.float32, torch.bfloat16]
+    results = [_compare(device, dtype) for dtype in dtypes]
+    return {"device": str(device), "passed": all(result["passed"] for result in results), "results": results}
+
+
+def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(device, dtype)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator).div(WIDTH**0.5).to(device, dtype)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator).to(device)
+    labels[::7] = -100
+    grad = torch.rand(TOKENS, generator=generator).to(device)
+
+    def run(of: Any, wide: torch.dtype) -> tuple[list[torch.Tensor], float]:
+        x, w = (t.to(wide).clone().requires_grad_() for t in (hidden, weight))
+        started = time.perf_counter()
+        loss = of(x, w)
+        loss.backward(grad.to(loss.dtype))
+        assert x.grad is not None
+        assert w.grad is not None
+        results = [t.detach().double().cpu() for t in (loss, x.grad, w.grad)]  # waits for the device
+        return results, 1e3 * (time.perf_counter() - started)
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        z = reference.logits(x, w)
+        return reference.cross_entropy(z if z.dtype == torch.float64 else z.float(), labels)
+
+    truth, _ = run(plain, torch.float64)
+    run(lambda x, w: linear_cross_entropy(x, w, labels), dtype)  # compiles what is to be compiled
+    ours, time_ms = run(lambda x, w: linear_cross_entropy(x, w, labels), dtype)
+    theirs, _ = run(plain, dtype)
+    error, baseline = (
+        max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)) for found in (ours, theirs)
+    )
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "passed": error <= 2 * baseline,
+        "error": error,
+        "error_of_plain_pytorch": baseline,
+        "time_ms": time_ms,
+    }
+
+
+def screen(found: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = ["Versions"]
+    lines += [f"  {name:<20}{version or '-'}" for name, version in found["versions"].items()]
+    lines += ["", "Fused head in Megatron (megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion)"]
+    where = found["hook"]["where"]
+    lines += [f"  {where}"] if where else []
+    lines += [f"  {found['hook']['note']}", "", "Kernels and fusions"]
+    lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
+    lines += ["", f"Self-test of the head on {found['self_test']['device']}: {TOKENS} x {WIDTH} x {VOCAB}"]
+    lines += [
+        f"  {'ok  ' if r['passed'] else 'FAIL'} {r['dtype']:<10}error {r['error']:.1e}, plain PyTorch "
+        f"{r['error_of_plain_pytorch']:.1e}, both against fp64; forward and backward {r['time_ms']:.1f} ms"
+        for r in found["self_test"]["results"]
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m megatron_ext.doctor", description=__doc__.split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    found = report()
+    print(json.dumps(found, indent=2) if options.json else screen(found))
+    return 0 if found["self_test"]["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
