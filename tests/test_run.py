@@ -37,6 +37,7 @@ def report_of(folder, *arguments, ranks, script=()):
     return found
 
 
+@pytest.mark.slow
 def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path):
     stock = report_of(tmp_path, ranks=1)
     assert stock["layers"].startswith("megatron.core.")
