@@ -1,8 +1,11 @@
-"""A training step of a small GPT, forward and backward: our layers beside Megatron's, on the CPU, one rank each.
+"""`python -m benchmarks.layer_step`: a training step of a small GPT on one CPU rank, our layers beside Megatron's.
 
-Our layers stand in for Megatron's in a whole process, so each side has one of its own; they take turns.
+Our layers stand in for Megatron's in a whole process, so each side has one of its own; they take turns. What is
+compared is the time that the CPU works for a step, forward and backward, which other processes disturb less than the
+time that passes.
 """
 
+import argparse
 import multiprocessing
 import tempfile
 import time
@@ -11,15 +14,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks import record
 from benchmarks.measure import ratios
 from benchmarks.worlds import start_rank
 
 STOCK, OURS = "megatron layers", "our layers"
-SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "ffn_hidden_size": 1024}
-SEQUENCE, BATCH, VOCAB = 128, 4, 1024
+SIZES = {"num_layers": 4, "num_attention_heads": 8}
+SEQUENCE, VOCAB = 128, 1024
+BATCHES = {256: 4, 1024: 1}  # by hidden size
 
 
-def _side(ours: bool, store: str, pipe) -> None:
+def case_name(width: int) -> str:
+    return f"layers, GPT of {SIZES['num_layers']}, width {width}"
+
+
+def _side(ours: bool, width: int, store: str, pipe) -> None:
     """Builds its model, sends the first step's loss; then runs a step whenever it is told to, and sends its time."""
     from megatron_ext import substitute_tensor_parallel
     from tests.gpt import causal_mask, model_parallel, tiny_batches, tiny_gpt
@@ -31,8 +40,9 @@ def _side(ours: bool, store: str, pipe) -> None:
         if ours:
             substitute_tensor_parallel()
             from megatron_ext.megatron.layer_specs import gpt_block_spec as spec
-        (model,) = tiny_gpt(spec, vocab_size=VOCAB, model={"max_sequence_length": SEQUENCE}, **SIZES)
-        (tokens_BS,) = tiny_batches(batch=BATCH, seq=SEQUENCE, vocab_size=VOCAB)
+        sizes = SIZES | {"hidden_size": width, "ffn_hidden_size": 4 * width}
+        (model,) = tiny_gpt(spec, vocab_size=VOCAB, model={"max_sequence_length": SEQUENCE}, **sizes)
+        (tokens_BS,) = tiny_batches(batch=BATCHES[width], seq=SEQUENCE, vocab_size=VOCAB)
         inputs, labels = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
         positions, mask = torch.arange(SEQUENCE).expand_as(inputs), causal_mask(SEQUENCE)
 
@@ -44,13 +54,13 @@ def _side(ours: bool, store: str, pipe) -> None:
 
         pipe.send(step())
         while pipe.recv():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            pipe.send((time.perf_counter() - start) * 1e3)
+            pipe.send((time.process_time() - start) * 1e3)
     dist.destroy_process_group()
 
 
-def measure_layers(budget_s: float) -> list[tuple[str, str, str, list[float]]]:
+def measure_layers(budget_s: float, width: int = 256) -> list[tuple[str, str, str, list[float]]]:
     """Rows (impl, metric, unit, values): milliseconds, and the ratio of the two in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
@@ -58,7 +68,7 @@ def measure_layers(budget_s: float) -> list[tuple[str, str, str, list[float]]]:
         for name in (STOCK, OURS):
             pipes[name], theirs = context.Pipe()
             store = str(Path(folder) / name.replace(" ", "_"))
-            processes.append(context.Process(target=_side, args=(name == OURS, store, theirs), daemon=True))
+            processes.append(context.Process(target=_side, args=(name == OURS, width, store, theirs), daemon=True))
             processes[-1].start()
             theirs.close()  # else a side that dies would leave its pipe open, and us waiting
         stock_loss, our_loss = (pipes[name].recv() for name in (STOCK, OURS))
@@ -73,6 +83,21 @@ def measure_layers(budget_s: float) -> list[tuple[str, str, str, list[float]]]:
         for pipe, process in zip(pipes.values(), processes, strict=True):
             pipe.send(False)
             process.join()
-    return [(name, "time", "ms", found) for name, found in times.items()] + [
-        (name, "time / stock", "1", found) for name, found in ratios(times, to=STOCK).items()
+    return [(name, "CPU time", "ms", found) for name, found in times.items()] + [
+        (name, "CPU time / stock", "1", found) for name, found in ratios(times, to=STOCK).items()
     ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=30, help="for each width (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
+    options = parser.parse_args()
+    origin = record.Origin.here("cpu")
+    rows = [origin.row(case_name(width), *row) for width in BATCHES for row in measure_layers(options.seconds, width)]
+    record.write(options.out, rows)
+    print(record.table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,16 @@ Megatron's DDP and optimizers give each parameter an fp32 buffer `main_grad`, ov
 accumulation fusion a layer's backward adds its weight gradient there itself, says so with
 `weight.grad_added_to_main_grad = True`, and returns a dummy gradient so that autograd's hooks still fire: zeros where
 `weight.zero_out_wgrad` is set (a weight that two layers share), uninitialised memory elsewhere.
+
+On GPUs Apex's kernels do the addition where they are installed, and Transformer Engine lends the dummy where it is
+imported, as in Megatron; PyTorch does both elsewhere, with as many matmuls.
 """
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +40,34 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
     On CUDA 16-bit operands go through one GEMM with fp32 output; on CPU, which has no such GEMM, the 16-bit product is
     rounded once and added in `out`'s dtype.
     """
-    if left_TN.dtype == out_ND.dtype:
+    kernel = _apex_kernel(out_ND, left_TN, right_TD)
+    if kernel is not None:
+        kernel(right_TD, left_TN, out_ND)
+    elif left_TN.dtype == out_ND.dtype:
         out_ND.addmm_(left_TN.t(), right_TD)
     elif left_TN.is_cuda and out_ND.dtype == torch.float32:
         torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
     else:
         out_ND.add_(left_TN.t() @ right_TD)
+
+
+def _apex_kernel(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """Apex's kernel for these tensors, or None: it reads them as rows without gaps, where PyTorch takes any strides."""
+    if not out_ND.is_cuda or torch.compiler.is_compiling() or _apex() is None:
+        return None
+    if not all(tensor.is_contiguous() for tensor in (out_ND, left_TN, right_TD)):
+        return None
+    if out_ND.dtype == torch.float32:
+        return _apex().wgrad_gemm_accum_fp32
+    return _apex().wgrad_gemm_accum_fp16 if out_ND.dtype == left_TN.dtype and out_ND.itemsize == 2 else None
+
+
+@functools.cache
+def _apex() -> Any:
+    try:
+        return importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:
+        return None
 
 
 def promise(weight: Tensor) -> None:
@@ -56,5 +87,9 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         return None
     if not torch.compiler.is_compiling():  # else see promise()
         weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    zero = bool(getattr(weight, "zero_out_wgrad", False))
+    lend = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "get_dummy_wgrad", None)
+    if lend is not None and weight.is_cuda and not torch.compiler.is_compiling():
+        return lend(list(weight.shape), dtype, zero=zero)
+    make = torch.zeros if zero else torch.empty
     return make(weight.shape, dtype=dtype, device=weight.device, requires_grad=False)

@@ -141,6 +141,14 @@ def all_to_all(
     return start_all_to_all(x, group, output_sizes, input_sizes).wait()
 
 
+def all_gather_object(value: Any, group: Group) -> list[Any]:
+    """Every rank's `value`, which is pickled, in rank order. Two collectives, for what is exchanged once."""
+    found = [value] * group_size(group)
+    if group is not None and len(found) > 1:
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
     if group is not None and group_size(group) > 1:

@@ -1,6 +1,7 @@
 """What the parallel layers have in common: their group, their sharded weight, copies of themselves, checkpoints."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -8,13 +9,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.symmetric_matmul import why_unavailable
+from megatron_ext.tensor_parallel.functional import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron_ext.tensor_parallel.initialization import (
     InitMethod,
     device_for_parameters,
     initialize_on_cpu,
     initialize_on_device,
 )
-from megatron_ext.tensor_parallel.linear import Plan
+from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
+from megatron_ext.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron_ext.tensor_parallel.parameters import (
     copy_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -77,7 +87,15 @@ class ShardedLayer(torch.nn.Module):
 
 
 class ParallelLayer(ShardedLayer):
-    """What the column-parallel and the row-parallel layer have in common."""
+    """What the column-parallel and the row-parallel layer have in common.
+
+    Attributes:
+        symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
+            `config.tp_comm_overlap` asks for, under sequence parallelism and where the machine has it.
+        path: which way its communication takes, in words; `repr` shows it.
+    """
+
+    sequence_parallel: bool
 
     def _read_config(self, config: Any, group: Group, is_expert: bool) -> None:
         self.config = config
@@ -88,6 +106,25 @@ class ParallelLayer(ShardedLayer):
         self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
         self.gradient_accumulation_fusion = bool(option(config, "gradient_accumulation_fusion", False))
         self.master_weight: Tensor | None = None
+
+    def _choose_path(self) -> None:
+        """Decide about symmetric memory. Where it is asked for and cannot be had, say so."""
+        self.symmetric, self.path = False, "collectives"
+        if not option(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
+            return
+        if self.explicit_expert_comm:  # communicates nothing
+            return
+        assert self.tp_group is not None
+        reason = why_unavailable(self.tp_group) if self.sequence_parallel else "sequence_parallel is off"
+        if reason is None:
+            self.symmetric, self.path = True, "symmetric memory"
+            return
+        self.path = f"collectives, not symmetric memory: {reason}"
+        warnings.warn(
+            f"config.tp_comm_overlap is True, but matmuls cannot go through symmetric memory ({reason}): the layers "
+            f"use plain collectives, overlapped with other matmuls",
+            stacklevel=3,
+        )
 
     def _share(self, argument: str, features: int) -> int:
         """This rank's share of `features`."""
@@ -119,6 +156,35 @@ class ParallelLayer(ShardedLayer):
         """What the next call communicates."""
         raise NotImplementedError
 
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The matmul by Megatron's arguments, for subclasses to replace: `forward` goes through it where one does."""
+        frozen = not weight.requires_grad
+        function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
+        return function(input, weight, *args, **kwargs)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        """`x @ weight.T + bias` by `plan`; through another's `_forward_impl` as Megatron's layers would, undeferred."""
+        if type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__:
+            return parallel_linear(x, weight, bias, plan)
+        output = self._forward_impl(
+            input=x,
+            weight=weight,
+            bias=bias if plan.output == "sharded" else None,
+            gradient_accumulation_fusion=plan.fuse_main_grad,
+            allreduce_dgrad=plan.input == "replicated",
+            sequence_parallel=plan.input == "sequence",
+            grad_output_buffer=None,
+            wgrad_deferral_limit=None,
+            tp_group=plan.group,
+        )
+        if plan.output == "sharded":
+            return output
+        reduce = reduce_from_tensor_model_parallel_region
+        if plan.output == "sequence":
+            reduce = reduce_scatter_to_sequence_parallel_region
+        output = reduce(output, group=plan.group)
+        return output if bias is None else output + bias
+
     def backward_dw(self) -> None:
         """Compute the weight gradients that were put off, if there are any."""
 
@@ -139,4 +205,5 @@ class ParallelLayer(ShardedLayer):
     def extra_repr(self) -> str:
         plan = self.plan()
         sizes = f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}"
-        return f"{sizes}, TP={group_size(self.tp_group)}, communication={plan.communication}"
+        path = "" if plan.communication == "none" else f", path={self.path}"
+        return f"{sizes}, TP={group_size(self.tp_group)}, communication={plan.communication}{path}"

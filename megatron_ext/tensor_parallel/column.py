@@ -8,7 +8,7 @@ from megatron_ext.distributed.groups import Group, group_size, require_tensor_pa
 from megatron_ext.tensor_parallel.base import ParallelLayer, option
 from megatron_ext.tensor_parallel.deferral import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.initialization import InitMethod
-from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
+from megatron_ext.tensor_parallel.linear import Layout, Plan
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron_ext.tensor_parallel.parameters import set_tensor_model_parallel_attributes
 
@@ -23,7 +23,9 @@ class ColumnParallelLinear(ParallelLayer):
     Args:
         input_size: Number of input features.
         output_size: Number of output features, over all ranks; divides by R.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter. With
+            `config.tp_comm_overlap` and sequence parallelism, matmuls and collectives become one, through symmetric
+            memory; where there is none a warning says so, and so does `repr`.
         init_method: Fills a tensor in place with first values; the bias starts at zero.
         bias: Have one, `[output_size / R]`.
         gather_output: Return all features on every rank.
@@ -75,6 +77,7 @@ class ColumnParallelLinear(ParallelLayer):
         alone = group_size(self.tp_group) == 1
         self.sequence_parallel = bool(option(config, "sequence_parallel", False)) and not alone
         self.allreduce_dgrad = not alone and not self.sequence_parallel and not disable_grad_reduce
+        self._choose_path()
 
         if skip_weight_param_allocation:
             self.weight = None
@@ -106,6 +109,7 @@ class ColumnParallelLinear(ParallelLayer):
             "sharded",
             fuse_main_grad=self.gradient_accumulation_fusion,
             deferral=self._deferral(),
+            symmetric=self.symmetric,
         )
 
     def _deferral(self) -> Deferral | None:
@@ -143,7 +147,7 @@ class ColumnParallelLinear(ParallelLayer):
                 f"[{self.output_size}, {self.input_size}]; pass the shard, not the full weight"
             )
         self._mark_for_offloading(input_)
-        output = parallel_linear(input_, own, None if self.skip_bias_add else self.bias, self.plan())
+        output = self._multiply(input_, own, None if self.skip_bias_add else self.bias, self.plan())
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None

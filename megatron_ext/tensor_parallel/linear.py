@@ -13,6 +13,9 @@ communicated follows from the layouts alone; each collective of the backward pas
     sequence      all-gather   all-gather(x), under dx;           sequence      reduce-scatter   all-gather
                                reduce-scatter(dx), under dW
 
+Where the plan says so, a sequence's all-gather or reduce-scatter and the matmul next to it are one operation through
+symmetric memory (`megatron_ext.distributed.symmetric_matmul`); of a backward pass, dx's reduce-scatter and dy's gather.
+
 What no gradient is needed for is neither computed nor communicated nor saved. The schedule is Megatron-LM's
 (Korthikanti et al., https://arxiv.org/abs/2205.05198): of a sequence-parallel input only the own slice is saved, and
 gathered again.
@@ -39,6 +42,7 @@ from megatron_ext.distributed.collectives import (
     start_reduce_scatter,
 )
 from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron_ext.tensor_parallel.deferral import Deferral, add_to_main_grad
 
 Layout = Literal["replicated", "sequence", "sharded"]
@@ -65,6 +69,7 @@ class Plan:
         deferral: where weight gradients wait; None: they are computed at once.
         output_dtype: dtype of the output; None: that of the matmul.
         frozen: the weight gets no gradient, even if it asks for one.
+        symmetric: multiply and communicate in one, where a layout is "sequence" (and `output_dtype` is None).
     """
 
     group: Group = None
@@ -74,6 +79,7 @@ class Plan:
     deferral: Deferral | None = None
     output_dtype: torch.dtype | None = None
     frozen: bool = False
+    symmetric: bool = False
 
     @property
     def communication(self) -> str:
@@ -143,10 +149,11 @@ class ParallelLinear(torch.autograd.Function):
         with _without_autocast(x):
             x_tD, w_DN = kept.reshape(-1, x.shape[-1]), weight.to(dtype).t()
             if plan.input == "sequence":
-                y_TN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
+                y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
+            elif plan.symmetric and plan.output == "sequence":
+                y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
             else:
-                y_TN = _multiply(x_tD, w_DN, early_bias, plan.output_dtype)
-            y_tN = plan.reduce_output(y_TN)
+                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, early_bias, plan.output_dtype))
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
@@ -181,9 +188,11 @@ class ParallelLinear(torch.autograd.Function):
                 w_ND = weight.to(ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
+                    reducing = plan.start_reduce_dgrad(dx_TD)
+                elif plan.symmetric and plan.input == "sequence":
+                    reducing = Pending(matmul_reduce_scatter(dy_tN, w_ND, plan.group))
                 else:
-                    dx_TD = dy_tN @ w_ND
-                reducing = plan.start_reduce_dgrad(dx_TD)
+                    reducing = plan.start_reduce_dgrad(dy_tN @ w_ND)
             elif plan.output == "sequence":
                 dy_TN = all_gather(dy_tN, plan.group)
 
@@ -215,6 +224,9 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: tor
 
 def _gather_and_multiply(x_tD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`(x @ w + bias, x)` for the `x_TD` of all ranks. On CUDA the own rows are multiplied while the others travel."""
+    if plan.symmetric:
+        y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
+        return y_TN if bias is None else y_TN.add_(bias), x_TD
     gathering = start_all_gather(x_tD, plan.group)
     if not x_tD.is_cuda or plan.output_dtype is not None or torch.compiler.is_compiling():
         x_TD = gathering.wait()

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel.base import ParallelLayer, option
 from megatron_ext.tensor_parallel.initialization import InitMethod
-from megatron_ext.tensor_parallel.linear import Layout, Plan, parallel_linear
+from megatron_ext.tensor_parallel.linear import Layout, Plan
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 
@@ -21,7 +21,8 @@ class RowParallelLinear(ParallelLayer):
     Args:
         input_size: Number of input features, over all ranks; divides by R.
         output_size: Number of output features.
-        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter;
+            `config.tp_comm_overlap` as of `ColumnParallelLinear`.
         init_method: Fills a tensor in place with first values; the bias starts at zero.
         bias: Have one, `[output_size]`, the same on every rank.
         input_is_parallel: The input is this rank's `[..., input_size / R]`; False: it is whole and is cut here.
@@ -67,6 +68,7 @@ class RowParallelLinear(ParallelLayer):
                 "input_is_parallel is False while config.sequence_parallel is True: a sequence-parallel layer takes an "
                 "input whose features are shared out; pass input_is_parallel=True"
             )
+        self._choose_path()
         full = self.make_weight(
             output_size,
             self.input_size_per_partition,
@@ -89,7 +91,13 @@ class RowParallelLinear(ParallelLayer):
         layout: Layout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated"
-        return Plan(self.tp_group, "sharded", layout, fuse_main_grad=self.gradient_accumulation_fusion)
+        return Plan(
+            self.tp_group,
+            "sharded",
+            layout,
+            fuse_main_grad=self.gradient_accumulation_fusion,
+            symmetric=self.symmetric,
+        )
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
@@ -111,7 +119,7 @@ class RowParallelLinear(ParallelLayer):
             # The parts add up to the bias once; its gradient, the same on every rank, is not divided.
             bias = bias.detach() / group_size(self.tp_group) + (bias - bias.detach())
         assert self.weight is not None
-        output = parallel_linear(input_, self.weight, bias, self.plan())
+        output = self._multiply(input_, self.weight, bias, self.plan())
         return output, self.bias if self.skip_bias_add else None
 
     def extra_repr(self) -> str:

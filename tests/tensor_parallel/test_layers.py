@@ -483,3 +483,82 @@ def test_other_refusals():
     with count_collectives() as counts, pytest.raises(ValueError, match="last dimension is 8"):
         row()(torch.randn(S, D))
     assert not counts
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
+    """Quantisers and adapters replace Megatron's `_forward_impl`, on the class or the object: ours goes through it."""
+    base = ColumnParallelLinear if kind == "column" else RowParallelLinear
+    calls = []
+
+    class Doubling(base):
+        def _forward_impl(self, input, weight, *args, **kwargs):
+            calls.append(kwargs)
+            return super()._forward_impl(input, 2 * weight, *args, **kwargs)
+
+    config = Config(sequence_parallel=sequence_parallel)
+    more = {} if kind == "column" else {"input_is_parallel": True, "skip_bias_add": False}
+    options = {"config": config, "init_method": init, "bias": True, "tp_group": world(), **more}
+    x = numbers(S, B, D, seed=1)
+    if kind == "row" or sequence_parallel:
+        x = piece(x, -1 if kind == "row" else 0)
+
+    def results(layer):
+        own = x.clone().requires_grad_()
+        y, _ = layer(own)
+        y.square().sum().backward()
+        return y.detach(), own.grad, layer.bias.grad
+
+    plain, doubling, frozen = base(D, N, **options), Doubling(D, N, **options), Doubling(D, N, **options)
+    with torch.no_grad():
+        plain.weight.mul_(2)
+        plain.bias.fill_(3)
+        doubling.bias.fill_(3)
+        frozen.bias.fill_(3)
+    frozen.weight.requires_grad_(False)
+    expected = results(plain)
+    torch.testing.assert_close(results(doubling), expected)
+    torch.testing.assert_close(results(frozen), expected)
+    torch.testing.assert_close(doubling.weight.grad, 2 * plain.weight.grad)
+    alone = dist.get_world_size() == 1
+    assert len(calls) == 2
+    assert calls[0]["sequence_parallel"] == (kind == "column" and sequence_parallel and not alone)
+    assert calls[0]["allreduce_dgrad"] == (kind == "column" and not sequence_parallel and not alone)
+    assert calls[0].keys() >= {"bias", "gradient_accumulation_fusion", "grad_output_buffer", "tp_group"}
+
+    replaced = base(D, N, **options)
+    replaced._forward_impl = lambda input, weight, *args, **kwargs: input.new_ones(
+        S, B, N // (1 if kind == "row" else dist.get_world_size())
+    )
+    y, _ = replaced(x)
+    ranks_ = dist.get_world_size() if kind == "row" else 1
+    assert (y == ranks_).all()
+
+
+@ranks(2)
+def test_attributes_of_megatrons_layers():
+    """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
+    with model_parallel(tp=2):
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel import layers as stock
+
+        from megatron_ext.tensor_parallel import layers as ours
+
+        config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
+        builders = {
+            "ColumnParallelLinear": lambda kind: kind(D, N, config=config, init_method=init),
+            "RowParallelLinear": lambda kind: kind(
+                D, N, config=config, init_method=init, bias=True, input_is_parallel=True, skip_bias_add=False
+            ),
+            "VocabParallelEmbedding": lambda kind: kind(N, D, config=config, init_method=init),
+        }
+        for name, build in builders.items():
+            theirs, mine = build(getattr(stock, name)), build(getattr(ours, name))
+            own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
+            assert own
+            for key, value in own.items():
+                assert getattr(mine, key) == value, (name, key)
+            for key in [*dir(type(theirs)), "weight", "bias"]:
+                assert hasattr(mine, key) or not hasattr(theirs, key), (name, key)

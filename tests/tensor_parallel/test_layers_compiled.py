@@ -73,3 +73,27 @@ def test_whole_graph_into_main_grad(kind, frozen, autocast):
         assert (grads[0] is None) == frozen
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
     assert (layer.weight.main_grad == 1).all() == frozen
+
+
+@ranks(1)
+def test_deferred_weight_gradients_take_a_graph_break():
+    """A compiled backward cannot keep pairs in a list: the layer runs as it is, or torch says so if it must not."""
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        inputs, grads = [], []
+        config = Config(defer_embedding_wgrad_compute=True)
+        buffers = {"embedding_activation_buffer": inputs, "grad_output_buffer": grads, "bias": False}
+        layer = ColumnParallelLinear(D, N, config=config, init_method=torch.nn.init.normal_, **buffers)
+        x = input_of("column")
+        for _ in range(2):
+            y, dx, dw = run(torch.compile(layer, backend="aot_eager") if compiled else layer, layer, x)
+        assert dw is None
+        assert len(inputs) == len(grads) == 2
+        layer.backward_dw()
+        results.append((y, dx, layer.weight.grad))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Mutating a variable|side effect"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x)

@@ -1,7 +1,6 @@
 """Our layers in Megatron's GPTModel, its schedules and its data parallelism: the numbers of Megatron's own layers."""
 
 from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import pytest
 import torch
@@ -60,21 +59,21 @@ def test_experts():
 
 
 @ranks(2)
-@pytest.mark.parametrize("limit", [0, 1])
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}], ids=str)
-def test_gradients_fused_into_main_grad(sizes, limit):
-    """Without Apex: the same gradients as unfused ones. With pipeline stages the output layer's are deferred too."""
+@pytest.mark.parametrize(
+    "sizes,limit,tied",
+    [({"pp": 2}, 0, False), ({"pp": 2}, 1, True), ({"pp": 2, "vp": 2}, 0, False), ({"tp": 2}, 0, False)],
+    ids=str,
+)
+def test_gradients_fused_into_main_grad(sizes, limit, tied):
+    """Without Apex: the same gradients as unfused ones. With pipeline stages the output layer's are deferred too, and
+    Megatron's schedule has ours compute them (its own needs Apex)."""
+    layers = 2 * sizes.get("vp", 1)
     with model_parallel(**sizes):
-        from megatron_ext.tensor_parallel.layers import drain_embedding_wgrad_compute
-
         fused = {"gradient_accumulation_fusion": True, "sequence_parallel": "tp" in sizes}
         if "pp" in sizes:
             fused.update(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=limit)
-        loss, grads = run(True, tied=False, sequence_parallel="tp" in sizes)
-        with mock.patch(
-            "megatron.core.pipeline_parallel.schedules.drain_embedding_wgrad_compute", drain_embedding_wgrad_compute
-        ):
-            fused_loss, fused_grads = run(True, tied=False, **fused)
+        loss, grads = run(True, tied=tied, num_layers=layers, sequence_parallel="tp" in sizes)
+        fused_loss, fused_grads = run(True, tied=tied, num_layers=layers, **fused)
     assert fused_loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(fused_grads, grads, rtol=1e-5, atol=1e-7)
     assert all(grad.any() for name, grad in fused_grads.items() if name.endswith("weight"))

@@ -46,8 +46,6 @@ ON_PURPOSE = {
     "layers._initialize_affine_weight_gpu": "the same full weight at every tensor-parallel size needs the group",
     "layers.linear_with_frozen_weight": DTYPE,
     "layers.linear_with_grad_accumulation_and_async_allreduce": DTYPE,
-    "layers.ColumnParallelLinear._forward_impl": INNER,
-    "layers.RowParallelLinear._forward_impl": INNER,
     "mappings.dist_all_gather_func": IMPORT,
     "mappings.dist_reduce_scatter_func": IMPORT,
     "mappings._split_along_first_dim": SIZES,

@@ -142,6 +142,8 @@ assert all(h is ours.ColumnParallelLinear for h in holders()), holders()
 
 assert "megatron.core.models.T5.t5_spec" not in sys.modules
 from megatron.core.models.T5 import t5_spec
+from megatron.core.pipeline_parallel import schedules
+assert schedules.drain_embedding_wgrad_compute is ours.layers.drain_embedding_wgrad_compute
 user = types.ModuleType("user")
 exec("from megatron.core.tensor_parallel.mappings import _reduce", vars(user))
 sys.modules["user"] = user
@@ -152,6 +154,7 @@ import megatron_ext.megatron.layer_specs as our_specs
 assert megatron_ext.restore_tensor_parallel() is report
 assert all(h is stock[0] for h in holders()), holders()
 assert t5_spec.ColumnParallelLinear is stock[0]
+assert schedules.drain_embedding_wgrad_compute.__module__ == "megatron.core.utils"
 assert user._reduce is tp.mappings._reduce
 assert tp.mappings._reduce.__module__ == "megatron.core.tensor_parallel.mappings"
 assert ours.ColumnParallelLinear.__module__.startswith("megatron_ext.")

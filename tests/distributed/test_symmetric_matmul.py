@@ -1,0 +1,180 @@
+"""Async tensor parallelism: when it is chosen, who says so where it is not, and the numbers of both ways."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import symmetric_matmul
+from megatron_ext.distributed.collectives import all_gather, reduce_scatter
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.symmetric_matmul import why_unavailable
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, numbers, piece
+
+S, B, D, N = 8, 3, 16, 24
+
+
+class StandIns:
+    """PyTorch's two operators, of plain collectives; `calls` has what was asked of them."""
+
+    def __init__(self):
+        self.calls = []
+
+    def fused_all_gather_matmul(self, x_tD, weights, gather_dim, group_name, *, return_A=True):
+        self.calls.append("gather")
+        assert (gather_dim, group_name, return_A) == (0, dist.group.WORLD.group_name, True)
+        x_TD = all_gather(x_tD, dist.group.WORLD)
+        return x_TD, [x_TD @ w_DN for w_DN in weights]
+
+    def fused_matmul_reduce_scatter(self, x_TD, w_DN, reduce_op, scatter_dim, group_name):
+        self.calls.append("scatter")
+        assert (reduce_op, scatter_dim, group_name) == ("sum", 0, dist.group.WORLD.group_name)
+        return reduce_scatter(x_TD @ w_DN, dist.group.WORLD)
+
+
+class Overlapping(Config):
+    tp_comm_overlap = True
+
+
+def build(kind, config, sizes=(D, N), **options):
+    def init(weight):
+        weight.copy_(numbers(*weight.shape, seed=7))
+
+    options = {"config": config, "init_method": init, "tp_group": dist.group.WORLD, **options}
+    if kind == "column":
+        return ColumnParallelLinear(*sizes, **options)
+    return RowParallelLinear(*sizes, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
+
+
+def stand_in(monkeypatch):
+    stand_ins = StandIns()
+    monkeypatch.setattr(symmetric_matmul, "_lacking", lambda: None)
+    monkeypatch.setattr(torch.ops, "symm_mem", stand_ins)
+    return stand_ins
+
+
+def step(layer, x, dy):
+    x = x.clone().requires_grad_()
+    with count_collectives() as forward:
+        y, _ = layer(x)
+    with count_collectives() as backward:
+        y.backward(dy)
+    return (y.detach(), x.grad, layer.weight.grad, layer.bias.grad), (sum(forward.values()), sum(backward.values()))
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_values_gradients_and_traffic_of_the_plain_way(kind, frozen):
+    x, dy = numbers(S, B, D, seed=1), numbers(S, B, N, seed=2)
+    x, dy = (piece(x, 0), piece(dy, -1)) if kind == "column" else (piece(x, -1), piece(dy, 0))
+    results = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for config in (Config(sequence_parallel=True), Overlapping(sequence_parallel=True)):
+            stand_ins = stand_in(monkeypatch)
+            symmetric_matmul._found.clear()
+            layer = build(kind, config)
+            layer.weight.requires_grad_(not frozen)
+            results.append(step(layer, x, dy))
+            calls = (["gather", "scatter"] if kind == "column" else ["scatter", "gather"]) if layer.symmetric else []
+            assert stand_ins.calls == calls
+        symmetric_matmul._found.clear()
+    assert layer.symmetric
+    assert "path=symmetric memory" in repr(layer)
+    (plain, sent), (fused, fused_sent) = results
+    assert fused_sent == sent
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-5)
+
+
+@ranks(2)
+def test_weight_gradients_into_main_grad():
+    x, dy = piece(numbers(S, B, D, seed=1), 0), piece(numbers(S, B, N, seed=2), -1)
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stand_in(monkeypatch)
+        symmetric_matmul._found.clear()
+        for kind in (Config, Overlapping):
+            layer = build("column", kind(sequence_parallel=True, gradient_accumulation_fusion=True))
+            layer.weight.main_grad = torch.ones_like(layer.weight)
+            step(layer, x, dy)
+            found.append(layer.weight.main_grad)
+        symmetric_matmul._found.clear()
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_says_that_it_cannot(kind):
+    """Without a GPU, or without sequence parallelism: one sentence, in `repr` too, and the plain collectives."""
+    symmetric_matmul._found.clear()
+    for sequence_parallel, reason in ((True, "a rank has no GPU"), (False, "sequence_parallel is off")):
+        with pytest.warns(UserWarning, match=rf"tp_comm_overlap is True, but .* \({reason}\).*plain collectives"):
+            layer = build(kind, Overlapping(sequence_parallel=sequence_parallel))
+        assert not layer.symmetric
+        assert f"path=collectives, not symmetric memory: {reason}" in repr(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert repr(build(kind, Config(sequence_parallel=True))).endswith("path=collectives)")
+        build(kind, Overlapping(sequence_parallel=True), is_expert=True)  # sends nothing
+
+
+@ranks(1)
+def test_one_rank_asks_for_nothing():
+    with warnings.catch_warnings(), count_collectives() as counts:
+        warnings.simplefilter("error")
+        assert "communication=none" in repr(build("column", Overlapping(sequence_parallel=True)))
+    assert not counts
+
+
+@ranks(2)
+def test_every_rank_decides_alike():
+    """What one rank lacks, or that ranks are in several machines, is found by all, and asked once."""
+    group = dist.group.WORLD
+    for lacking, machine, expected in (
+        ("a rank has no arms", "here", "a rank has no arms"),
+        (None, f"machine {dist.get_rank()}", "the ranks are in several machines"),
+        (None, "here", None),
+    ):
+        symmetric_matmul._found.clear()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            own = (machine, lacking if dist.get_rank() == 1 else None)
+            monkeypatch.setattr(symmetric_matmul, "_own_machine", lambda own=own: own)
+            assert why_unavailable(group) == expected
+            with count_collectives() as counts:
+                assert why_unavailable(group) == expected
+            assert not counts
+    symmetric_matmul._found.clear()
+
+
+@pytest.mark.gpu
+def test_the_real_operators():
+    """Over as many GPUs as there are, at most 4; of a single one the operators themselves are tested."""
+    size = min(4, torch.cuda.device_count())
+    torch.multiprocessing.spawn(_real_operators, args=(size,), nprocs=size)
+
+
+def _real_operators(rank, size):
+    torch.cuda.set_device(rank)
+    init, device = "tcp://127.0.0.1:29577", torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=init, rank=rank, world_size=size, device_id=device)
+    group, close = dist.group.WORLD, {"rtol": 2**-6, "atol": 2**-3}
+    x, w, dy = (numbers(*s, seed=s[-1], dtype=torch.bfloat16).cuda() for s in ((512, 2, 64), (64, 128), (512, 2, 128)))
+
+    rows = x.flatten(0, 1)
+    own = piece(rows, 0)
+    y, gathered = symmetric_matmul.all_gather_matmul(own, w, group)
+    torch.testing.assert_close((y, gathered), (rows @ w, rows), **close)
+    torch.testing.assert_close(symmetric_matmul.matmul_reduce_scatter(rows, w, group), size * (own @ w), **close)
+
+    for kind in ("column", "row"):
+        x_own, dy_own = (piece(x, 0), piece(dy, -1)) if kind == "column" else (piece(x, -1), piece(dy, 0))
+        results = []
+        for config in (Config, Overlapping):
+            layer = build(kind, config(sequence_parallel=True, params_dtype=torch.bfloat16), sizes=(64, 128)).cuda()
+            results.append(step(layer, x_own, dy_own)[0])
+        assert layer.symmetric == (size > 1), repr(layer)
+        torch.testing.assert_close(*results, **close)
+    dist.destroy_process_group()
