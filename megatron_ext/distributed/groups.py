@@ -7,12 +7,15 @@ nobody imported cannot have been initialised.
 
 import sys
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 Group = ProcessGroup | None
+
+# As a tp_group: not sharded, even where Megatron's groups are initialised and None would mean them.
+UNSHARDED: Any = "unsharded"
 
 
 def group_size(group: Group) -> int:
@@ -60,6 +63,8 @@ def tensor_parallel_group(group: Group = None, *, expert: bool = False, argument
     Raises:
         ValueError: `group` does not hold this rank.
     """
+    if group is UNSHARDED:
+        return None
     if group is not None:
         return check_group(group, argument)
     state = parallel_state()

@@ -8,6 +8,8 @@ The layout is Megatron-Core's (`get_batch_on_this_cp_rank`) and Transformer Engi
 Splitting and merging communicate nothing and are differentiable; `gather_zigzag` is the one exchange.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -119,24 +121,48 @@ class _ReduceScatter(torch.autograd.Function):
         return _AllGather.apply(grad, ctx.group, ctx.dim), None, None
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens") -> None:
-    """Hold `cu_seqlens` to its rules: 0, never falling, lengths that divide by `multiple`, `total` at the end."""
+def check_cu_seqlens(
+    cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens", longest: int | None = None
+) -> None:
+    """Hold `cu_seqlens` to its rules: 0, never falling, lengths that divide by `multiple` up to `longest`, `total`."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"{argument} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: it must be integers [documents + 1]; "
             f"pass the cumulative document lengths, beginning with 0"
         )
-    if torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
-        return
     lengths = cu_seqlens.diff()
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths % multiple == 0)).all()
-    if cu_seqlens.device.type != "cpu":
-        torch._assert_async(right, f"{argument} must go from 0 to {total} in document lengths divisible by {multiple}")
-    elif not right:
-        raise ValueError(
-            f"{argument} is {cu_seqlens.tolist()} for {total} tokens: it must go from 0 to {total} and never fall, "
+    demand(
+        right,
+        lambda found: (
+            f"{argument}{found} for {total} tokens: it must go from 0 to {total} and never fall, "
             f"with document lengths that divide by {multiple}; pad each document to the next multiple of {multiple}"
+        ),
+        cu_seqlens,
+    )
+    if longest is not None:
+        demand(
+            (lengths <= longest).all(),
+            lambda found: (
+                f"{argument}{found}: a document is longer than {longest}, which the result has room for; "
+                f"pass an unpacked_seqlen of the longest document, and cu_seqlens where the rest of it is padding"
+            ),
+            cu_seqlens,
         )
+
+
+def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
+    """Raises ValueError unless `right`, a bool tensor made from the values of `of`, which the message may show.
+
+    Off the CPU a wrong one stops the device, without a host synchronisation; fake tensors, and those of a graph that is
+    being compiled, are not looked at.
+    """
+    if torch.compiler.is_compiling() or isinstance(right, FakeTensor):
+        return
+    if right.device.type != "cpu":
+        torch._assert_async(right, message(""))
+    elif not right:
+        raise ValueError(message(f" is {of.tolist()}"))
 
 
 def _chunk_size(length: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""NeMo-RL's names for what this package does, each a line or two onto the rooms below."""
+"""NeMo-RL's patch of GPTModel: names for `megatron_ext.megatron.linear_ce`."""
 
 from typing import Any
 

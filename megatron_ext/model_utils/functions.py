@@ -1,0 +1,173 @@
+"""NeMo-RL's autograd functions on vocabulary-parallel logits, as names for calls of head/.
+
+Those calls are differentiable and save next to nothing, so there is nothing left to record: `apply` runs `forward`,
+which has NeMo-RL's parameters, and autograd sees what head/ does. With `inference_only` nothing is recorded at all, and
+the result needs no gradient. Results are fp32 (fp64 for fp64), gradients have the logits' dtype.
+
+    DistributedLogprob.apply(logits, target, start, end, group)
+
+All of them send 1 all-gather over the group forward and nothing backward, whatever `chunk_size`, with one exception:
+top-p without top-k sends up to 2 a chunk. A group of None means logits that are whole. -100 as a target gives 0 and no
+gradient. What the head refuses is a ValueError on every rank.
+
+Legend: B sequences, S positions, V vocabulary, R ranks of the group.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import Group
+from megatron_ext.model_utils.read_outs import TrainingSamplingParams, chunk_tokens, log_probs, saving, shard
+from megatron_ext.model_utils.read_outs import whole_if_none as whole
+
+
+def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
+    """`[..., V/R]`: log-probabilities over the whole vocabulary of logits `[..., V/R]`. Differentiable."""
+    return head.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=whole(group))
+
+
+def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
+    """`[..., V/R]`: probabilities over the whole vocabulary of logits `[..., V/R]`. Differentiable."""
+    return head.vocab_parallel_softmax(vocab_parallel_logits, tp_group=whole(group))
+
+
+class ReadOut(torch.autograd.Function):
+    """An autograd function by name, whose `forward` is differentiable code: `apply` only calls it."""
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(None, *args, **kwargs)
+
+
+class DistributedLogprob(ReadOut):
+    """`[B, S]`: log-probability of each target (already shifted) from logits `[B, S, V/R]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        with saving(not inference_only):
+            vocab = shard(vocab_start_index, vocab_end_index, group)
+            return log_probs(vocab_parallel_logits, target, group, vocab, chunk_size=None)
+
+
+class ChunkedDistributedLogprob(ReadOut):
+    """`DistributedLogprob`, `chunk_size` positions at a time. None, as everywhere: the head chooses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        with saving(not inference_only):
+            vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+            return log_probs(vocab_parallel_logits, target, tp_group, vocab, chunk_size)
+
+
+class DistributedLogprobWithSampling(ReadOut):
+    """`[B, S]`: log-probability of each target under what top-k, then top-p leave of logits `[B, S, V/R]`.
+
+    -inf for a target that they do not leave; nothing flows back to what they filter out.
+    See `megatron_ext.head.sampled_log_probs`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Group,
+        top_k: int | None,
+        top_p: float,
+        inference_only: bool = False,
+    ) -> Tensor:
+        with saving(not inference_only):
+            sampling = TrainingSamplingParams(top_k, top_p)
+            return log_probs(vocab_parallel_logits, target, tp_group, None, None, sampling)
+
+
+class ChunkedDistributedLogprobWithSampling(ReadOut):
+    """`DistributedLogprobWithSampling`, `chunk_size` positions at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        target: Tensor,
+        tp_group: Group,
+        top_k: int | None,
+        top_p: float,
+        chunk_size: int | None,
+        inference_only: bool = False,
+    ) -> Tensor:
+        with saving(not inference_only):
+            sampling = TrainingSamplingParams(top_k, top_p)
+            return log_probs(vocab_parallel_logits, target, tp_group, None, chunk_size, sampling)
+
+
+class DistributedCrossEntropy(ReadOut):
+    """`[B, S]`: -sum p log q, p the softmax of the target logits and q of the student's, both `[B, S, V/R]`.
+
+    The gradient goes to the student alone, where this is forward KL's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, student_logits: Tensor, target_logits: Tensor, group: Group, inference_only: bool = False
+    ) -> Tensor:
+        with saving(not inference_only):
+            return head.soft_cross_entropy(student_logits, target_logits, tp_group=whole(group))
+
+
+class ChunkedDistributedGatherLogprob(ReadOut):
+    """`[B, S, K]`: log-probabilities of the tokens `global_indices` `[B, S, K]` from logits `[B, S, V/R]`.
+
+    dL/dz = -softmax * sum_k(dL/dy_k) + scatter_add(dL/dy_k).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Tensor,
+        global_indices: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+    ) -> Tensor:
+        with saving(not inference_only):
+            return head.gather_log_probs(
+                vocab_parallel_logits,
+                global_indices,
+                tp_group=whole(tp_group),
+                vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+                chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel()),
+            )
+
+
+class ChunkedDistributedEntropy(ReadOut):
+    """`[B, S]`: sum p log p, the negative of the entropy, of logits `[B, S, V/R]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, vocab_parallel_logits: Tensor, chunk_size: int | None, tp_group: Group, inference_only: bool = False
+    ) -> Tensor:
+        with saving(not inference_only):
+            chunk = chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel())
+            return -head.token_entropy(vocab_parallel_logits, whole(tp_group), chunk_tokens=chunk)

@@ -1,0 +1,175 @@
+"""NeMo-RL's entry points from hidden states: log-probabilities without logits.
+
+Legend: B sequences, S tokens of each, D hidden size, V vocabulary, R tensor-parallel and W context-parallel ranks; in
+packs T tokens of N documents.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.head.options import Cache, Layout
+from megatron_ext.model_utils.functions import ReadOut
+from megatron_ext.model_utils.read_outs import (
+    TrainingSamplingParams,
+    chunk_tokens,
+    filters,
+    saving,
+    shard,
+    whole_if_none,
+)
+from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor | None,
+    output_weight: Tensor | None,
+    runtime_gather_output: bool | None,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Group,
+    inference_only: bool = False,
+    cp_group: Group = None,
+    chunk_size: int | None = None,
+    *,
+    hidden_layout: Layout = "sequence",
+    sampling_params: Any = None,
+    return_entropy: bool = False,
+    cu_seqlens_padded: Tensor | None = None,
+    unpacked_seqlen: int = 0,
+    cu_seqlens: Tensor | None = None,
+    cache: Cache = "auto",
+    gradient_accumulation_fusion: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of next tokens from hidden states and the lm head's weight; logits are never held as a whole.
+
+    Args:
+        tensor_parallel_hidden_states: `[S/W/R, B, D]`, this rank's slice under sequence parallelism; `[S/W, B, D]` with
+            `hidden_layout="replicated"`.
+        output_weight_layer: `[V/R, D]`, the output layer's own weight; unused where `output_weight` is given.
+        output_weight: `[V/R, D]`, the embedding's weight where it is tied to the output; None: it is not.
+        runtime_gather_output: without effect: there are no logits to gather.
+        target: `[B, S]`, the token ids themselves, whole; they are shifted inside. -100 gives 0.
+        vocab_start_index, vocab_end_index, tp_group, inference_only, cp_group, chunk_size: as for
+            `from_parallel_logits_to_logprobs`.
+        hidden_layout: "sequence" or "replicated": what the tensor-parallel ranks hold.
+        sampling_params: temperature, top-k and top-p: an object as `TrainingSamplingParams`.
+        return_entropy: also the entropy of each distribution, in the same pass; not with top-k or top-p.
+        cu_seqlens_padded, unpacked_seqlen, cu_seqlens: of a pack: B is 1, `target` `[1, T]`. As for
+            `from_parallel_logits_to_logprobs_packed_sequences`.
+        cache: how much of forward's work is kept for backward, as for `megatron_ext.linear_cross_entropy`.
+        gradient_accumulation_fusion: the weight's gradient is added into its `main_grad`, by Megatron's protocol.
+
+    Returns:
+        `[B, S - 1]`, of a pack `[N, unpacked_seqlen - 1]`, fp32 (fp64 for fp64), the whole on every rank; with
+        `return_entropy` a tuple of it and the entropies. Gradients go to hidden states and weight, and under context
+        parallelism those of all ranks' losses add up.
+
+    Communicates: over `tp_group` 1 collective, backward 1; with the sequence layout 2 and 2. Over `cp_group`, for each
+    result, 1 all-gather and backward 1 reduce-scatter. Sampling: see `megatron_ext.head.linear_sampled_log_probs`.
+
+    Raises:
+        ValueError: as `from_parallel_logits_to_logprobs`, or `..._packed_sequences`; no weight at all.
+    """
+    weight = output_weight_layer if output_weight is None else output_weight
+    shape = _positions(tensor_parallel_hidden_states, hidden_layout, tp_group)
+    targets: Targets
+    if cu_seqlens_padded is None:
+        targets = PaddedTargets(target, shape, cp_group)
+    else:
+        targets = PackedTargets(target, shape, cp_group, cu_seqlens_padded, unpacked_seqlen, cu_seqlens=cu_seqlens)
+    with saving(not inference_only):
+        found = _log_probs(
+            tensor_parallel_hidden_states,
+            weight,
+            targets.labels(),
+            tp_group,
+            chunk_size,
+            sampling_params,
+            return_entropy,
+            vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+            hidden_layout=hidden_layout,
+            cache=cache,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+        )
+        if isinstance(found, Tensor):
+            return targets.results(found)
+        return targets.results(found[0]), targets.results(found[1])
+
+
+class ChunkedDistributedHiddenStatesToLogprobs(ReadOut):
+    """`[B, S]`: log-probability of each target (already shifted, `[B, S]`) from hidden states `[S/R, B, D]`.
+
+    `output_weight_layer`: the weight `[V/R, D]`. With `hidden_layout="replicated"` hidden states are `[S, B, D]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor_parallel_hidden_states: Tensor,
+        target: Tensor,
+        output_weight_layer: Tensor,
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: Group,
+        inference_only: bool = False,
+        hidden_layout: Layout = "sequence",
+    ) -> Tensor:
+        with saving(not inference_only):
+            vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+            return _log_probs(
+                tensor_parallel_hidden_states,
+                output_weight_layer,
+                target,
+                tp_group,
+                chunk_size,
+                vocab=vocab,
+                hidden_layout=hidden_layout,
+            )
+
+
+def _log_probs(
+    hidden_SBD: Tensor,
+    weight: Tensor | None,
+    labels_BS: Tensor,
+    tp_group: Group,
+    chunk_size: int | None,
+    sampling_params: Any = None,
+    return_entropy: bool = False,
+    **call: Any,
+) -> Any:
+    """`[B, S]`, and the entropies if asked for."""
+    if weight is None:
+        raise ValueError("output_weight_layer and output_weight are None: one must be the weight [V/R, D]; pass it")
+    sampling = sampling_params or TrainingSamplingParams()
+    call |= {
+        "tp_group": whole_if_none(tp_group),
+        "temperature": sampling.temperature,
+        "chunk_tokens": chunk_tokens(chunk_size, labels_BS.shape[0]),
+    }
+    if not filters(sampling):
+        found = head.linear_log_probs(hidden_SBD, weight, labels_BS.t(), return_entropy=return_entropy, **call)
+        return found.t() if isinstance(found, Tensor) else tuple(x.t() for x in found)
+    if return_entropy:
+        raise ValueError(
+            "return_entropy is True together with top_k or top_p: the entropy is that of the whole vocabulary; "
+            "call once for each, or turn the filter off"
+        )
+    call.pop("cache")
+    call |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    return head.linear_sampled_log_probs(hidden_SBD, weight, labels_BS.t(), **call).t()
+
+
+def _positions(hidden_SBD: Tensor, layout: Layout, tp_group: Group) -> torch.Size:
+    """`[B, S]` that hidden states stand for."""
+    if not isinstance(hidden_SBD, Tensor) or hidden_SBD.dim() != 3:
+        found = tuple(hidden_SBD.shape) if isinstance(hidden_SBD, Tensor) else type(hidden_SBD).__name__
+        raise ValueError(f"hidden states are {found}: they must be [sequence, batch, hidden size], as in Megatron")
+    slices = group_size(check_group(tp_group)) if layout == "sequence" else 1
+    return torch.Size((hidden_SBD.shape[1], hidden_SBD.shape[0] * slices))

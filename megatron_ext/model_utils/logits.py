@@ -1,0 +1,156 @@
+"""NeMo-RL's entry points: from logits and unshifted token ids to the log-probability of every next token.
+
+Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks; in packs T tokens
+of N documents.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
+from megatron_ext.model_utils.read_outs import check_logits, columns_of, log_probs, saving, shard
+from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: Group,
+    inference_only: bool = False,
+    cp_group: Group = None,
+    chunk_size: int | None = None,
+    sampling_params: Any = None,
+) -> Tensor:
+    """Log-probabilities of next tokens from logits sharded over the vocabulary, and maybe over the sequence.
+
+    Args:
+        vocab_parallel_logits: `[B, S/W, V/R]`, any floating dtype; with `cp_group` this rank's zigzag part. The
+            sequence may be padded behind: S is then the padded length.
+        target: `[B, S]`, integers: the token ids themselves, whole; they are shifted inside. -100 gives 0.
+        vocab_start_index, vocab_end_index: this rank's columns; every rank has as many, in rank order.
+        tp_group: the ranks that share the vocabulary; None: the logits are whole.
+        inference_only: nothing is saved, and the result needs no gradient.
+        cp_group: the ranks that share the sequence; None: it is whole.
+        chunk_size: sequence positions at a time; None: chosen from the sizes. It changes memory, not the result.
+        sampling_params: temperature, top-k and top-p: an object as `TrainingSamplingParams`. The logits are scaled
+            inside; a token that the filter does not leave gets -inf.
+
+    Returns:
+        `[B, S - 1]` (S that of `target`), fp32 (fp64 for fp64), the whole sequence on every rank. Under context
+        parallelism gradients of all ranks' losses add up.
+
+    Communicates: 1 all-gather over `tp_group`, backward none (top-p alone: up to 2 a chunk); 1 all-gather over
+    `cp_group`, backward 1 reduce-scatter.
+
+    Raises:
+        ValueError: shapes that do not fit, target ids or columns outside the vocabulary, sampling parameters out of
+            their ranges; on every rank.
+    """
+    check_logits(vocab_parallel_logits)
+    targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
+    vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+    with saving(not inference_only):
+        return targets.results(
+            log_probs(vocab_parallel_logits, targets.labels(), tp_group, vocab, chunk_size, sampling_params)
+        )
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    cu_seqlens_padded: Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group: Group,
+    inference_only: bool = False,
+    cp_group: Group = None,
+    chunk_size: int | None = None,
+    sampling_params: Any = None,
+    target_is_pre_rolled: bool = False,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """`from_parallel_logits_to_logprobs` of documents laid end to end; the result is a row for each.
+
+    Args:
+        vocab_parallel_logits: `[1, T/W, V/R]`; with `cp_group` this rank's zigzag parts of all documents.
+        target: `[1, T]`, unshifted; if `target_is_pre_rolled` `[1, T/W]`, shifted and split already.
+        cu_seqlens_padded: integers `[N + 1]`, where each document begins among the T tokens of all ranks, padding
+            counted. On any device: nothing waits for its values.
+        unpacked_seqlen: length of a document's row, before its shift.
+        group: the tensor-parallel one.
+        cu_seqlens: integers `[N + 1]`, the documents without the padding behind each of them. With it padding gets
+            zeros, and may reach beyond `unpacked_seqlen`.
+
+    The other arguments and the communication are those of `from_parallel_logits_to_logprobs`.
+
+    Returns:
+        `[N, unpacked_seqlen - 1]`, zeros behind each document's last prediction.
+
+    Raises:
+        ValueError: as there; and where `cu_seqlens_padded` lies on the CPU: it does not go from 0 to T, a length does
+            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (rounded up to 2W if
+            `cu_seqlens` is not given). On a GPU `torch._assert_async` stops the device instead.
+    """
+    check_logits(vocab_parallel_logits)
+    targets = PackedTargets(
+        target,
+        vocab_parallel_logits.shape[:2],
+        cp_group,
+        cu_seqlens_padded,
+        unpacked_seqlen,
+        target_is_pre_rolled,
+        cu_seqlens,
+    )
+    vocab = shard(vocab_start_index, vocab_end_index, group)
+    with saving(not inference_only):
+        return targets.results(
+            log_probs(vocab_parallel_logits, targets.labels(), group, vocab, chunk_size, sampling_params)
+        )
+
+
+def get_next_token_logprobs_from_logits(
+    input_ids: Tensor,
+    next_token_logits: Tensor,
+    seq_index: Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: Group = None,
+    context_parallel_group: Group = None,
+    sampling_params: Any = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Log-probabilities of next tokens from logits of any kind.
+
+    Args:
+        input_ids: `[B, S]`, the token ids themselves, on any device.
+        next_token_logits: `[B, S/W, V/R]` with `vocab_parallel_group`, as Megatron has them; a DTensor; or `[B, S, V]`,
+            whole.
+        seq_index: for a DTensor: see `get_logprobs_from_vocab_parallel_logits`.
+        vocab_parallel_rank: this rank's place in the group, whose own it must be; None: found there.
+        vocab_parallel_group, context_parallel_group: the ranks that share vocabulary and sequence; None: not shared.
+        sampling_params, chunk_size: as for `from_parallel_logits_to_logprobs`.
+
+    Returns, communicates, raises: as `from_parallel_logits_to_logprobs`.
+    """
+    if vocab_parallel_group is None and isinstance(next_token_logits, DTensor):
+        return get_logprobs_from_vocab_parallel_logits(
+            next_token_logits, input_ids, seq_index, chunk_size, sampling_params
+        )
+    check_logits(next_token_logits)
+    start, stop = columns_of(next_token_logits, vocab_parallel_rank, vocab_parallel_group)
+    return from_parallel_logits_to_logprobs(
+        next_token_logits,
+        input_ids.to(next_token_logits.device),
+        start,
+        stop,
+        vocab_parallel_group,
+        cp_group=context_parallel_group,
+        chunk_size=chunk_size,
+        sampling_params=sampling_params,
+    )

@@ -1,0 +1,113 @@
+"""What the names of this package have in common: their arguments, in the words of head/.
+
+Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tensor-parallel group.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
+from megatron_ext.distributed.vocab import VocabShard
+
+_NO_SIZE = 1 << 40  # no vocabulary has it
+
+
+@dataclass(frozen=True)
+class TrainingSamplingParams:
+    """How the tokens were sampled whose log-probabilities are asked for. Any object with these attributes will do.
+
+    Logits are divided by the temperature, then the k largest are kept, then of these the fewest whose probabilities
+    add up to p. See `megatron_ext.head.sampled_log_probs` for ties and for labels outside.
+
+    Attributes:
+        top_k: at least 1 and at most the vocabulary; None or -1: off.
+        top_p: in (0, 1]; 1: off.
+        temperature: above 0.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+
+def log_probs(
+    logits_BSV: Tensor,
+    labels_BS: Tensor,
+    tp_group: Group,
+    vocab: VocabShard | None,
+    chunk_size: int | None,
+    sampling_params: Any = None,
+) -> Tensor:
+    """`[B, S]`: log-probabilities of labels, after temperature and filter where sampling parameters are given."""
+    sampling = sampling_params or TrainingSamplingParams()
+    call: dict[str, Any] = {
+        "tp_group": whole_if_none(tp_group),
+        "vocab": vocab,
+        "temperature": sampling.temperature,
+        "chunk_tokens": chunk_tokens(chunk_size, logits_BSV.shape[:-2].numel()),
+    }
+    if filters(sampling):
+        return head.sampled_log_probs(logits_BSV, labels_BS, top_k=sampling.top_k, top_p=sampling.top_p, **call)
+    found = head.token_log_probs(logits_BSV, labels_BS, **call)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def filters(sampling_params: Any) -> bool:
+    """Whether top-k or top-p is on."""
+    return sampling_params.top_k not in (None, -1) or sampling_params.top_p != 1.0
+
+
+def saving(wanted: bool) -> AbstractContextManager:
+    """Within it autograd keeps what backward needs, if `wanted` and not switched off outside."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)
+
+
+def shard(start: int, stop: int, tp_group: Group) -> VocabShard:
+    """The columns `[start, stop)` of a vocabulary of which every rank holds as many, in rank order.
+
+    A rank with other columns claims a vocabulary of another size than the others know: the head then raises on every
+    rank, in the exchange that it makes anyway.
+    """
+    group, columns = check_group(tp_group), stop - start
+    if columns > 0 and start == group_rank(group) * columns:
+        return VocabShard(start, stop, columns * group_size(group))
+    return VocabShard(max(start, 0), max(start, stop, 0), _NO_SIZE)
+
+
+def whole_if_none(tp_group: Group) -> Group:
+    """NeMo-RL's None: the logits are whole, on whatever ranks Megatron was set up."""
+    return UNSHARDED if tp_group is None else tp_group
+
+
+def chunk_tokens(chunk_size: int | None, sequences: int) -> int | None:
+    """Tokens of a chunk of `chunk_size` positions of all sequences; None: the head chooses."""
+    if chunk_size is None:
+        return None
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(
+            f"chunk_size is {chunk_size!r}: it must be a positive number of sequence positions, or None for the head "
+            f"to choose; it changes memory, not results"
+        )
+    return chunk_size * max(sequences, 1)
+
+
+def check_logits(logits: Tensor) -> None:
+    """Raises ValueError unless they are `[B, S, V/R]`."""
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"logits are {found}: they must be [batch, sequence, vocabulary shard]; add the dims of size 1"
+        )
+
+
+def columns_of(logits: Tensor, rank: int | None, tp_group: Group) -> tuple[int, int]:
+    """First and one past the last of this rank's columns of the vocabulary; `rank` None: its place in the group."""
+    columns = logits.shape[-1]
+    start = columns * (group_rank(tp_group) if rank is None or tp_group is None else rank)
+    return start, start + columns

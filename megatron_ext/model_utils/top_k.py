@@ -1,0 +1,145 @@
+"""NeMo-RL's top-k of a sharded vocabulary, and distillation from a teacher's.
+
+Legend: B sequences, S positions, V vocabulary, R tensor-parallel and W context-parallel ranks, K tokens per position.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import UNSHARDED, Group
+from megatron_ext.model_utils.dtensor import local_shard
+from megatron_ext.model_utils.read_outs import check_logits, chunk_tokens, columns_of, shard, whole_if_none
+from megatron_ext.sequence.targets import PaddedParts
+
+
+def distributed_vocab_topk(
+    vocab_parallel_logits: Tensor,
+    k: int,
+    tp_group: Group,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k largest logits of the whole vocabulary, and their token ids, at each position of `[B, S, V/R]`.
+
+    Returns:
+        `[B, S, k]` values in falling order, fp32 (fp64 for fp64), and `[B, S, k]` int64 global ids; among equals the
+        lowest id comes first. The values are differentiable.
+
+    Communicates: 1 all-gather of k candidates a rank. None as the group: the logits are whole.
+
+    Raises:
+        ValueError: k below 1 or above the vocabulary; columns that are not this rank's; on every rank.
+    """
+    check_logits(vocab_parallel_logits)
+    return head.vocab_topk(
+        vocab_parallel_logits,
+        k,
+        tp_group=whole_if_none(tp_group),
+        vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+        chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
+    )
+
+
+def gather_logits_at_global_indices(
+    vocab_parallel_logits: Tensor,
+    global_indices: Tensor,
+    tp_group: Group = None,
+    cp_group: Group = None,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The logits `[B, S, K]` of the tokens `global_indices` `[B, S, K]` at each position of `[B, S/W, V/R]`.
+
+    Args:
+        vocab_parallel_logits: with `cp_group` this rank's zigzag part of the sequence, which may be padded behind.
+        global_indices: whole on every rank.
+        tp_group, cp_group: None: not shared.
+
+    Returns:
+        The whole sequence on every rank, fp32 (fp64 for fp64). Differentiable; gradients of all context-parallel ranks
+        add up.
+
+    Communicates: 1 all-gather over `tp_group`, backward none; 1 all-gather over `cp_group`, backward 1 reduce-scatter.
+
+    Raises:
+        ValueError: shapes that do not fit, ids or columns outside the vocabulary; on every rank.
+    """
+    check_logits(vocab_parallel_logits)
+    parts = PaddedParts(global_indices.shape[1], vocab_parallel_logits.shape[1], cp_group, "global_indices")
+    gathered = head.gather_logits(
+        vocab_parallel_logits,
+        parts.split(global_indices, 0),
+        tp_group=whole_if_none(tp_group),
+        vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+        chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
+    )
+    return parts.whole(gathered)
+
+
+def get_distillation_topk_logprobs_from_logits(
+    student_logits: Tensor,
+    teacher_topk_logits: Tensor,
+    teacher_topk_indices: Tensor,
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: Group = None,
+    context_parallel_group: Group = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Student's and teacher's log-probabilities of the teacher's K likeliest tokens, aligned for distillation.
+
+    Args:
+        student_logits: `[B, S/W, V/R]` with `vocab_parallel_group`; a DTensor sharded over a mesh dim "tp"; or whole,
+            `[B, S, V]`. With `context_parallel_group` this rank's zigzag part, which may be padded behind.
+        teacher_topk_logits, teacher_topk_indices: `[B, S, K]`, whole on every rank; what the teacher predicts at each
+            position.
+        zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
+            outside of the K; False: both are distributions over the K tokens.
+        calculate_entropy: with `zero_outside_topk`, also the student's sum of p log p over its vocabulary.
+        vocab_parallel_rank: this rank's place in the group, whose own it must be; None: found there.
+
+    Returns:
+        `[B, S - 1, K]` of the student, differentiable, `[B, S - 1, K]` of the teacher, and `[B, S - 1]` sums of p log p
+        or None; fp32 (fp64 for fp64). The last position, which predicts nothing, is left out.
+
+    Communicates: over the vocabulary 1 all-gather for each of the student's two results, backward none; over
+    `context_parallel_group` 1 all-gather for each, backward 1 reduce-scatter.
+
+    Raises:
+        ValueError: shapes that do not fit, ids or columns outside the vocabulary; on every rank.
+    """
+    logits, group, vocab = student_logits, vocab_parallel_group, None
+    if vocab_parallel_group is None and isinstance(student_logits, DTensor):
+        logits, group, vocab = local_shard(student_logits)
+    check_logits(logits)
+    if vocab is None:
+        vocab = shard(*columns_of(logits, vocab_parallel_rank, group), group)
+    if teacher_topk_logits.shape != teacher_topk_indices.shape or teacher_topk_indices.dim() != 3:
+        raise ValueError(
+            f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}, teacher_topk_indices "
+            f"{tuple(teacher_topk_indices.shape)}: both must be [batch, sequence, K], of the whole sequence"
+        )
+    parts = PaddedParts(teacher_topk_indices.shape[1], logits.shape[1], context_parallel_group, "teacher_topk_indices")
+    indices = parts.split(teacher_topk_indices.to(logits.device), 0)
+    sharding: dict[str, Any] = {"tp_group": whole_if_none(group), "vocab": vocab}
+    entropy = None
+    if zero_outside_topk:
+        student = parts.whole(head.gather_log_probs(logits, indices, **sharding))
+        if calculate_entropy:
+            entropy = -parts.whole(head.token_entropy(logits, **sharding))[:, :-1]
+    else:
+        student = _over_last_dim(parts.whole(head.gather_logits(logits, indices, **sharding)))
+    teacher = _over_last_dim(teacher_topk_logits.to(student))
+    return student[:, :-1], teacher[:, :-1], entropy
+
+
+def _over_last_dim(logits: Tensor) -> Tensor:
+    """Log-probabilities over the last dim, which every rank has whole."""
+    return head.vocab_parallel_log_softmax(logits, tp_group=UNSHARDED)

@@ -1,0 +1,222 @@
+"""From token ids to the labels of this rank's positions, and from their per-token results back to whole sequences.
+
+What is known of token t+1 stands at position t: a sequence of S tokens has S - 1 results. Each layout of a batch is an
+object that knows both ways: `labels()`, and `results(x)` of something that was computed for every label.
+
+Legend: B sequences, S tokens of each, W context-parallel ranks, P positions that this rank holds; in packs T tokens of
+N documents, U the length of their rows once unpacked.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
+from megatron_ext.sequence.next_token import next_tokens
+from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.zigzag import check_cu_seqlens, demand
+
+IGNORE_INDEX = -100
+
+
+class Targets(Protocol):
+    """The targets of a batch, in some layout."""
+
+    def labels(self) -> Tensor:
+        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does."""
+
+    def results(self, x_BP: Tensor) -> Tensor:
+        """`[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions."""
+
+
+@dataclass(frozen=True)
+class PaddedParts:
+    """Sequences of `length` positions, padded behind to `W * positions`, of which each rank has its zigzag part.
+
+    Args of the methods have the sequence at dim 1.
+
+    Raises:
+        ValueError: the ranks hold fewer positions than there are; `cp_group` does not hold this rank.
+    """
+
+    length: int
+    positions: int
+    cp_group: Group = None
+    argument: str = "target"
+
+    def __post_init__(self) -> None:
+        held = self.positions * group_size(check_group(self.cp_group, "cp_group"))
+        if self.length > held:
+            raise ValueError(
+                f"{self.argument} has {self.length} positions, logits or hidden states {held} ({self.positions} on each"
+                f" of {group_size(self.cp_group)} context-parallel ranks): they must be at least as many; pass "
+                f"{self.argument} as the whole sequence, unshifted, and the group that shares it as cp_group"
+            )
+
+    def split(self, x: Tensor, fill: int) -> Tensor:
+        """This rank's `[B, P, ...]` of `[B, length, ...]`, `fill` in the padding. Communicates nothing."""
+        padding = self.positions * group_size(self.cp_group) - self.length
+        return SequenceParts(self.cp_group).split(F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding], value=fill), 1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter."""
+        return SequenceParts(self.cp_group).gather(x, 1)[:, : self.length]
+
+
+class PaddedTargets:
+    """Sequences side by side: `tokens_BS` are whole and unshifted, `[B, P]` is the shape of this rank's positions.
+
+    Gradients of all ranks add up: each rank's use of the whole counts, as in Megatron and NeMo-RL's AllGatherCPTensor.
+
+    Raises:
+        ValueError: the tokens do not fit the positions.
+    """
+
+    def __init__(self, tokens_BS: Tensor, shape_BP: torch.Size, cp_group: Group):
+        _check_tokens(tokens_BS, shape_BP[0])
+        self._tokens_BS = tokens_BS
+        self._parts = PaddedParts(tokens_BS.shape[1], shape_BP[1], cp_group)
+
+    def labels(self) -> Tensor:
+        return self._parts.split(next_tokens(self._tokens_BS), IGNORE_INDEX)
+
+    def results(self, x_BP: Tensor) -> Tensor:
+        return self._parts.whole(x_BP)[:, :-1]
+
+
+class PackedTargets:
+    """Documents laid end to end in one sequence, B = 1; their results become rows `[N, U - 1]`, zeros after each one's.
+
+    Nothing here waits for the device: `cu_seqlens_padded` may lie on a GPU.
+
+    Args:
+        tokens_1T: `[1, T]`, unshifted; if `shifted` `[1, P]`, the labels of this rank's positions.
+        shape_BP: `[1, P]`, the shape of this rank's positions.
+        cu_seqlens_padded: integers `[N + 1]`, where each document begins, counted over all ranks, and where the last
+            one ends. Each length is a multiple of 2W at W > 1.
+        unpacked_seqlen: U.
+        cu_seqlens: the same without the padding behind each document, which then gets zeros. None: not known; a
+            document is taken to have as many tokens as places, up to U.
+
+    Raises:
+        ValueError: shapes that do not fit; values of `cu_seqlens` or `cu_seqlens_padded` that break a rule, or a
+            document longer than U (rounded up to 2W where its padding is not known), if they lie on the CPU. On a GPU
+            these stop the device (`torch._assert_async`).
+    """
+
+    def __init__(
+        self,
+        tokens_1T: Tensor,
+        shape_BP: torch.Size,
+        cp_group: Group,
+        cu_seqlens_padded: Tensor,
+        unpacked_seqlen: int,
+        shifted: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ):
+        ranks = group_size(check_group(cp_group, "cp_group"))
+        total, multiple = shape_BP[1] * ranks, 2 * ranks if ranks > 1 else 1
+        _check_tokens(tokens_1T, 1)
+        if shape_BP[0] != 1 or tokens_1T.shape[1] != (shape_BP[1] if shifted else total):
+            raise ValueError(
+                f"target has shape {tuple(tokens_1T.shape)}, logits or hidden states hold {tuple(shape_BP)} positions "
+                f"on each of {ranks} context-parallel ranks: a pack must be [1, {total}] of unshifted token ids, or "
+                f"[1, {shape_BP[1]}] with target_is_pre_rolled=True"
+            )
+        if isinstance(unpacked_seqlen, bool) or not isinstance(unpacked_seqlen, int) or unpacked_seqlen < 1:
+            raise ValueError(
+                f"unpacked_seqlen is {unpacked_seqlen!r}: it must be a positive int; pass the longest document's length"
+            )
+        longest = None if cu_seqlens is not None else -(-unpacked_seqlen // multiple) * multiple
+        check_cu_seqlens(cu_seqlens_padded, total, multiple, "cu_seqlens_padded", longest)
+        if cu_seqlens is not None:
+            _check_lengths(cu_seqlens, cu_seqlens_padded, unpacked_seqlen)
+        device = tokens_1T.device
+        self._tokens_1T, self._shifted, self._unpacked_seqlen = tokens_1T, shifted, unpacked_seqlen
+        self._start = cu_seqlens_padded.to(device, torch.int64, non_blocking=True)
+        self._ends = None if cu_seqlens is None else cu_seqlens.to(device, torch.int64, non_blocking=True)
+        self._parts = SequenceParts(cp_group, self._start)
+
+    def labels(self) -> Tensor:
+        if self._shifted:
+            return self._tokens_1T
+        ends = self._start if self._ends is None else self._ends
+        return self._parts.split(next_tokens(self._tokens_1T, ends, self._start), 1)
+
+    def results(self, x_BP: Tensor) -> Tensor:
+        x_T = self._parts.gather(x_BP, 1)[0]
+        documents, width = self._start.shape[0] - 1, self._unpacked_seqlen - 1
+        lengths = (self._start if self._ends is None else self._ends).diff()
+        place = torch.arange(x_T.shape[0], device=x_T.device)
+        document = torch.searchsorted(self._start[1:].contiguous(), place, right=True)
+        column = place - self._start[document]
+        kept = (column < lengths[document] - 1) & (column < width)
+        target = (document * width + column).where(kept, documents * width)  # the others go past the end, and are cut
+        return x_T.new_zeros(documents * width + 1).scatter(0, target, x_T)[:-1].view(documents, width)
+
+
+class PermutedTargets:
+    """Sequences in any order over the ranks of `cp_group`: place i of the ranks' parts, joined, is position `order[i]`.
+
+    That is how Hugging Face models run under torch's `context_parallel`. The gradient of a result goes to the rank
+    that computed it, from that rank's own copy: as with `DTensor.full_tensor()`, every rank computes the same loss, and
+    FSDP's mean over data- and context-parallel ranks is made a sum by a factor of their number in the loss.
+
+    Args:
+        tokens_BP: `[B, P]`, this rank's unshifted token ids.
+        order: integers `[S]`, S = W * P.
+
+    Communicates: `labels` 1 all-gather of tokens, `results` 1 all-gather; backward nothing.
+
+    Raises:
+        ValueError: `order` has another length.
+    """
+
+    def __init__(self, tokens_BP: Tensor, shape_BP: torch.Size, cp_group: Group, order: Tensor):
+        _check_tokens(tokens_BP, shape_BP[0])
+        ranks = group_size(check_group(cp_group, "cp_group"))
+        if tokens_BP.shape != shape_BP or tuple(order.shape) != (shape_BP[1] * ranks,):
+            raise ValueError(
+                f"seq_index has shape {tuple(order.shape)}, target {tuple(tokens_BP.shape)} and logits "
+                f"{tuple(shape_BP)} on each of {ranks} context-parallel ranks: target and logits must be sharded "
+                f"alike, and seq_index must be [{shape_BP[1] * ranks}], the position of every place"
+            )
+        self._tokens_BP, self._order, self._group = tokens_BP, order, cp_group
+
+    def labels(self) -> Tensor:
+        places = self._order.argsort()
+        labels_BS = next_tokens(all_gather(self._tokens_BP, self._group, 1)[:, places])[:, self._order]
+        return labels_BS.chunk(group_size(self._group), 1)[group_rank(self._group)]
+
+    def results(self, x_BP: Tensor) -> Tensor:
+        parts = [*all_gather(x_BP.detach(), self._group, 1).chunk(group_size(self._group), 1)]
+        parts[group_rank(self._group)] = x_BP
+        return torch.cat(parts, 1)[:, self._order.argsort()][:, :-1]
+
+
+def _check_tokens(tokens: Tensor, batch: int) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[0] != batch:
+        found = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"target is {found}: it must be token ids [{batch}, sequence], batch size as of the logits")
+
+
+def _check_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, longest: int) -> None:
+    """Hold the lengths of documents to the places that they have, and to `longest`."""
+    if cu_seqlens.shape != cu_seqlens_padded.shape:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, cu_seqlens_padded {tuple(cu_seqlens_padded.shape)}: they "
+            f"must be equal, one entry per document and one more"
+        )
+    lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff().to(cu_seqlens.device)
+    demand(
+        (cu_seqlens[0] == 0) & ((lengths >= 0) & (lengths <= places) & (lengths <= longest)).all(),
+        lambda found: (
+            f"cu_seqlens{found}: it must begin with 0, with document lengths from 0 to unpacked_seqlen ({longest}) "
+            f"that fit the places of cu_seqlens_padded; pass the cumulative lengths without padding"
+        ),
+        cu_seqlens,
+    )
