@@ -1,0 +1,184 @@
+"""From logits to log-probabilities of next tokens, at every arrangement of ranks, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.model_utils import (
+    TrainingSamplingParams,
+    from_parallel_logits_to_logprobs,
+    get_next_token_logprobs_from_logits,
+)
+from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same
+from tests.ranks import ranks
+
+SOFTER = TrainingSamplingParams(temperature=0.7)
+
+
+def ours(grid: Grid, logits, tokens, **more):
+    """The result, and the gradient of this rank's loss and that of the others, of what this rank holds."""
+    leaf = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+    with count_collectives() as forward:
+        found = from_parallel_logits_to_logprobs(
+            leaf, tokens, **grid.vocab(logits.shape[-1]), tp_group=grid.tp_group, cp_group=grid.cp_group, **more
+        )
+    mine, _ = grid.weights(found.shape)
+    with count_collectives() as backward:
+        grad = gradient(found, leaf, mine)
+    if tokens.numel():
+        cp = int(grid.cp > 1)
+        assert (forward.total(), backward.total()) == (int(grid.tp > 1) + cp, cp), (forward, backward)
+    return found.detach(), grad
+
+
+def check(grid: Grid, logits, tokens, truth, **more):
+    leaf = logits.clone().requires_grad_()
+    wanted = truth(leaf)
+    found, grad = ours(grid, logits, tokens, **more)
+    same(found, wanted.detach())
+    _, whole = grid.weights(found.shape)
+    expected = torch.zeros_like(grid.padded(logits))
+    expected[:, : logits.shape[1]] = gradient(wanted, leaf, whole)
+    same(grad, grid.columns(grid.part(expected)))
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("length", [1, 7, 8])
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_values_and_gradients(length, chunk_size):
+    logits, tokens = problem(length=length)
+    for grid in grids():
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens), chunk_size=chunk_size)
+        softer = {"sampling_params": SOFTER, "chunk_size": chunk_size}
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens, temperature=0.7), **softer)
+
+
+@pytest.mark.slow
+@ranks(8)
+def test_tp4_cp2():
+    logits, tokens = problem(length=7)
+    for grid in grids():
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens))
+
+
+@ranks(1, 2)
+def test_ignored_prompts_give_nothing():
+    logits, tokens = problem()
+    tokens[0, :4] = -100
+    tokens[1] = -100
+    for grid in grids():
+        found, _ = ours(grid, logits, tokens)
+        assert not found[0, :3].any()
+        assert not found[1].any()
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens))
+
+
+@ranks(1, 2)
+def test_no_sequence_no_position():
+    for shape in ((0, 4, 8), (2, 0, 8)):
+        for grid in grids():
+            logits, tokens = torch.randn(shape), torch.zeros(shape[:2], dtype=torch.int64)
+            found, grad = ours(grid, logits.double(), tokens)
+            assert found.shape == (shape[0], max(shape[1] - 1, 0))
+            assert grad.shape == grid.columns(grid.part(logits)).shape
+
+
+@ranks(1, 2)
+def test_masked_columns_have_no_probability():
+    logits, tokens = problem()
+    logits[..., 5] = -torch.inf
+    tokens[tokens == 5] = 6
+    for grid in grids():
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_worse_than_plain_pytorch(dtype):
+    """Against fp64, the error is at most that of torch's log_softmax in the same dtype (fp32: up to the last bit)."""
+    logits, tokens = problem(batch=4, length=64, vocabulary=512, dtype=dtype)
+    truth = next_log_probs(logits.double(), tokens)
+    plain = (next_log_probs(logits, tokens).double() - truth).norm()
+    for grid in grids():
+        found, grad = ours(grid, logits, tokens)
+        assert found.dtype == torch.float32
+        assert grad.dtype == dtype
+        assert (found.double() - truth).norm() <= (1.05 if dtype == torch.float32 else 0.01) * plain
+
+
+@ranks(1, 2)
+def test_inference_keeps_nothing():
+    logits, tokens = problem()
+    for grid in grids():
+        leaf = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+        found = from_parallel_logits_to_logprobs(
+            leaf, tokens, **grid.vocab(24), tp_group=grid.tp_group, inference_only=True, cp_group=grid.cp_group
+        )
+        assert not found.requires_grad
+        same(found, next_log_probs(logits, tokens))
+
+
+@ranks(1, 2)
+def test_next_token_log_probs_of_any_logits():
+    logits, tokens = problem()
+    truth = next_log_probs(logits, tokens)
+    same(get_next_token_logprobs_from_logits(tokens, logits), truth)
+    same(get_next_token_logprobs_from_logits(tokens.int(), logits, chunk_size=2), truth)
+    for grid in grids():
+        groups = {"vocab_parallel_group": grid.tp_group, "context_parallel_group": grid.cp_group}
+        mine = grid.columns(grid.part(grid.padded(logits)))
+        for rank in (grid.tp_rank, None):
+            same(get_next_token_logprobs_from_logits(tokens, mine, vocab_parallel_rank=rank, **groups), truth)
+        softer = get_next_token_logprobs_from_logits(tokens, mine, sampling_params=SOFTER, **groups)
+        same(softer, next_log_probs(logits, tokens, temperature=0.7))
+
+
+@ranks(2)
+def test_whole_logits_stay_whole_where_megatron_is_set_up():
+    """No group means whole logits, not Megatron's group: as NeMo-RL has it."""
+    from tests.gpt import model_parallel
+
+    logits, tokens = problem()
+    with model_parallel(tp=2), count_collectives() as sent:
+        same(get_next_token_logprobs_from_logits(tokens, logits), next_log_probs(logits, tokens))
+    assert not sent
+
+
+@ranks(1, 2)
+def test_wrong_arguments_are_errors_on_every_rank():
+    logits, tokens = problem(length=8)
+    for grid in grids():
+        mine = grid.columns(grid.part(logits))
+
+        def call(target=tokens, logits=mine, grid=grid, **more):
+            groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+            return from_parallel_logits_to_logprobs(logits, target, **grid.vocab(24), **groups, **more)
+
+        for wrong, said in (
+            ({"target": tokens[0]}, "target is .* it must be token ids"),
+            ({"target": tokens[:1]}, "target is .* batch size as of the logits"),
+            ({"target": torch.cat([tokens, tokens], 1)}, "target has 16 positions, logits or hidden states 8"),
+            ({"target": tokens + 24}, "outside .* token id of the vocabulary"),
+            ({"logits": mine[0]}, r"must be \[batch, sequence, vocabulary shard\]"),
+            ({"chunk_size": 0}, "chunk_size is 0: .* positive number of sequence positions"),
+            ({"sampling_params": TrainingSamplingParams(temperature=0.0)}, "temperature is 0.0.* above 0"),
+        ):
+            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+                call(**wrong)
+            assert not sent
+        same(call(), next_log_probs(logits, tokens))  # every rank is still here
+
+
+@ranks(2, 4)
+def test_columns_of_another_rank_are_refused_on_every_rank():
+    logits, tokens = problem(length=8)
+    tp = dist.get_world_size()
+    grid = next(g for g in grids() if g.tp == tp)
+    right, everywhere = grid.vocab(24), grid.vocab(24) | {"vocab_start_index": 0, "vocab_end_index": 24 // tp}
+    last = everywhere if grid.tp_rank == tp - 1 else right
+    for vocab in (everywhere, last):
+        with pytest.raises(ValueError, match="vocab"):
+            from_parallel_logits_to_logprobs(grid.columns(logits), tokens, **vocab, tp_group=grid.tp_group)
+    found = from_parallel_logits_to_logprobs(grid.columns(logits), tokens, **right, tp_group=grid.tp_group)
+    same(found, next_log_probs(logits, tokens))

@@ -1,0 +1,199 @@
+"""Packed documents: every one alone in one process is what all of them in one pack must give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.model_utils import (
+    TrainingSamplingParams,
+    from_parallel_logits_to_logprobs_packed_sequences,
+)
+from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.targets import PackedTargets
+from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same
+from tests.ranks import ranks
+
+LENGTHS = [3, 0, 8, 1, 4, 5]  # of the documents; each padded to a multiple of 2W
+LONGEST = 8
+SOFTER = TrainingSamplingParams(temperature=0.7)
+
+
+def cumulative(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def places(multiple: int) -> list[int]:
+    return [-(-n // multiple) * multiple for n in LENGTHS]
+
+
+def pack(grid: Grid, dtype=torch.float64):
+    """Logits `[1, T, V]`, tokens `[1, T]` and places with padding."""
+    padded = places(2 * grid.cp if grid.cp > 1 else 1)
+    return *problem(batch=1, length=sum(padded), dtype=dtype), padded
+
+
+def rows(z: torch.Tensor, tokens: torch.Tensor, padded: list[int], lengths: list[int], temperature=1.0):
+    """`[documents, LONGEST - 1]`: each document by itself, with zeros behind."""
+    found = []
+    for start, length in zip(cumulative(padded).tolist(), lengths, strict=False):
+        here = slice(start, start + length)
+        row = next_log_probs(z[:, here], tokens[:, here], temperature)[0]
+        found.append(F.pad(row, (0, LONGEST))[: LONGEST - 1])
+    return torch.stack(found)
+
+
+def ours(grid: Grid, logits, tokens, padded, **more):
+    parts = SequenceParts(grid.cp_group, cumulative(padded))
+    leaf = grid.columns(parts.split(logits, 1)).clone().requires_grad_()
+    with count_collectives() as forward:
+        found = from_parallel_logits_to_logprobs_packed_sequences(
+            leaf,
+            tokens,
+            cumulative(padded),
+            LONGEST,
+            **grid.vocab(logits.shape[-1]),
+            group=grid.tp_group,
+            cp_group=grid.cp_group,
+            **more,
+        )
+    mine, whole = grid.weights(found.shape)
+    with count_collectives() as backward:
+        grad = gradient(found, leaf, mine)
+    cp = int(grid.cp > 1)
+    assert (forward.total(), backward.total()) == (int(grid.tp > 1) + cp, cp), (forward, backward)
+    return found.detach(), grad, whole, parts
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("known", [False, True], ids=["padding counts", "lengths known"])
+def test_values_and_gradients(known):
+    for grid in grids():
+        logits, tokens, padded = pack(grid)
+        more = {"cu_seqlens": cumulative(LENGTHS)} if known else {}
+        for temperature in (1.0, 0.7):
+            sampling = TrainingSamplingParams(temperature=temperature)
+            found, grad, weights, parts = ours(grid, logits, tokens, padded, sampling_params=sampling, **more)
+            leaf = logits.clone().requires_grad_()
+            wanted = rows(leaf, tokens, padded, LENGTHS if known else padded, temperature)
+            same(found, wanted.detach())
+            same(grad, grid.columns(parts.split(gradient(wanted, leaf, weights), 1)))
+
+
+@ranks(1, 2)
+def test_targets_that_were_shifted_before():
+    for grid in grids():
+        logits, tokens, padded = pack(grid)
+        cu_seqlens = cumulative(padded)
+        rolled = torch.cat([document.roll(-1, 1) for document in tokens.split(padded, 1)], 1)
+        mine = SequenceParts(grid.cp_group, cu_seqlens).split(rolled, 1)
+        found, grad, *_ = ours(grid, logits, mine, padded, target_is_pre_rolled=True)
+        expected, expected_grad, *_ = ours(grid, logits, tokens, padded)
+        same(found, expected)
+        same(grad, expected_grad)
+
+
+@ranks(1, 2)
+def test_empty_packs():
+    for grid in grids():
+        for lengths in ([], [0, 0]):
+            logits, tokens = torch.zeros(1, 0, 24).requires_grad_(), torch.zeros(1, 0, dtype=torch.int64)
+            groups = {"group": grid.tp_group, "cp_group": grid.cp_group}
+            found = from_parallel_logits_to_logprobs_packed_sequences(
+                grid.columns(logits), tokens, cumulative(lengths), 4, **grid.vocab(24), **groups
+            )
+            assert found.shape == (len(lengths), 3)
+            assert not found.any()
+
+
+def test_documents_that_do_not_fit_are_errors():
+    """NeMo-RL cuts them off without a word."""
+    logits, tokens = problem(batch=1, length=8)
+
+    def call(*lengths, unpacked_seqlen=8, logits=logits, tokens=tokens, **more):
+        cu_seqlens = cumulative(lengths)
+        return from_parallel_logits_to_logprobs_packed_sequences(
+            logits, tokens, cu_seqlens, unpacked_seqlen, 0, 24, None, **more
+        )
+
+    for wrong, said in (
+        (lambda: call(5, 3, unpacked_seqlen=4), r"cu_seqlens_padded is \[0, 5, 8\]: a document is longer than 4"),
+        (lambda: call(5, 2), "must go from 0 to 8"),
+        (lambda: call(9, -1), "never fall"),
+        (lambda: call(8, tokens=tokens[:, 1:]), r"target has shape \(1, 7\).* must be \[1, 8\]"),
+        (lambda: call(8, tokens=tokens[0]), "target is .* token ids"),
+        (lambda: call(8, unpacked_seqlen=0), "unpacked_seqlen is 0"),
+        (lambda: call(8, logits=logits.expand(2, -1, -1)), "a pack must be"),
+        (lambda: call(5, 3, cu_seqlens=cumulative([6, 2])), "fit the places"),
+        (lambda: call(5, 3, cu_seqlens=cumulative([8])), "one entry per document"),
+        (lambda: call(5, 3, cu_seqlens=cumulative([5, 2]), unpacked_seqlen=4), r"from 0 to unpacked_seqlen \(4\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            wrong()
+    assert call(5, 3, cu_seqlens=cumulative([4, 3]), unpacked_seqlen=4).shape == (2, 3)
+
+
+@ranks(2)
+def test_lengths_that_the_ranks_cannot_share_are_errors():
+    grid = next(g for g in grids() if g.cp == 2)
+    logits, tokens = problem(batch=1, length=4)
+    for lengths, said in (([6, 2], "divide by 4"), ([8], "a document is longer than 4")):
+        with count_collectives() as sent, pytest.raises(ValueError, match=said):
+            from_parallel_logits_to_logprobs_packed_sequences(
+                logits, tokens.repeat(1, 2), cumulative(lengths), 3, 0, 24, None, cp_group=grid.cp_group
+            )
+        assert not sent
+
+
+@ranks(2)
+def test_nothing_waits_for_the_device():
+    """On fake tensors whoever reads a value fails: cu_seqlens may lie on a GPU."""
+    grid = next(g for g in grids() if g.cp == 2)
+    with FakeTensorMode():
+        logits = torch.empty(1, 8, 24, dtype=torch.bfloat16, requires_grad=True)
+        tokens, cu_seqlens = torch.zeros(1, 16, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
+        for more in ({}, {"cu_seqlens": cu_seqlens.clone()}):
+            found = from_parallel_logits_to_logprobs_packed_sequences(
+                logits, tokens, cu_seqlens, 8, 0, 24, None, cp_group=grid.cp_group, **more
+            )
+            assert found.shape == (3, 7)
+            found.sum().backward()
+            assert logits.grad.shape == logits.shape
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits():
+    tokens, cu_seqlens = torch.arange(8, device="cuda")[None], cumulative([5, 3]).cuda()
+    logits = torch.randn(1, 8, 24, device="cuda", requires_grad=True)
+    call = (logits, tokens, cu_seqlens, 6, 0, 24, None)
+    expected = from_parallel_logits_to_logprobs_packed_sequences(*call)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = from_parallel_logits_to_logprobs_packed_sequences(*call)
+        found.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found, expected)
+
+
+def test_time_does_not_depend_on_the_number_of_documents():
+    """As many operations for 100 documents as for 2: there is no loop over them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for documents in (2, 100):
+        tokens = torch.arange(400)[None]
+        with Count() as count:
+            lengths = [400 // documents] * documents
+            targets = PackedTargets(tokens, torch.Size((1, 400)), None, cumulative(lengths), 400)
+            targets.results(targets.labels().double())
+        counts.append(count.calls)
+    assert counts[0] == counts[1]
