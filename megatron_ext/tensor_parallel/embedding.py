@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.checks import has_values, raise_if
+from megatron_ext.head.values import has_values, raise_if
 from megatron_ext.tensor_parallel.base import ShardedLayer, option
 from megatron_ext.tensor_parallel.initialization import InitMethod
 from megatron_ext.tensor_parallel.mappings import (

@@ -32,7 +32,7 @@ from megatron_ext.distributed.groups import (
     parallel_state,
     require_tensor_parallel_group,
 )
-from megatron_ext.head.checks import has_values
+from megatron_ext.head.values import has_values
 from megatron_ext.tensor_parallel.parameters import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel.process_rng import Process
 from megatron_ext.tensor_parallel.rng_state import generator_of
