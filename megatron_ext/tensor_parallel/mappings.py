@@ -17,6 +17,10 @@ dtype and is contiguous (of `copy`: is the input). `group` is the process group,
 or, in a process that stands alone, for no sharding. ValueError if the group is None and cannot be found, does not hold
 this rank, or if a shape does not fit; all ranks that pass the same shapes raise alike, before anything is sent.
 
+Split sizes say how much a rank sends and receives, and are taken on trust: only another exchange, of the sizes, could
+show that the ranks disagree. Sizes that are wrong on some ranks alone are an error on those that see it, and the others
+wait for them until torch's timeout, as with Megatron's own functions.
+
 The pairs and their names are those of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053; sequence parallelism:
 Korthikanti et al., 2022, arXiv:2205.05198).
 """
