@@ -23,6 +23,7 @@ from megatron_ext.emulation import megatron_on_cpu
 
 VOCAB = 64
 SEQUENCE = 16
+_wrapped: list = []  # the DistributedDataParallel of the running test
 
 
 @contextmanager
@@ -56,6 +57,10 @@ def model_parallel(
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
+            # Autograd keeps a hook of DDP alive for good, and with it model and groups, each with threads that wake
+            # 100 times a second: the hook is left with nothing.
+            while _wrapped:
+                vars(_wrapped.pop()).clear()
             for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
 
@@ -272,6 +277,7 @@ def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
         DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
+    _wrapped.extend(wrapped)
     return wrapped
 
 

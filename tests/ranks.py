@@ -6,6 +6,7 @@ a hang nor a crash outlives its test.
 """
 
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -47,6 +48,7 @@ def _work(rank, world_size, store, jobs, replies):
         world_size=world_size,
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
+    gc.freeze()  # what was imported before the fork: collecting after each test must not look at it
     while (job := jobs.get()) is not None:
         module, name, kwargs = job
         torch.manual_seed(0)
@@ -55,6 +57,7 @@ def _work(rank, world_size, store, jobs, replies):
             replies.put((rank, None))
         except BaseException:  # also SystemExit: a rank must always answer
             replies.put((rank, traceback.format_exc()))
+        gc.collect()  # models hold groups, in cycles, and a group has threads that wake 100 times a second
     dist.destroy_process_group()
 
 
