@@ -100,6 +100,7 @@ def attend(
     cp_group: Group = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
 
@@ -115,6 +116,7 @@ def attend(
         cp_group: the ranks that share a sequence; None: this one alone.
         scale: of the scores; None: 1 / sqrt(D).
         dropout: probability with which the softmax's entries are dropped, drawn from the current generator.
+        softcap: scores become `softcap * tanh(scores / softcap)`. No kernel knows it, so whole score matrices are made.
 
     Returns:
         `[S, B, H, D]` (D of the values). Zeros for padding, and for a query that sees no key.
@@ -139,8 +141,7 @@ def attend(
         if q_packing is not None:
             raise ValueError("mask came with packed sequences: their documents say what is seen; pass mask=None")
         mask = check_mask(mask, q_SBHD, k_TBGD.shape[0] * ranks)
-    if scale is None:
-        scale = q_SBHD.shape[-1] ** -0.5
+    scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap)
 
     parts_RTBGD = None
     if ranks > 1:
@@ -165,7 +166,7 @@ def attend(
             rows = slice(place * size, place * size + min(size, max(0, q_length - start)))
             hidden = None if mask is None else mask[..., rows, :]
             first = start + kv_length - q_length
-            outputs += _attend_run(q[rows], k, v, first, window, hidden, scale, dropout)
+            outputs += _attend_run(q[rows], k, v, first, window, hidden, scores)
             padding = size - (rows.stop - rows.start)
             if padding:
                 outputs.append(_zeros(padding, q, k, v))
@@ -173,9 +174,16 @@ def attend(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_run(
-    q, k, v, first: int, window: Window, hidden: Tensor | None, scale: float, dropout: float
-) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Scores:
+    """What becomes of q k^T before it meets the values."""
+
+    scale: float
+    dropout: float
+    softcap: float | None
+
+
+def _attend_run(q, k, v, first: int, window: Window, hidden: Tensor | None, scores: _Scores) -> list[Tensor]:
     """Queries at consecutive positions from `first`; with a window that hides keys, in blocks."""
     queries, keys = q.shape[0], k.shape[0]
     block = max(1, queries)
@@ -193,17 +201,20 @@ def _attend_run(
         seen = slice(lowest, highest)
         block_hidden = None if hidden is None else hidden[..., start:stop, seen]
         position = first + start - lowest
-        outputs.append(_attend_block(q_block, k[seen], v[seen], position, window, block_hidden, scale, dropout))
+        outputs.append(_attend_block(q_block, k[seen], v[seen], position, window, block_hidden, scores))
     return outputs
 
 
-def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, scale: float, dropout: float) -> Tensor:
+def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, scores: _Scores) -> Tensor:
     """One call of SDPA: queries at consecutive positions from `first` of these keys."""
     queries, keys = q.shape[0], k.shape[0]
     left_hides = window.left is not None and first + queries - 1 > window.left
     right_hides = window.right is not None and first + window.right < keys - 1
     bias = None
     is_causal = False
+    if scores.softcap is not None:
+        seen = window.visible(first, queries, keys, q.device)
+        return _attend_with_softcap(q, k, v, seen if hidden is None else seen & ~hidden, scores)
     if hidden is not None:
         bias = ~hidden
         if left_hides or right_hides:
@@ -225,9 +236,27 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
         grouped = False
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     out_BHSD = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        attn_mask=bias,
+        dropout_p=scores.dropout,
+        is_causal=is_causal,
+        scale=scores.scale,
+        enable_gqa=grouped,
     )
     return out_BHSD.permute(2, 0, 1, 3)
+
+
+def _attend_with_softcap(q, k, v, seen: Tensor, scores: _Scores) -> Tensor:
+    """The same by hand, the softmax in fp32 at least, with tanh between the scores and their mask."""
+    assert scores.softcap is not None
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    z_BHSK = torch.einsum("sbhd,kbhd->bhsk", q, k).to(torch.promote_types(q.dtype, torch.float32)) * scores.scale
+    z_BHSK = scores.softcap * torch.tanh(z_BHSK / scores.softcap)
+    p_BHSK = torch.softmax(z_BHSK.masked_fill(~seen, torch.finfo(z_BHSK.dtype).min), -1)
+    p_BHSK = F.dropout(p_BHSK.masked_fill(~seen.any(-1, keepdim=True), 0.0), scores.dropout)
+    return torch.einsum("bhsk,kbhd->sbhd", p_BHSK.to(v.dtype), v)
 
 
 def _zeros(queries: int, q, k, v) -> Tensor:

@@ -1,0 +1,263 @@
+"""Attention for transformers' models: causal, windowed, packed, context-parallel; transformers builds no mask for it.
+
+`use_attention(model)` names the function in the model's config and puts a hook before the model's forward. The hook
+turns what a caller says of the sequences (padding mask, document boundaries, positions) into one `SequenceLayout`,
+which travels through transformers' keyword arguments down to the attention function.
+
+Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S), H heads and D channels of this rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.dtensor.decoder import text_model
+from megatron_ext.sequence.attention import Packing, Window, attend
+from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.parts import SequenceParts
+
+NAME = "megatron_ext"
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """What the attention function must know of a call's sequences, beside what the layer knows.
+
+    Attributes:
+        cp_group: the ranks that share each sequence, in the zigzag layout.
+        packing: documents that don't see each other; rows of the batch count as one sequence then, one after the other.
+        hidden_BK: bool `[B, K]`, keys that nobody looks at; None: none are hidden beyond what "causal" hides.
+    """
+
+    cp_group: Group = None
+    packing: Packing | None = None
+    hidden_BK: Tensor | None = None
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sequence_layout: SequenceLayout | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: `[B, H, S, D]` queries, keys and values with fewer heads; `[B, S, H, D]` back.
+
+    Communicates: under context parallelism one all-gather of keys and values; backward one reduce-scatter.
+
+    Raises:
+        ValueError: the model was not prepared by `use_attention`, or wants something other than causal attention.
+    """
+    if sequence_layout is None or attention_mask is not None:
+        raise ValueError(
+            f"attention {NAME!r} was called with attention_mask={type(attention_mask).__name__} and without a sequence "
+            f"layout: it takes these from a hook on the model; call megatron_ext.dtensor.use_attention(model)"
+        )
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal, and {NAME!r} knows causal attention only; use 'sdpa'")
+    packing, hidden = sequence_layout.packing, sequence_layout.hidden_BK
+    batch, heads, tokens = query.shape[:3]
+    # Norms of queries and keys may have left them in fp32; one dtype is what kernels take.
+    q, k, v = (x.to(value.dtype).permute(2, 0, 1, 3) for x in (query, key, value))
+    if packing is not None and batch > 1:
+        q, k, v = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    out = attend(
+        q,
+        k,
+        v,
+        Window(left=None if sliding_window is None else sliding_window - 1, right=0),
+        mask=None if hidden is None else hidden[:, None, None],
+        q_packing=packing,
+        kv_packing=packing,
+        cp_group=sequence_layout.cp_group,
+        scale=scaling,
+        dropout=dropout,
+        softcap=softcap,
+    )
+    if packing is not None and batch > 1:
+        return out.view(batch, tokens, heads, -1), None
+    return out.transpose(0, 1), None
+
+
+def use_attention(
+    model: nn.Module, cp_group: Group = None, tensor_parallel_size: int = 1, sequence_parallel: bool = False
+) -> nn.Module:
+    """Make `model`, a transformers model with a text decoder, attend by `attention`; in place, and returned.
+
+    Its forward then takes, beside transformers' arguments (`input_ids` `[B, S]`, of which only the first may be
+    positional):
+
+    - `attention_mask`: `[B, K]` of the whole sequence, 0 where a token is padding. Padding behind a row costs nothing.
+    - `cu_seqlens` (or transformers' `cu_seq_lens_q`): integers `[documents + 1]` at B = 1, where documents begin,
+      padding counted, over all context-parallel ranks.
+    - `position_ids`: `[B, S]`, of this rank's tokens. None: made from the above. Without `cu_seqlens` and
+      `attention_mask`, a new document begins where they don't go up by one, as transformers has it.
+
+    Args:
+        cp_group: ranks that share each sequence; `input_ids` are then this rank's part in the zigzag layout
+            (`megatron_ext.sequence.parts.SequenceParts`).
+        tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
+
+    Raises (from forward):
+        ValueError: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
+            `logits_to_keep` of a split sequence, positions that contradict the layout.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    text = text_model(model)
+    for module in text.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = NAME
+    hook = _LayOut(cp_group, tensor_parallel_size, sequence_parallel)
+    for module in {model, text}:
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    for module in model.modules():
+        if hasattr(module, "_update_causal_mask"):  # transformers 4.51 would build a dense mask for any unknown name
+            module.__dict__["_update_causal_mask"] = _no_mask
+    return model
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_REFUSED = {
+    "past_key_values": "keys and values of tokens that were seen before; generate with an inference engine",
+    "pixel_values": "images: the text tower alone runs here",
+}
+_UNLESS_WHOLE = {
+    "labels": "labels: logits are split over ranks; call megatron_ext.dtensor.causal_lm_loss",
+    "logits_to_keep": "logits_to_keep, counted along a sequence that is split over ranks; pick from the result",
+}
+
+
+@dataclass(frozen=True)
+class _LayOut:
+    """The hook before a model's forward: arguments about sequences in, a `SequenceLayout` and `position_ids` out."""
+
+    cp_group: Group
+    tensor_parallel_size: int
+    sequence_parallel: bool
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
+        if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
+            return None
+        if len(args) > 1:
+            raise ValueError(f"{len(args)} positional arguments: only input_ids may be one; pass the others by name")
+        kwargs = dict(kwargs)
+        self._refuse(kwargs)
+        tokens = args[0] if args else kwargs.get("input_ids")
+        if tokens is None:
+            tokens = kwargs.get("inputs_embeds")
+            if tokens is not None and self._in_slices():
+                raise ValueError("inputs_embeds with sequence parallelism: these would be slices; pass input_ids")
+        if tokens is None:
+            raise ValueError("input_ids is None: pass token ids [batch, tokens], or inputs_embeds")
+        batch, length = tokens.shape[:2]
+        if self._in_slices() and length % self.tensor_parallel_size:
+            ranks = self.tensor_parallel_size
+            raise ValueError(
+                f"input_ids have {length} tokens: sequence parallelism cuts them over {ranks} ranks, so they must be a "
+                f"multiple of it; pad to {-(-length // ranks) * ranks}"
+            )
+        mask = kwargs.pop("attention_mask", None)
+        hidden_BK = None if mask is None else self._hidden_keys(mask, batch, length)
+        cu_seqlens = kwargs.pop("cu_seqlens", None)
+        if cu_seqlens is None:
+            cu_seqlens = kwargs.get("cu_seq_lens_q")
+        positions = kwargs.get("position_ids")
+        packing = None
+        if cu_seqlens is not None:
+            if hidden_BK is not None or batch != 1:
+                raise ValueError(
+                    f"cu_seqlens with a batch of {batch} and attention_mask={type(mask).__name__}: packed documents "
+                    f"lie in one row, and padding is a document of its own; pass input_ids [1, tokens] alone"
+                )
+            packing = Packing.of(cu_seqlens)
+        expected = self._positions(length, cu_seqlens, tokens.device)
+        if positions is None:
+            positions = expected
+        elif cu_seqlens is None and mask is None:
+            packing = self._packing_of(positions, expected, batch)
+        kwargs.update(
+            position_ids=positions, use_cache=False, sequence_layout=SequenceLayout(self.cp_group, packing, hidden_BK)
+        )
+        return args, kwargs
+
+    def _in_slices(self) -> bool:
+        return self.sequence_parallel and self.tensor_parallel_size > 1
+
+    def _refuse(self, kwargs: dict[str, Any]) -> None:
+        refused = dict(_REFUSED)
+        if self.tensor_parallel_size > 1 or group_size(self.cp_group) > 1:
+            refused.update(_UNLESS_WHOLE)
+        for name, reason in refused.items():
+            value = kwargs.get(name)
+            if value is not None and not (isinstance(value, int) and value == 0):
+                raise ValueError(f"{name} is given, but this model does not take {reason}")
+        if kwargs.get("use_cache"):
+            raise ValueError("use_cache is True, but this model keeps no keys and values; leave it out")
+        types_BS = kwargs.pop("token_type_ids", None)
+        if types_BS is not None and types_BS.any():
+            raise ValueError("token_type_ids mark images, which attend in both directions; the text tower runs alone")
+
+    def _hidden_keys(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
+        keys = length * group_size(self.cp_group)
+        if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, keys):
+            found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask is {found}: it must be [batch, tokens of the whole sequence] = {[batch, keys]}, 0 "
+                f"where a token is padding; for documents pass cu_seqlens"
+            )
+        kept = mask.bool()
+        # Padding behind the tokens: "causal" hides it from all of them already.
+        return None if _never_rises(kept) else ~kept
+
+    def _positions(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+        """`[1, S]`: the positions of this rank's tokens in their documents."""
+        whole = torch.arange(length * group_size(self.cp_group), device=device)
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(device)
+            whole = whole - cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), whole, right=True)]
+        return SequenceParts(self.cp_group, cu_seqlens).split(whole[None], 1)
+
+    def _packing_of(self, positions: Tensor, expected: Tensor, batch: int) -> Packing | None:
+        """The documents that `positions` show."""
+        if group_size(self.cp_group) == 1:
+            lengths = _document_lengths(positions)
+            if len(lengths) == positions.shape[0]:
+                return None
+            return Packing(lengths * (batch // positions.shape[0]), lengths * (batch // positions.shape[0]))
+        if (
+            positions.shape[-1] != expected.shape[-1]
+            or not (positions - positions[:, :1] == expected - expected[:, :1]).all()
+        ):
+            raise ValueError(
+                "position_ids are not those of this rank's part of whole sequences in the zigzag layout; for packed "
+                "documents pass cu_seqlens, else leave position_ids out"
+            )
+        return None
+
+
+_never_rises = HostMemo(lambda kept: bool((kept[:, 1:] <= kept[:, :-1]).all()))
+
+
+def _read_documents(positions: Tensor) -> tuple[int, ...]:
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions.diff() != 1
+    starts = begins.flatten().nonzero().flatten().tolist()
+    return tuple(b - a for a, b in zip(starts, [*starts[1:], positions.numel()], strict=True))
+
+
+_document_lengths = HostMemo(_read_documents)

@@ -1,0 +1,261 @@
+"""From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
+
+Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
+joining happen here, so that context parallelism does not show outside.
+
+Legend: B sequences, S tokens of each, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks,
+W context-parallel ranks.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.dtensor.decoder import known_class, output_head_path, text_model
+from megatron_ext.head import linear_cross_entropy, linear_log_probs
+from megatron_ext.head.calls import token_log_probs
+from megatron_ext.sequence.next_token import next_tokens
+from megatron_ext.sequence.parts import SequenceParts
+
+IGNORE_INDEX = -100
+# What a model is given to remember, beside its modules and parameters.
+_SEQUENCES, _HEAD = "_megatron_ext_sequences", "_megatron_ext_head"
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """How a model's sequences are cut: over the ranks of `cp_group`, and each part into `slices`."""
+
+    cp_group: Group = None
+    slices: int = 1
+
+
+def remember(model: nn.Module, cp_group: Group, slices: int) -> None:
+    """Note on `model` how its sequences are cut."""
+    model.__dict__[_SEQUENCES] = _Sequences(cp_group, slices)
+
+
+def register(model: nn.Module) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward."""
+    model.__dict__[_HEAD] = functools.partial(_through_head, model)
+    register_fsdp_forward_method(model, _HEAD)
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    labels_BS: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    cache: Any = "auto",
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Cross entropy of every token of whole sequences, without ever holding logits.
+
+    Args:
+        model: what `_parallelize_model` made of a Llama, Qwen2, Qwen3 or Gemma3; or such a model as it is.
+        tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
+        labels_BS: `[B, S]`, the target of each position, -100 for none. None: the token after it in its sequence or
+            document, none behind padding.
+        attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.
+        cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and the last one
+            ends, S. Under context parallelism each document's length must be a multiple of 2W.
+        temperature, label_smoothing, z_loss, cache, chunk_tokens: as for `megatron_ext.linear_cross_entropy`.
+
+    Returns:
+        `[B, S]`, fp32, on every tensor- and context-parallel rank alike, 0 where there is no target. FSDP2 averages
+        gradients over data- and context-parallel ranks, and each of the latter brings the gradient of the whole
+        sequences: scale the loss as if there were data parallelism only.
+
+    Communicates: beside the model, what `linear_cross_entropy` does; with context parallelism one all-gather of the
+    result, backward one reduce-scatter.
+
+    Raises:
+        ValueError: arguments that don't fit each other; a model of another class, whose head may be another one.
+    """
+
+    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            temperature=temperature,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            cache=cache,
+            chunk_tokens=chunk_tokens,
+            **head,
+        )
+        return (loss,)
+
+    return _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)[0]
+
+
+def causal_lm_log_probs(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    labels_BS: Tensor | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+    cache: Any = "auto",
+    chunk_tokens: int | None = None,
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probability of each position's target; arguments, communication and errors as for `causal_lm_loss`.
+
+    Returns:
+        `[B, S]`, fp32, 0 where there is no target; with `return_entropy` a tuple of it and the entropy of each
+        position's distribution, differentiable too.
+    """
+
+    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
+        found = linear_log_probs(
+            hidden,
+            weight,
+            labels,
+            temperature=temperature,
+            cache=cache,
+            chunk_tokens=chunk_tokens,
+            return_entropy=return_entropy,
+            **head,
+        )
+        return found if isinstance(found, tuple) else (found,)
+
+    found = _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)
+    return found if return_entropy else found[0]
+
+
+def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input_ids: Tensor) -> Tensor:
+    """Log-probabilities of the next tokens from the logits that a parallelized model's forward returns.
+
+    Args:
+        vocab_parallel_logits: `[B, S, V]`, a DTensor sharded along V over a 1-D mesh, evenly or not; or whole.
+        input_ids: `[B, S]`, whole and unshifted.
+
+    Returns:
+        `[B, S - 1]`, fp32, differentiable. Communicates one collective at several ranks; backward none.
+    """
+    logits, group, vocab = _local(vocab_parallel_logits, -1)
+    log_probs = token_log_probs(logits[:, :-1], input_ids[:, 1:], group, vocab=vocab)
+    assert isinstance(log_probs, Tensor)
+    return log_probs
+
+
+Read = Callable[..., tuple[Tensor, ...]]
+
+
+def _on_whole_sequences(
+    model: nn.Module,
+    read: Read,
+    tokens_BS: Tensor,
+    labels_BS: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:
+    cut = model.__dict__.get(_SEQUENCES)
+    through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
+    if known_class(model) is None:
+        raise ValueError(
+            f"the lm head of {type(model).__name__} may scale its input or logits in ways not known here; call the "
+            f"model and get_logprobs_from_vocab_parallel_logits"
+        )
+    if cut is None and cu_seqlens is not None:
+        raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
+    cut = cut or _Sequences()
+    _check(tokens_BS, labels_BS, attention_mask, cu_seqlens)
+    if labels_BS is None:
+        labels_BS = next_tokens(tokens_BS, cu_seqlens)
+        if attention_mask is not None:
+            labels_BS = labels_BS.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+
+    ranks, length = group_size(cut.cp_group), tokens_BS.shape[1]
+    padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * cut.slices)
+    tokens_BS = F.pad(tokens_BS, (0, padding))
+    labels_BS = F.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
+    if attention_mask is not None:
+        attention_mask = F.pad(attention_mask, (0, padding))
+    if cu_seqlens is not None and padding:
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
+    parts = SequenceParts(cut.cp_group, cu_seqlens)
+    inputs = {"attention_mask": attention_mask, "use_cache": False}
+    if cu_seqlens is not None:
+        inputs["cu_seqlens"] = cu_seqlens
+    found = through_head(read, parts.split(tokens_BS, 1), parts.split(labels_BS, 1), **inputs)
+    return tuple(parts.gather(x, 1)[:, :length] for x in found)
+
+
+def _check(
+    tokens_BS: Tensor, labels_BS: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
+        raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")
+    for name, x in (("labels", labels_BS), ("attention_mask", attention_mask)):
+        if x is not None and x.shape != tokens_BS.shape:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}: it must be that of the tokens, {list(tokens_BS.shape)}"
+            )
+    if cu_seqlens is not None and (tokens_BS.shape[0] != 1 or attention_mask is not None):
+        raise ValueError(
+            f"cu_seqlens with a batch of {tokens_BS.shape[0]} and attention_mask={type(attention_mask).__name__}: one row "
+            f"takes the packed documents, padding is a document of its own; pass tokens [1, S] alone"
+        )
+
+
+def _through_head(
+    model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[Tensor, ...]:
+    """What `read` makes of the hidden states of these tokens, `[B, P]` each."""
+    text = text_model(model)
+    hidden = text(input_ids=tokens_BP, **inputs)[0]
+    head: Any = model.get_submodule(output_head_path(model))
+    weight, group, vocab = _local(head.weight, 0)
+    if isinstance(hidden, DTensor):
+        hidden = hidden.to_local()
+    in_slices = hidden.shape[1] != tokens_BP.shape[1]
+    if in_slices and group is UNSHARDED:
+        raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
+    # The head's "sequence" layout has slices of dim 0.
+    if in_slices:
+        hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
+    found = read(
+        hidden.to(weight.dtype),
+        weight,
+        labels_BP,
+        tp_group=group,
+        hidden_layout="sequence" if in_slices else "replicated",
+        bias=None if head.bias is None else _local(head.bias, 0)[0],
+        vocab=vocab,
+        softcap=getattr(text.config, "final_logit_softcapping", None),
+    )
+    return tuple(x.t() for x in found) if in_slices else found
+
+
+def _local(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
+    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are."""
+    size = x.shape[dim]
+    if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
+        local = x.to_local() if isinstance(x, DTensor) else x
+        return local, UNSHARDED, VocabShard(0, size, size)
+    if x.device_mesh.ndim != 1:
+        raise ValueError(
+            f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
+        )
+    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
+    start = min(longest * x.device_mesh.get_local_rank(), size)
+    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)

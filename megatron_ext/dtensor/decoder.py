@@ -1,0 +1,77 @@
+"""Where things lie in a transformers model, whatever its version: the text decoder, its layers, its head."""
+
+from typing import Any
+
+from torch import nn
+
+KNOWN = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
+
+
+def text_model(model: nn.Module) -> Any:
+    """The module of `model` (or itself) that goes from token ids to last hidden states.
+
+    Raises:
+        ValueError: there is none with `embed_tokens`, `layers` and `norm`, or more than one.
+    """
+    return model.get_submodule(text_model_path(model))
+
+
+def text_model_path(model: nn.Module) -> str:
+    """The name of `text_model(model)` among the submodules of `model`."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if all(hasattr(module, part) for part in ("embed_tokens", "layers", "norm"))
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(found)} modules with embed_tokens, layers and norm {found}: it must "
+            f"have one; pass a transformers model for causal language modelling"
+        )
+    return found[0]
+
+
+def output_head_path(model: nn.Module) -> str:
+    """The name of the linear module from hidden states to logits.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers is not imported here
+    for name, module in model.named_modules():
+        if module is head:
+            return name
+    raise ValueError(f"{type(model).__name__} has no lm head; pass a transformers model for causal language modelling")
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether embedding and head are one parameter, or must become one: on meta devices ties are lost at times."""
+    config: Any = model.config
+    embedding, head = text_model(model).embed_tokens.weight, model.get_submodule(output_head_path(model)).weight
+    return embedding is head or (embedding.is_meta and config.get_text_config().tie_word_embeddings)
+
+
+def tie_word_embeddings(model: nn.Module) -> None:
+    """Make the head's weight the embedding's where the model's config says that they are one; else change nothing.
+
+    To be called after a state dict was loaded into a model on the meta device, which gives each name its own parameter.
+    """
+    config: Any = model.config
+    if config.get_text_config().tie_word_embeddings:
+        tie(model)
+
+
+def tie(model: nn.Module) -> None:
+    """Make the head's weight the embedding's."""
+    model.get_submodule(output_head_path(model)).weight = text_model(model).embed_tokens.weight
+
+
+def known_class(model: nn.Module) -> str | None:
+    """The name of the supported transformers class that `model` is of (FSDP2 makes subclasses), else None."""
+    return next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in KNOWN), None)

@@ -1,0 +1,121 @@
+"""The norm of all gradients of a sharded model, each counted once, and clipping by it."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.collectives import all_reduce
+from megatron_ext.distributed.groups import Group, group_rank
+
+Parameters = Iterable[Tensor] | Tensor
+
+
+def to_local_if_dtensor(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, outside of autograd; any other tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def get_grad_norm(
+    parameters: Parameters,
+    dp_group: Group = None,
+    tp_group: Group = None,
+    norm_type: float = 2,
+    dtype: torch.dtype = torch.float32,
+    *,
+    dp_cp_group: Group = None,
+) -> float:
+    """The norm of the gradients of a model's parameters, as of one vector.
+
+    A gradient counts once, however many ranks hold it: a copy on several ranks (DTensor's Replicate, or no DTensor at
+    all) is counted by the first of them.
+
+    Args:
+        parameters: those of this rank; the same number, with the same placements, on all ranks of both groups.
+        dp_group, dp_cp_group: data-parallel ranks, context-parallel ones included; either name will do.
+        tp_group: tensor-parallel ranks.
+        norm_type: p of the p-norm, `inf` too.
+        dtype: in which it is summed.
+
+    Returns:
+        The norm, on every rank alike. Communicates one scalar all-reduce a group.
+
+    Raises:
+        ValueError: gradients that are still to be summed over ranks (DTensor's Partial).
+    """
+    parameters = _listed(parameters)
+    groups = (dp_group if dp_cp_group is None else dp_cp_group, tp_group)
+    norm_type = float(norm_type)
+    largest = norm_type == float("inf")
+    parts = []
+    for parameter in parameters:
+        if parameter.grad is not None and _counts(parameter.grad, groups):
+            parts.append(torch.linalg.vector_norm(to_local_if_dtensor(parameter.grad), norm_type, dtype=dtype))
+    total = torch.zeros((), dtype=dtype, device=_device(parameters))
+    if parts:
+        norms = torch.stack([part.to(total.device) for part in parts])
+        total = norms.max() if largest else norms.pow(norm_type).sum()
+    for group in groups:
+        total = all_reduce(total, group, "max" if largest else "sum")
+    return total.item() if largest else total.item() ** (1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_(
+    parameters: Parameters,
+    max_grad_norm: float,
+    total_norm: float | Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Scale gradients of any dtype in place by `max_grad_norm / total_norm` where that is below 1.
+
+    Args:
+        parameters: those of this rank.
+        max_grad_norm: what the norm shall be at most.
+        total_norm: what it is: `get_grad_norm`.
+        dtype: in which the products are made, each rounded once to its gradient's own.
+    """
+    coefficient = max_grad_norm / (float(total_norm) + 1e-6)
+    if coefficient >= 1.0:
+        return
+    for parameter in _listed(parameters):
+        if parameter.grad is not None:
+            grad = to_local_if_dtensor(parameter.grad)
+            grad.copy_(grad.to(dtype) * coefficient)
+
+
+def _listed(parameters: Parameters) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _counts(grad: Tensor, groups: tuple[Group, ...]) -> bool:
+    """Whether this rank is the one that counts its piece of `grad`."""
+    known: set[int] = set()
+    if isinstance(grad, DTensor):
+        mesh = grad.device_mesh
+        known.update(mesh.mesh.flatten().tolist())
+        for dim, placement in enumerate(grad.placements):
+            if placement.is_partial():
+                raise ValueError(
+                    f"a gradient has placements {grad.placements}: Partial ones are not summed over ranks yet; reduce "
+                    f"them first, as FSDP2 does"
+                )
+            if placement.is_replicate() and mesh.get_local_rank(dim) != 0:
+                return False
+    for group in groups:
+        shared = group is not None and not known.issuperset(dist.get_process_group_ranks(group))
+        if shared and group_rank(group) != 0:
+            return False
+    return True
+
+
+def _device(parameters: list[Tensor]) -> torch.device | str:
+    """Where the groups communicate: offloaded parameters lie on the CPU, their mesh tells."""
+    if not parameters:
+        return "cpu"
+    first = parameters[0]
+    return first.device_mesh.device_type if isinstance(first, DTensor) else first.device

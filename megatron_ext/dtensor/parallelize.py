@@ -1,0 +1,217 @@
+"""A transformers model made parallel, in place: our attention, a tensor-parallel plan, recomputation, FSDP2."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from megatron_ext.dtensor import causal_lm
+from megatron_ext.dtensor.attention import use_attention
+from megatron_ext.dtensor.decoder import is_tied, known_class, text_model, tie
+from megatron_ext.dtensor.plans import (
+    GEMMA3,
+    LLAMA,
+    QWEN,
+    Family,
+    Plan,
+    check_heads,
+    custom_plan,
+    family_plan,
+    get_hf_tp_plan,
+)
+
+
+def _parallelize_llama(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cp_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """`_parallelize_model` for a `LlamaForCausalLM`, with FSDP2's policies given."""
+    return _parallelize_family(
+        model, LLAMA, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    )
+
+
+def _parallelize_qwen(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cp_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """`_parallelize_model` for a `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, with FSDP2's policies given."""
+    return _parallelize_family(
+        model, QWEN, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    )
+
+
+def _parallelize_gemma3(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cp_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """`_parallelize_model` for a `Gemma3ForCausalLM`, or the text tower of a `Gemma3ForConditionalGeneration`."""
+    return _parallelize_family(
+        model, GEMMA3, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    )
+
+
+_BY_NAME: dict[str, Callable[..., nn.Module]] = {
+    "LlamaForCausalLM": _parallelize_llama,
+    "Qwen2ForCausalLM": _parallelize_qwen,
+    "Qwen3ForCausalLM": _parallelize_qwen,
+    "Gemma3ForCausalLM": _parallelize_gemma3,
+    "Gemma3ForConditionalGeneration": _parallelize_gemma3,
+}
+
+
+def parallelize_functions() -> dict[type, Callable[..., nn.Module]]:
+    """transformers' model classes and the functions that parallelize them; imports these classes."""
+    import transformers
+
+    return {getattr(transformers, name): function for name, function in _BY_NAME.items()}
+
+
+def _parallelize_model(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    custom_parallel_plan: Mapping[str, Any] | str | None = None,
+    cp_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Shard `model` over tensor-parallel, context-parallel and data-parallel ranks, in place.
+
+    Llama, Qwen2, Qwen3 and Gemma3 get our attention and plans, with which `causal_lm_loss` and `causal_lm_log_probs`
+    work, and context parallelism. Other models get transformers' own `tp_plan`, and keep their attention. Tied
+    embeddings stay tied. The signature is NeMo-RL's, with `cp_mesh` after it.
+
+    Args:
+        model: a transformers model with an lm head, on any device (also meta), the same on every rank.
+        dp_mesh: ranks that share the parameters by FSDP2; with context parallelism data- and context-parallel ranks
+            together, `mesh["dp", "cp"]._flatten()`. Gradients are averaged over it.
+        tp_mesh: 1-D, of the same root mesh as `dp_mesh`.
+        param_dtype: dtype of parameters and activations in forward and backward; gradients are reduced in fp32.
+        sequence_parallel: shard the residual stream over `tp_mesh` too; no effect on one rank.
+        activation_checkpointing: keep the inputs of layers only, and compute layers again in backward.
+        cpu_offload: parameters, gradients and optimizer states live on the CPU.
+        custom_parallel_plan: module names to parallel styles, or the import path of that, instead of the plan.
+        cp_mesh: 1-D, ranks that share each sequence in the zigzag layout; None: sequences are whole.
+
+    Returns:
+        `model`. `model(input_ids)` gives logits, at several tensor-parallel ranks a DTensor `[B, S, V]` sharded by V.
+
+    Raises:
+        ValueError: attention heads that do not divide by the tensor-parallel ranks; a model without a plan; context or
+            sequence parallelism of a model that is none of the four.
+    """
+    mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    offload_policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
+    name = known_class(model)
+    if custom_parallel_plan is not None:
+        plan = custom_plan(custom_parallel_plan)
+        if name is not None:
+            _attend(model, tp_mesh, sequence_parallel, cp_mesh)
+        elif cp_mesh is not None and cp_mesh.size() > 1:
+            raise ValueError(_unsupported(model, "context parallelism"))
+        return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
+    if name is not None:
+        return _BY_NAME[name](
+            model,
+            dp_mesh,
+            tp_mesh,
+            mp_policy,
+            offload_policy,
+            sequence_parallel,
+            activation_checkpointing,
+            cp_mesh,
+        )
+    if cp_mesh is not None and cp_mesh.size() > 1:
+        raise ValueError(_unsupported(model, "context parallelism"))
+    if sequence_parallel and tp_mesh.size() > 1:
+        raise ValueError(_unsupported(model, "sequence parallelism"))
+    try:
+        plan = get_hf_tp_plan(model) if tp_mesh.size() > 1 else {}
+    except ValueError as error:
+        raise ValueError(f"{_unsupported(model, 'tensor parallelism')} ({error})") from error
+    return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
+
+
+def _unsupported(model: nn.Module, what: str) -> str:
+    return (
+        f"{what} of {type(model).__name__} is not supported: it must be one of {', '.join(_BY_NAME)}, or have a "
+        f"tp_plan of transformers' own (tensor parallelism only); pass a custom_parallel_plan"
+    )
+
+
+def _parallelize_family(
+    model: nn.Module,
+    family: Family,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    sequence_parallel: bool,
+    activation_checkpointing: bool,
+    cp_mesh: DeviceMesh | None,
+) -> nn.Module:
+    check_heads(model, tp_mesh.size())
+    _attend(model, tp_mesh, sequence_parallel, cp_mesh)
+    plan = family_plan(model, family, sequence_parallel)
+    return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
+
+
+def _attend(model: nn.Module, tp_mesh: DeviceMesh, sequence_parallel: bool, cp_mesh: DeviceMesh | None) -> None:
+    group = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh.get_group()
+    use_attention(model, group, tp_mesh.size(), sequence_parallel)
+    causal_lm.remember(model, group, tp_mesh.size() if sequence_parallel else 1)
+
+
+def _shard(
+    model: nn.Module,
+    plan: Plan,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    activation_checkpointing: bool,
+) -> nn.Module:
+    if tp_mesh.size() > 1:
+        tied = is_tied(model)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        parallelize_module(model, tp_mesh, plan)
+        for name in frozen:  # replicated parameters come back as trainable ones
+            model.get_parameter(name).requires_grad_(False)
+        if tied:  # each module has got a parameter of its own
+            tie(model)
+    layers = text_model(model).layers
+    # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
+    inner_policy = dataclasses.replace(mp_policy, output_dtype=None)
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer) if activation_checkpointing else layer
+        fully_shard(layers[i], mesh=dp_mesh, mp_policy=inner_policy, offload_policy=offload_policy)
+    fully_shard(model, mesh=dp_mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    causal_lm.register(model)
+    return model
