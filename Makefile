@@ -7,9 +7,11 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export TOKENIZERS_PARALLELISM = false
 
-# Other Megatron-Cores than the pinned one, each in an environment of its own that takes the rest from .venv.
-MEGATRONS := 0.14.0 0.15.3
-VERSIONS := $(MEGATRONS:%=.venvs/megatron-core-%)
+# Other versions than the pinned ones, each in an environment of its own, .venvs/PACKAGE-VERSION, that takes the rest from
+# .venv; and what else has to be older there.
+MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
+TRANSFORMERS := transformers-4.51.3
+WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
 .PHONY: help demo test test-all test-versions test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
@@ -36,15 +38,17 @@ test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other vers
 	$(MAKE) test-versions
 
 # The environment's own packages come first; pip must not see the others, it would replace them.
-.venvs/megatron-core-%/.ready: $(VENV)/.ready
+.venvs/%/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install --quiet --no-deps megatron-core==$*
+	$(PIP) --python $(@D)/bin/python install --quiet --no-deps $(shell echo $* | sed 's/-\([^-]*\)$$/==\1/') $(WITH_$*)
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
 	@touch $@
 
-test-versions: $(VERSIONS:%=%/.ready)  ## the patch, layer specs and norms with Megatron-Core 0.14.0 and 0.15.3
-	set -e; for version in $(VERSIONS); do $$version/bin/python -m pytest -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
+test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready)  ## Megatron-Core 0.14.0 and 0.15.3, transformers 4.51.3
+	set -e; for version in $(MEGATRONS); do \
+		.venvs/$$version/bin/python -m pytest -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
+	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python -m pytest -m "not gpu" tests/dtensor; done
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu
