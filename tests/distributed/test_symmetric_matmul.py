@@ -5,12 +5,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.meter import one_rank_of
 from megatron_ext.distributed import symmetric_matmul
 from megatron_ext.distributed.collectives import all_gather, reduce_scatter
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, numbers, piece
 
@@ -103,6 +106,35 @@ def test_weight_gradients_into_main_grad():
             found.append(layer.weight.main_grad)
         symmetric_matmul._found.clear()
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
+
+
+class Asked(TorchDispatchMode):
+    """Names of PyTorch's operators through symmetric memory, as they are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "symm_mem":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layouts", [("sequence", "sharded"), ("sharded", "sequence")], ids="-".join)
+def test_pytorchs_operators_take_what_they_are_given(layouts):
+    """On fake tensors and one rank of 4: their schemas, and the shapes of results and gradients."""
+    from torch.distributed import _symmetric_memory  # noqa: F401
+
+    with one_rank_of(4) as group, Asked() as asked:
+        x = torch.empty(S, B, D, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.empty(N, D, dtype=torch.bfloat16, requires_grad=True)
+        y = parallel_linear(x, w, None, Plan(group, *layouts, symmetric=True))
+        y.sum().backward()
+    assert y.shape == ((4 * S if layouts[0] == "sequence" else S // 4), B, N)
+    assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
+    gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+    assert asked.names == ([gather, scatter] if layouts[0] == "sequence" else [scatter, gather])
 
 
 @ranks(2)

@@ -46,8 +46,9 @@ def test_a_stock_model_trains_alike_and_everything_is_put_back():
     overrides = {"sequence_parallel": size > 1, "recompute_granularity": "full",
                  "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
     with model_parallel(tp=size):
-        before = references()
         stock = losses(False, **overrides)
+        before = references()
+    with model_parallel(tp=size):
         ours = losses(True, **overrides)
         after = references()
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
