@@ -4,14 +4,14 @@ Legend: B sequences, S tokens of each, D hidden size, V vocabulary, R tensor-par
 packs T tokens of N documents.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
-from megatron_ext.head.options import Cache, Layout
+from megatron_ext.head.options import Cache, Layout, one_of
 from megatron_ext.model_utils.functions import ReadOut
 from megatron_ext.model_utils.read_outs import (
     TrainingSamplingParams,
@@ -171,5 +171,6 @@ def _positions(hidden_SBD: Tensor, layout: Layout, tp_group: Group) -> torch.Siz
     if not isinstance(hidden_SBD, Tensor) or hidden_SBD.dim() != 3:
         found = tuple(hidden_SBD.shape) if isinstance(hidden_SBD, Tensor) else type(hidden_SBD).__name__
         raise ValueError(f"hidden states are {found}: they must be [sequence, batch, hidden size], as in Megatron")
+    one_of("hidden_layout", layout, get_args(Layout))
     slices = group_size(check_group(tp_group)) if layout == "sequence" else 1
     return torch.Size((hidden_SBD.shape[1], hidden_SBD.shape[0] * slices))

@@ -1,0 +1,125 @@
+"""Top-k distillation: the student at the teacher's likeliest tokens, at every arrangement of ranks."""
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_ext import reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.model_utils import gather_logits_at_global_indices, get_distillation_topk_logprobs_from_logits
+from tests.model_utils.sharded import grids, problem, same
+from tests.ranks import ranks
+
+K = 4
+
+
+def teacher():
+    logits, _ = problem(seed=9)
+    return logits.topk(K)
+
+
+def truth(z, zero_outside_topk: bool):
+    """Student and teacher `[B, S - 1, K]`, sums of p log p `[B, S - 1]`."""
+    values, ids = teacher()
+    student = z.log_softmax(-1).gather(-1, ids) if zero_outside_topk else z.gather(-1, ids).log_softmax(-1)
+    return student[:, :-1], values.log_softmax(-1)[:, :-1], -reference.entropy(z)[:, :-1]
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("zero_outside_topk", [False, True])
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+def test_values_and_gradients(zero_outside_topk, calculate_entropy):
+    logits, _ = problem()
+    for grid in grids():
+        leaf, whole = logits.clone().requires_grad_(), grid.padded(logits)
+        mine = grid.columns(grid.part(whole)).clone().requires_grad_()
+        with count_collectives() as sent:
+            student, of_teacher, entropy = get_distillation_topk_logprobs_from_logits(
+                mine,
+                *teacher(),
+                zero_outside_topk,
+                calculate_entropy,
+                vocab_parallel_rank=grid.tp_rank,
+                vocab_parallel_group=grid.tp_group,
+                context_parallel_group=grid.cp_group,
+            )
+        with_entropy = zero_outside_topk and calculate_entropy
+        assert sent.total() <= (1 + with_entropy) * (int(grid.tp > 1) + int(grid.cp > 1))
+        wanted = truth(leaf, zero_outside_topk)
+        same(student.detach(), wanted[0].detach())
+        same(of_teacher, wanted[1])
+        found, expected = [student], [wanted[0]]
+        assert (entropy is not None) == with_entropy
+        if entropy is not None:
+            same(entropy.detach(), wanted[2].detach())
+            found, expected = [*found, entropy], [*expected, wanted[2]]
+        weights = [grid.weights(x.shape) for x in expected]
+        (grad,) = torch.autograd.grad(found, mine, [own for own, _ in weights])
+        dz = torch.zeros_like(whole)
+        (dz[:, : logits.shape[1]],) = torch.autograd.grad(expected, leaf, [every for _, every in weights])
+        same(grad, grid.columns(grid.part(dz)))
+
+
+@ranks(1, 2)
+def test_whole_logits_and_dtensors():
+    logits, _ = problem()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    for student in (logits, distribute_tensor(logits, mesh, [Shard(-1)])):
+        for zero_outside_topk in (False, True):
+            found = get_distillation_topk_logprobs_from_logits(student, *teacher(), zero_outside_topk, True)
+            wanted = truth(logits, zero_outside_topk)
+            same(found[0], wanted[0])
+            same(found[1], wanted[1])
+            assert (found[2] is None) is not zero_outside_topk
+
+
+@ranks(1, 2, 4)
+def test_gathered_logits():
+    logits, _ = problem()
+    indices = torch.randint(24, (2, 7, K))
+    for grid in grids():
+        mine = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+        with count_collectives() as forward, warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns where a collective has no backward
+            found = gather_logits_at_global_indices(
+                mine, indices, grid.tp_group, grid.cp_group, **grid.vocab(24), chunk_size=2
+            )
+        same(found.detach(), logits.gather(-1, indices))
+        own, every = grid.weights(found.shape)
+        with count_collectives() as backward, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (grad,) = torch.autograd.grad(found, mine, own)
+        cp = int(grid.cp > 1)
+        assert (forward.total(), backward.total()) == (int(grid.tp > 1) + cp, cp)
+        dz = torch.zeros_like(grid.padded(logits))
+        dz[:, :7].scatter_add_(-1, indices, every)
+        same(grad, grid.columns(grid.part(dz)))
+
+
+@ranks(2)
+def test_without_a_group_the_logits_are_whole():
+    logits, _ = problem()
+    indices = torch.randint(24, (2, 7, K))
+    with count_collectives() as sent:
+        found = gather_logits_at_global_indices(logits, indices, vocab_start_index=0, vocab_end_index=24)
+    same(found, logits.gather(-1, indices))
+    assert not sent
+
+
+@ranks(2)
+def test_what_does_not_fit_is_an_error_on_every_rank():
+    logits, _ = problem()
+    values, ids = teacher()
+    grid = next(g for g in grids() if g.tp == 2)
+    more = {"vocab_parallel_group": grid.tp_group}
+    for args, said in (
+        ((values[..., 1:], ids), "teacher_topk_logits has shape"),
+        ((values.repeat(1, 2, 1), ids.repeat(1, 2, 1)), "teacher_topk_indices has 14 positions"),
+        ((values, ids + 24), "24"),
+    ):
+        with count_collectives() as sent, pytest.raises(ValueError, match=said):
+            get_distillation_topk_logprobs_from_logits(grid.columns(logits), *args, True, False, **more)
+        assert not sent

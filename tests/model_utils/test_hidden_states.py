@@ -1,0 +1,189 @@
+"""From hidden states to log-probabilities of next tokens, at every arrangement of ranks, against one process."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext import reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.model_utils import (
+    ChunkedDistributedHiddenStatesToLogprobs,
+    TrainingSamplingParams,
+    from_parallel_hidden_states_to_logprobs,
+)
+from megatron_ext.sequence.parts import SequenceParts
+from tests.model_utils.sharded import Grid, grids, next_log_probs, same
+from tests.model_utils.test_packed import LENGTHS, LONGEST, cumulative, places, rows
+from tests.ranks import ranks
+
+WIDTH, VOCABULARY = 6, 24
+SOFTER = TrainingSamplingParams(temperature=0.7)
+
+
+def problem(batch: int = 2, length: int = 16, dtype=torch.float64):
+    """Hidden states `[S, B, D]`, a weight `[V, D]` and token ids `[B, S]`, the same on all ranks."""
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(length, batch, WIDTH, dtype=torch.float64, generator=g)
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, generator=g)
+    return hidden.to(dtype), weight.to(dtype), torch.randint(VOCABULARY, (batch, length), generator=g)
+
+
+def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+    return reference.logits(hidden, weight).transpose(0, 1)
+
+
+def entropies(z: Tensor) -> Tensor:
+    return reference.entropy(z)[:, :-1]
+
+
+class Mine:
+    """This rank's hidden states and weight, as leaves, and its pieces of whole gradients."""
+
+    def __init__(self, grid: Grid, layout: str, hidden: Tensor, weight: Tensor, cuts: Tensor | None = None):
+        self.grid, self.layout = grid, layout
+        self.parts = SequenceParts(grid.cp_group, cuts)
+        self.hidden, self.weight = (x.clone().requires_grad_() for x in self.pieces(hidden, weight))
+
+    def pieces(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.parts.split(hidden, 0)
+        if self.layout == "sequence":
+            hidden = hidden.chunk(self.grid.tp)[self.grid.tp_rank]
+        return hidden, weight.chunk(self.grid.tp)[self.grid.tp_rank]
+
+    def call(self, tokens: Tensor, tied: bool = False, **more):
+        weights = (None, self.weight) if tied else (self.weight, None)
+        return from_parallel_hidden_states_to_logprobs(
+            self.hidden,
+            *weights,
+            None,
+            tokens,
+            **self.grid.vocab(VOCABULARY),
+            tp_group=self.grid.tp_group,
+            cp_group=self.grid.cp_group,
+            **{"hidden_layout": self.layout} | more,
+        )
+
+
+def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts: Tensor | None = None, **more):
+    """Values, gradients and collectives. `truth`: from logits to a tuple of results."""
+    hidden, weight, tokens = problem(batch, length)
+    mine = Mine(grid, layout, hidden, weight, cuts)
+    with count_collectives() as forward:
+        found = mine.call(tokens, **more)
+    found = found if isinstance(found, tuple) else (found,)
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    wanted = truth(logits_of(*leaves), tokens)
+    for x, y in zip(found, wanted, strict=True):
+        same(x.detach(), y.detach())
+    upstream = [grid.weights(x.shape) for x in wanted]
+    with count_collectives() as backward:
+        dx, dw = torch.autograd.grad(found, (mine.hidden, mine.weight), [own for own, _ in upstream])
+    sent = int(grid.tp > 1) * (2 if layout == "sequence" else 1) + len(found) * int(grid.cp > 1)
+    assert (forward.total(), backward.total()) == (sent, sent), (forward, backward)
+    expected_dx, expected_dw = mine.pieces(*torch.autograd.grad(wanted, leaves, [whole for _, whole in upstream]))
+    same(dx, expected_dx)
+    torch.distributed.all_reduce(dw, group=grid.cp_group)  # the weight is shared by the context-parallel ranks
+    same(dw, expected_dw)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+def test_values_and_gradients(layout):
+    for grid in grids():
+        for chunk_size in (None, 3):
+            check(grid, layout, lambda z, tokens: (next_log_probs(z, tokens),), chunk_size=chunk_size)
+        softer = {"sampling_params": SOFTER, "tied": True}
+        check(grid, layout, lambda z, tokens: (next_log_probs(z, tokens, 0.7),), **softer)
+
+
+@ranks(1, 2, 4)
+def test_entropy_comes_along():
+    for grid in grids():
+        check(
+            grid, "sequence", lambda z, tokens: (next_log_probs(z, tokens), entropies(z)), return_entropy=True, cache=0
+        )
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+def test_packed(layout):
+    for grid in grids():
+        padded = places(2 * grid.cp * grid.tp)
+        cuts = cumulative(padded)
+        check(
+            grid,
+            layout,
+            lambda z, tokens, padded=padded: (rows(z, tokens, padded, LENGTHS, 0.7),),
+            batch=1,
+            length=sum(padded),
+            cuts=cuts,
+            sampling_params=SOFTER,
+            cu_seqlens_padded=cuts,
+            unpacked_seqlen=LONGEST,
+            cu_seqlens=cumulative(LENGTHS),
+        )
+
+
+@ranks(1, 2)
+def test_targets_shorter_than_the_padded_hidden_states():
+    hidden, weight, tokens = problem()
+    for grid in grids():
+        found = Mine(grid, "sequence", hidden, weight).call(tokens[:, :13])
+        same(found, next_log_probs(logits_of(hidden, weight)[:, :13], tokens[:, :13]))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+def test_the_autograd_function_takes_shifted_targets(layout):
+    hidden, weight, tokens = problem()
+    grid = next(g for g in grids() if g.cp == 1)
+    mine = Mine(grid, layout, hidden, weight)
+    labels = tokens.roll(-1, 1)
+    args = (mine.hidden, labels, mine.weight, *grid.vocab(VOCABULARY).values(), 3, grid.tp_group)
+    found = ChunkedDistributedHiddenStatesToLogprobs.apply(*args, hidden_layout=layout)
+    same(found[:, :-1], next_log_probs(logits_of(hidden, weight), tokens))
+    if layout == "sequence":  # NeMo-RL's own
+        same(found, ChunkedDistributedHiddenStatesToLogprobs.apply(*args))
+    assert not ChunkedDistributedHiddenStatesToLogprobs.apply(*args, True, hidden_layout=layout).requires_grad
+
+
+@ranks(1, 2)
+def test_gradients_go_into_main_grad():
+    hidden, weight, tokens = problem(dtype=torch.float32)
+    for grid in grids():
+        plain, fused = (Mine(grid, "sequence", hidden, weight) for _ in range(2))
+        plain.call(tokens).sum().backward()
+        fused.weight.main_grad = torch.ones_like(fused.weight)
+        fused.weight.grad_added_to_main_grad = False
+        fused.call(tokens, gradient_accumulation_fusion=True).sum().backward()
+        assert fused.weight.grad_added_to_main_grad
+        torch.testing.assert_close(fused.weight.main_grad - 1, plain.weight.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fused.hidden.grad, plain.hidden.grad)
+
+
+@ranks(1, 2)
+def test_inference_keeps_nothing():
+    hidden, weight, tokens = problem()
+    for grid in grids():
+        assert not Mine(grid, "sequence", hidden, weight).call(tokens, inference_only=True).requires_grad
+
+
+@ranks(1, 2)
+def test_wrong_arguments_are_errors_on_every_rank():
+    hidden, weight, tokens = problem()
+    filtered = TrainingSamplingParams(top_k=3)
+    for grid in grids():
+        mine = Mine(grid, "sequence", hidden, weight)
+        for wrong, said in (
+            (lambda mine=mine: mine.call(tokens[0]), "target is .* token ids"),
+            (lambda mine=mine: mine.call(tokens.repeat(1, 2)), "target has 32 positions"),
+            (lambda mine=mine: mine.call(tokens, hidden_layout="elsewhere"), "hidden_layout is 'elsewhere'"),
+            (lambda mine=mine: mine.call(tokens, chunk_size=-1), "chunk_size is -1"),
+            (lambda mine=mine: mine.call(tokens, return_entropy=True, sampling_params=filtered), "whole vocabulary"),
+            (lambda mine=mine: mine.call(tokens[:1], cu_seqlens_padded=cumulative([16])), "a pack must be"),
+        ):
+            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+                wrong()
+            assert not sent
+        with pytest.raises(ValueError, match="output_weight_layer and output_weight are None"):
+            from_parallel_hidden_states_to_logprobs(hidden, None, None, None, tokens, 0, 24, None)
