@@ -28,7 +28,7 @@ def why_unavailable(group: ProcessGroup) -> str | None:
     Communicates the first time that it is asked about a group: one exchange of what each rank has.
     """
     if group not in _found:
-        ranks = all_gather_object(_own_machine(), group)
+        ranks = all_gather_object(_own_machine(group), group)
         reasons = [reason for _, reason in ranks if reason is not None]
         if not reasons and len({machine for machine, _ in ranks}) > 1:
             reasons.append("the ranks are in several machines")
@@ -36,17 +36,17 @@ def why_unavailable(group: ProcessGroup) -> str | None:
     return _found[group]
 
 
-def _own_machine() -> tuple[str, str | None]:
+def _own_machine(group: ProcessGroup) -> tuple[str, str | None]:
     """Which machine this rank runs on, and what it lacks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node() + (boot.read_text() if boot.exists() else ""), _lacking()
+    return platform.node() + (boot.read_text() if boot.exists() else ""), _lacking(group)
 
 
-def _lacking() -> str | None:
+def _lacking(group: ProcessGroup) -> str | None:
     if not torch.cuda.is_available():
         return "a rank has no GPU"
     try:
-        importlib.import_module("torch.distributed._symmetric_memory")
+        memory = importlib.import_module("torch.distributed._symmetric_memory")
         torch.ops.symm_mem.fused_all_gather_matmul, torch.ops.symm_mem.fused_matmul_reduce_scatter  # noqa: B018
     except (ImportError, AttributeError):
         return f"torch {torch.__version__} has no such operators"
@@ -54,6 +54,8 @@ def _lacking() -> str | None:
     peers = (peer for peer in range(torch.cuda.device_count()) if peer != own)
     if not all(torch.cuda.can_device_access_peer(own, peer) for peer in peers):
         return "its GPUs do not reach each other's memory"
+    if not hasattr(memory.enable_symm_mem_for_group, "__deprecated__"):  # older versions need to be told the group
+        memory.enable_symm_mem_for_group(group.group_name)
     return None
 
 

@@ -54,7 +54,7 @@ def build(kind, config, sizes=(D, N), **options):
 
 def stand_in(monkeypatch):
     stand_ins = StandIns()
-    monkeypatch.setattr(symmetric_matmul, "_lacking", lambda: None)
+    monkeypatch.setattr(symmetric_matmul, "_lacking", lambda group: None)
     monkeypatch.setattr(torch.ops, "symm_mem", stand_ins)
     return stand_ins
 
@@ -173,7 +173,7 @@ def test_every_rank_decides_alike():
         symmetric_matmul._found.clear()
         with pytest.MonkeyPatch.context() as monkeypatch:
             own = (machine, lacking if dist.get_rank() == 1 else None)
-            monkeypatch.setattr(symmetric_matmul, "_own_machine", lambda own=own: own)
+            monkeypatch.setattr(symmetric_matmul, "_own_machine", lambda group, own=own: own)
             assert why_unavailable(group) == expected
             with count_collectives() as counts:
                 assert why_unavailable(group) == expected
