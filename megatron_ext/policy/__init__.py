@@ -1,0 +1,36 @@
+"""The policy worker of reinforcement learning: trains, scores, saves and refits a policy. Importing it needs torch."""
+
+from typing import Any
+
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.losses import ClippedPGLoss, DPOLoss, LossType, NLLLoss
+from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
+
+__all__ = [
+    "BatchedDataDict",
+    "ClippedPGLoss",
+    "DPOLoss",
+    "DTensorPolicyWorker",
+    "LossType",
+    "MegatronPolicyWorker",
+    "NLLLoss",
+    "RayPolicy",
+    "join_collective",
+    "load_weights",
+    "receive_weights",
+]
+
+_HOMES = {
+    "DTensorPolicyWorker": "dtensor_worker",
+    "MegatronPolicyWorker": "megatron_worker",
+    "RayPolicy": "ray_policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The workers are imported when they are asked for: they need transformers, Megatron-Core or Ray."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

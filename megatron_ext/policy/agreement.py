@@ -1,0 +1,41 @@
+"""All ranks do something that may fail on one of them, and all learn of it: none waits for a rank that gave up."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_ext.distributed.collectives import all_gather_object
+
+T = TypeVar("T")
+
+
+def agree(act: Callable[[], T]) -> list[T]:
+    """What `act` returned on each rank of the world, in rank order. The results are pickled.
+
+    Communicates: two collectives; the ranks are in step afterwards.
+
+    Raises:
+        ValueError, OSError: `act` raised it on this rank, or on another one: then the message says on which.
+        RuntimeError: `act` raised anything else on another rank.
+    """
+    fault: Exception | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except Exception as error:
+        fault = error
+    failed = None if fault is None else (_kind(fault), f"{type(fault).__name__}: {fault}")
+    world = dist.group.WORLD if dist.is_initialized() else None
+    found = all_gather_object((failed, result), world)
+    if fault is not None:
+        raise fault
+    for rank, (other, _) in enumerate(found):
+        if other is not None:
+            kind, message = other
+            raise kind(f"rank {rank} failed: {message}")
+    return [result for _, result in found]
+
+
+def _kind(fault: Exception) -> type[Exception]:
+    return next((kind for kind in (ValueError, OSError) if isinstance(fault, kind)), RuntimeError)

@@ -1,0 +1,140 @@
+"""What a policy worker is asked to be: NeMo-RL's nested dict, read once, checked, and made a dataclass."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows are put together for one pass through the model.
+
+    Attributes:
+        kind: "fixed": so many rows, as wide as they came; "dynamic": rows of similar lengths, cut to the longest;
+            "packed": rows laid end to end without padding.
+        train_rows, logprob_rows: rows of a fixed micro-batch.
+        train_tokens, logprob_tokens: tokens of a dynamic or packed one, at most.
+    """
+
+    kind: Literal["fixed", "dynamic", "packed"]
+    train_rows: int
+    logprob_rows: int
+    train_tokens: int = 0
+    logprob_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A worker's configuration; see `read_config` for the keys."""
+
+    model: Any
+    seed: int
+    dtype: torch.dtype
+    global_batch_size: int
+    batching: Batching
+    max_grad_norm: float | None
+    tensor_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+    cpu_offload: bool
+    activation_checkpointing: bool
+    custom_parallel_plan: Any
+    optimizer: Mapping[str, Any] | None
+    scheduler: Any
+    temperature: float
+    refit_buffer_bytes: int
+
+
+def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
+    """The settings that `config` says. Keys that are not named here are left to those who know them.
+
+    Keys: `model_name` (a local folder, a transformers config, or a function without arguments that makes a model),
+    `precision` ("float32", "bfloat16", "float16"), `train_global_batch_size`, `train_micro_batch_size`,
+    `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
+    `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg` (for
+    Megatron `megatron_cfg`) `tensor_parallel_size`, `context_parallel_size`, `sequence_parallel`, `cpu_offload`,
+    `activation_checkpointing`, `custom_parallel_plan`; under `dynamic_batching` or `sequence_packing` `enabled`,
+    `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which logits are divided.
+
+    Raises:
+        ValueError: a key is missing or has a value that it cannot have.
+    """
+    precision = _required(config, "precision", "config")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
+    parallel = config.get(parallel_key) or {}
+    rows = _positive(config, "train_micro_batch_size", "config")
+    temperature = float((config.get("generation") or {}).get("temperature", 1.0))
+    if temperature <= 0:
+        raise ValueError(
+            f"generation.temperature is {temperature}: it must be positive; greedy sampling has no log-probs"
+        )
+    max_grad_norm = config.get("max_grad_norm")
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive, or None for no clipping")
+    return Settings(
+        model=_required(config, "model_name", "config"),
+        seed=int(config.get("seed", 0)),
+        dtype=PRECISIONS[precision],
+        global_batch_size=_positive(config, "train_global_batch_size", "config"),
+        batching=_batching(config, rows, _positive(config, "logprob_batch_size", "config", rows)),
+        max_grad_norm=max_grad_norm,
+        tensor_parallel_size=_positive(parallel, "tensor_parallel_size", parallel_key, 1),
+        context_parallel_size=_positive(parallel, "context_parallel_size", parallel_key, 1),
+        sequence_parallel=bool(parallel.get("sequence_parallel", False)),
+        cpu_offload=bool(parallel.get("cpu_offload", False)),
+        activation_checkpointing=bool(parallel.get("activation_checkpointing", False)),
+        custom_parallel_plan=parallel.get("custom_parallel_plan"),
+        optimizer=config.get("optimizer"),
+        scheduler=config.get("scheduler"),
+        temperature=temperature,
+        refit_buffer_bytes=_positive(config, "refit_buffer_bytes", "config", 1 << 30),
+    )
+
+
+def import_from_path(path: str) -> Any:
+    """What `package.module.Name` names.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path!r} cannot be imported ({error}); pass package.module.Name, as torch.optim.AdamW"
+        ) from None
+
+
+def _batching(config: Mapping[str, Any], train_rows: int, logprob_rows: int) -> Batching:
+    chosen = [key for key in ("dynamic_batching", "sequence_packing") if (config.get(key) or {}).get("enabled")]
+    if len(chosen) > 1:
+        raise ValueError("dynamic_batching and sequence_packing are both enabled: they exclude each other; enable one")
+    if not chosen:
+        return Batching("fixed", train_rows, logprob_rows)
+    options = config[chosen[0]]
+    train_tokens = _positive(options, "train_mb_tokens", chosen[0])
+    logprob_tokens = _positive(options, "logprob_mb_tokens", chosen[0], train_tokens)
+    kind: Literal["dynamic", "packed"] = "dynamic" if chosen[0] == "dynamic_batching" else "packed"
+    return Batching(kind, train_rows, logprob_rows, train_tokens, logprob_tokens)
+
+
+def _required(config: Mapping[str, Any], key: str, where: str, default: Any = _ABSENT) -> Any:
+    value = config.get(key, default)
+    if value is _ABSENT:
+        raise ValueError(f"{where} lacks {key!r}: the policy worker cannot guess it; add it")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, where: str, default: Any = _ABSENT) -> int:
+    value = _required(config, key, where, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{where}.{key} is {value!r}: it must be a positive integer")
+    return value

@@ -1,0 +1,102 @@
+"""The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from megatron_ext.dtensor import (
+    _parallelize_model,
+    causal_lm_log_probs,
+    clip_grad_by_total_norm_,
+    get_grad_norm,
+    tie_word_embeddings,
+)
+from megatron_ext.policy.memory import move_buffers
+from megatron_ext.policy.worker import PolicyWorker
+
+
+class DTensorPolicyWorker(PolicyWorker):
+    """A `PolicyWorker` on a model of transformers: Llama, Qwen2, Qwen3 or Gemma3.
+
+    `model_name` is a folder with safetensors (nothing of it is executed), a config of transformers, or a function that
+    makes the model. Master weights are float32; the model computes in `precision`.
+    """
+
+    parallel_key = "dtensor_cfg"
+
+    def _build_model(self) -> nn.Module:
+        from accelerate import init_empty_weights
+
+        make, make_empty = _factories(self.settings.model)
+        whole: dict[str, Any] = {}
+        if self.rank == 0:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.settings.seed)
+                whole = make().float().state_dict()
+        with init_empty_weights():
+            model = make_empty().float()
+        settings, mesh = self.settings, self.mesh
+        dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
+        model = _parallelize_model(
+            model,
+            dp_cp,
+            mesh["tp"],
+            param_dtype=settings.dtype,
+            sequence_parallel=settings.sequence_parallel,
+            activation_checkpointing=settings.activation_checkpointing,
+            cpu_offload=settings.cpu_offload,
+            custom_parallel_plan=settings.custom_parallel_plan,
+            cp_mesh=mesh["cp"],
+        )
+        self._dp_cp_group, self._tp_group = dp_cp.get_group(), mesh["tp"].get_group()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, whole, options=options)
+        tie_word_embeddings(model)
+        move_buffers(model, self.device)
+        return model
+
+    def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        found = causal_lm_log_probs(self.model, tokens_BS, cu_seqlens=cu_seqlens, temperature=self.settings.temperature)
+        assert isinstance(found, Tensor)
+        return found
+
+    def _reduce_gradients(self) -> None:
+        """FSDP2 has done it in backward."""
+
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        parameters = list(self.model.parameters())
+        norm = get_grad_norm(parameters, self._dp_cp_group, self._tp_group)
+        if max_norm is not None:
+            clip_grad_by_total_norm_(parameters, max_norm, norm)
+        return norm
+
+    def _state(self) -> dict[str, Tensor]:
+        all_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = {_plain(name) for name in all_names - {name for name, _ in self.model.named_parameters()}}
+        state = get_model_state_dict(self.model)
+        return {name: x for name, x in state.items() if name not in tied and isinstance(x, Tensor)}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _factories(source: Any) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    """Functions that make the model, with its weights, and one of the same shapes."""
+    if callable(source):
+        return source, source
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+    if isinstance(source, PretrainedConfig):
+        return (lambda: AutoModelForCausalLM.from_config(source),) * 2
+    if not isinstance(source, str):
+        raise ValueError(
+            f"model_name is a {type(source).__name__}: it must be a local folder, a transformers config, or a function "
+            f"that makes a model"
+        )
+    config = AutoConfig.from_pretrained(source)
+    load = lambda: AutoModelForCausalLM.from_pretrained(source, config=config, use_safetensors=True)  # noqa: E731
+    return load, lambda: AutoModelForCausalLM.from_config(config)

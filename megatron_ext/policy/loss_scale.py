@@ -1,0 +1,39 @@
+"""A factor on the loss that keeps fp16 gradients from vanishing."""
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+
+GROWTH_STEPS = 1000
+
+
+class LossScale:
+    """As large as it goes without overflow: halved where gradients are not finite, doubled after good steps.
+
+    Every rank sees the same norms, so that all have the same scale. Not `dynamic`: always 1. (Micikevicius et al.,
+    "Mixed precision training", 2018.)
+    """
+
+    def __init__(self, dynamic: bool):
+        self.value = 2.0**14 if dynamic else 1.0
+        self._dynamic, self._good_steps = dynamic, 0
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divides the gradients by it, in place."""
+        for parameter in parameters if self._dynamic else ():
+            if parameter.grad is not None:
+                parameter.grad.div_(self.value)
+
+    def overflowed(self, norm: float) -> bool:
+        """Whether a step with gradients of this norm must be left out since the scale was too large."""
+        if not self._dynamic:
+            return False
+        if math.isfinite(norm):
+            self._good_steps += 1
+            if self._good_steps % GROWTH_STEPS == 0:
+                self.value *= 2
+            return False
+        self._good_steps = 0
+        self.value /= 2
+        return self.value >= 1  # below that it is not the scale's fault

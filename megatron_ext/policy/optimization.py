@@ -1,0 +1,52 @@
+"""Optimizer and schedule from their descriptions in the configuration."""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+
+from megatron_ext.policy.config import import_from_path
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mapping[str, Any] | None) -> Optimizer:
+    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`.
+
+    Raises:
+        ValueError: there is no description, or no such class.
+    """
+    if not description or "name" not in description:
+        raise ValueError(
+            f"optimizer is {description!r}: pass {{'name': 'torch.optim.AdamW', 'kwargs': {{'lr': 1e-5}}}}"
+        )
+    cls = import_from_path(description["name"])
+    kwargs = dict(description.get("kwargs") or {})
+    if "foreach" in inspect.signature(cls).parameters and not kwargs.get("fused"):
+        kwargs.setdefault("foreach", False)  # torch's multi-tensor kernels take no DTensors of different meshes at once
+    return cls([p for p in parameters if p.requires_grad], **kwargs)
+
+
+def make_scheduler(
+    optimizer: Optimizer, description: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+) -> LRScheduler:
+    """The schedule of `{"name": ..., "kwargs": ...}`, or of a list of such with one `{"milestones": [...]}` where one
+    follows another. None: the learning rate stays.
+
+    Raises:
+        ValueError: no such class, or no milestones in a list.
+    """
+    if description is None:
+        return LambdaLR(optimizer, lr_lambda=_constant)
+    if isinstance(description, Mapping):
+        return import_from_path(description["name"])(optimizer, **(description.get("kwargs") or {}))
+    milestones = [entry["milestones"] for entry in description if "milestones" in entry]
+    if len(milestones) != 1:
+        raise ValueError(f"scheduler is a list with {len(milestones)} entries of milestones: it must have one")
+    parts = [make_scheduler(optimizer, entry) for entry in description if "milestones" not in entry]
+    return SequentialLR(optimizer, parts, list(milestones[0]))
+
+
+def _constant(step: int) -> float:
+    return 1.0

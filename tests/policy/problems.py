@@ -1,0 +1,120 @@
+"""Tiny policies, batches for them, and the unsharded truth that workers are compared with."""
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_ext.policy import BatchedDataDict
+from megatron_ext.policy.config import import_from_path
+from megatron_ext.policy.losses import valid_counts
+from tests.dtensor.models import SIZES
+
+VOCAB = SIZES["vocab_size"]
+
+
+def tiny_model(**overrides: Any) -> LlamaConfig:
+    return LlamaConfig(**SIZES | {"tie_word_embeddings": False} | overrides)
+
+
+def tiny_config(model: Any = None, *, tp: int = 1, cp: int = 1, sequence_parallel=False, **overrides: Any) -> dict:
+    return {
+        "model_name": model or tiny_model(),
+        "seed": 3,
+        "precision": "float32",
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "logprob_batch_size": 4,
+        "max_grad_norm": 0.05,
+        "dtensor_cfg": {
+            "tensor_parallel_size": tp,
+            "context_parallel_size": cp,
+            "sequence_parallel": sequence_parallel,
+        },
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}},
+        **overrides,
+    }
+
+
+def batching(kind: str, tokens: int = 40) -> dict:
+    """The configuration's entry for this kind of micro-batches."""
+    key = {"dynamic": "dynamic_batching", "packed": "sequence_packing"}.get(kind)
+    return {} if key is None else {key: {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens}}
+
+
+def tiny_batch(rows: int = 8, positions: int = 13, seed: int = 0) -> BatchedDataDict:
+    """Right-padded rows of different lengths; some rows and tokens don't count. Log-probs and advantages are drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = random.Random(seed)
+    lengths = torch.tensor([positions, *(draw.randint(2, positions) for _ in range(rows - 1))])
+    inside_BS = torch.arange(positions) < lengths[:, None]
+
+    def normal(scale: float, shift: float = 0.0) -> Tensor:
+        return scale * torch.randn(rows, positions, generator=generator) + shift
+
+    sample_mask = torch.ones(rows)
+    sample_mask[rows // 3] = 0
+    return BatchedDataDict(
+        input_ids=torch.randint(VOCAB, (rows, positions), generator=generator) * inside_BS,
+        input_lengths=lengths,
+        sample_mask=sample_mask,
+        token_mask=inside_BS * (torch.rand(rows, positions, generator=generator) < 0.8).long(),
+        advantages=normal(1.0),
+        prev_logprobs=normal(0.2, -5.6),
+        generation_logprobs=normal(0.2, -5.6),
+        reference_policy_logprobs=normal(0.2, -5.6),
+    )
+
+
+def shard(data: BatchedDataDict, worker: Any) -> BatchedDataDict:
+    """The rows of `data` that a worker gets."""
+    batch_size = worker.settings.global_batch_size if data.size % worker.settings.global_batch_size == 0 else None
+    return data.shard_by_batch_size(worker.dp_size, batch_size)[worker.dp_rank]
+
+
+def plain_model(config: Any, seed: int = 3) -> nn.Module:
+    """The model as one process builds it, with transformers' eager attention."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def plain_log_probs(model: nn.Module, data: BatchedDataDict, temperature: float = 1.0) -> Tensor:
+    """`[B, S]` of every token, from logits; 0 for the first and for padding."""
+    logits_BSV = model(input_ids=data["input_ids"], use_cache=False).logits / temperature
+    found = logits_BSV[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    inside_BS = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+    return F.pad(found, (1, 0)) * inside_BS
+
+
+def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list[float], dict, dict]:
+    """What one process makes of it: losses, the clipped gradients of the last step, and the updated weights."""
+    model = plain_model(config["model_name"])
+    optimizer = import_from_path(config["optimizer"]["name"])(model.parameters(), **config["optimizer"]["kwargs"])
+    losses = []
+    for i in range(data.size // config["train_global_batch_size"]):
+        batch = data.get_batch(i, config["train_global_batch_size"])
+        counts = [torch.tensor(n) for n in valid_counts(batch)]
+        loss, _ = loss_fn(plain_log_probs(model, batch), batch, *counts)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"])
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in tensors.items()}
+
+
+def largest_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """Relative, of the worst tensor."""
+    assert found.keys() == true.keys()
+    return max(float((found[name] - x).norm() / x.norm()) for name, x in true.items())

@@ -1,0 +1,78 @@
+"""One call of `train` against one process: losses, clipped gradients and updated weights, in every layout."""
+
+import pytest
+import torch
+
+from megatron_ext.policy import ClippedPGLoss, DPOLoss, DTensorPolicyWorker, NLLLoss
+from tests.policy.problems import (
+    batching,
+    largest_error,
+    plain_train,
+    shard,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    whole,
+)
+from tests.ranks import ranks
+
+TOLERANCE = 3e-5  # fp32 in another order; AdamW's root magnifies what is near 0
+LAYOUTS = {
+    "dp": {},
+    "tp": {"tp": 2},
+    "tp_sp": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "cp_tp_sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
+}
+CUTS = [("fixed", 1), ("fixed", 2), ("fixed", 4), ("dynamic", 2), ("packed", 2)]
+GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
+
+
+def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
+    data = tiny_batch(**{"rows": 16} | batch)
+    model = model or tiny_model()
+    true = plain_train(tiny_config(model), data, loss_fn)
+    for kind, rows in cuts:
+        worker = DTensorPolicyWorker(
+            tiny_config(model, **layout, **batching(kind), train_micro_batch_size=rows), init_reference_model=False
+        )
+        gradients = {}
+        worker.optimizer.register_step_pre_hook(
+            lambda *_, worker=worker, gradients=gradients: gradients.update(
+                whole(
+                    {
+                        name.replace("_checkpoint_wrapped_module.", ""): p.grad
+                        for name, p in worker.model.named_parameters()
+                    }
+                )
+            )
+        )
+        found = worker.train(shard(data, worker), loss_fn)
+        case = f"{kind}, micro-batches of {rows}"
+        torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=case)
+        assert largest_error(gradients, true[1]) < TOLERANCE, case
+        assert largest_error(whole(worker._state()), true[2]) < TOLERANCE, case
+
+
+@ranks(1)
+def test_one_rank():
+    check({}, CUTS)
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp", "cp"])
+@ranks(2)
+def test_two_ranks(layout):
+    check(LAYOUTS[layout], CUTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp", "tp_sp", "cp", "cp_tp_sp"])
+@ranks(4)
+def test_four_ranks(layout):
+    check(LAYOUTS[layout] | ({"tp": 2} if layout == "dp" else {}), CUTS)
+
+
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), DPOLoss(sft_loss_weight=0.1), ClippedPGLoss(token_level_loss=False)])
+@ranks(2)
+def test_losses_add_up_over_ranks_and_micro_batches(loss_fn):
+    check(LAYOUTS["dp"], [("fixed", 2), ("packed", 2)], loss_fn)
