@@ -10,6 +10,7 @@ model at every size of tensor, pipeline and expert parallelism, and for every sp
 """
 
 import multiprocessing
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from megatron_ext.emulation import megatron_on_cpu
 
 VOCAB = 64
 SEQUENCE = 16
-_wrapped: list = []  # the DistributedDataParallel of the running test
+_wrapped: weakref.WeakSet = weakref.WeakSet()  # the DistributedDataParallel of the running test
 
 
 @contextmanager
@@ -277,7 +278,7 @@ def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
         DistributedDataParallel(config, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
-    _wrapped.extend(wrapped)
+    _wrapped.update(wrapped)
     return wrapped
 
 
