@@ -38,11 +38,17 @@ def run(function, layer, x):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
+QUICK = [("column", True), ("row", False), ("embedding", True)]
 KINDS = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in KINDS
+    if case != ("whole row", True)  # the layer refuses it
+]
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("kind,sequence_parallel", [case for case in KINDS if case != ("whole row", True)])
+@pytest.mark.parametrize("kind,sequence_parallel", CASES)
 def test_whole_graph(kind, sequence_parallel):
     torch._dynamo.reset()
     layer, x = build(kind, sequence_parallel), input_of(kind)
@@ -54,8 +60,8 @@ def test_whole_graph(kind, sequence_parallel):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_whole_graph_into_main_grad(kind, frozen, autocast):
     torch._dynamo.reset()

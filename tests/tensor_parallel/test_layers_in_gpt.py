@@ -30,6 +30,7 @@ def run(ours, **options):
         return loss_and_grads(tiny_gpt(gpt_block_spec if ours else stock_spec, **options), tiny_batches()[0])
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_experts():
     """Expert parallel 2 in tensor parallel 2 with sequence parallelism, experts whole and cut in two.

@@ -102,6 +102,7 @@ def in_a_new_process(code):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_modules_imported_before_and_after():
     """Globals, layer specs in globals and in local variables, base classes, default arguments."""
     in_a_new_process(
@@ -165,6 +166,7 @@ assert megatron_ext.restore_tensor_parallel() is None
     )
 
 
+@pytest.mark.slow
 def test_refuses_a_version_that_it_does_not_know():
     in_a_new_process(
         """
