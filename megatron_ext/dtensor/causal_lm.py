@@ -211,9 +211,10 @@ def _check(
                 f"{name} has shape {list(x.shape)}: it must be that of the tokens, {list(tokens_BS.shape)}"
             )
     if cu_seqlens is not None and (tokens_BS.shape[0] != 1 or attention_mask is not None):
+        masked = "" if attention_mask is None else " and an attention_mask"
         raise ValueError(
-            f"cu_seqlens with a batch of {tokens_BS.shape[0]} and attention_mask={type(attention_mask).__name__}: one row "
-            f"takes the packed documents, padding is a document of its own; pass tokens [1, S] alone"
+            f"cu_seqlens with a batch of {tokens_BS.shape[0]}{masked}: packed documents lie in one row, and padding is "
+            f"a document of its own; pass tokens [1, S] alone"
         )
 
 
@@ -243,7 +244,8 @@ def _through_head(
         vocab=vocab,
         softcap=getattr(text.config, "final_logit_softcapping", None),
     )
-    return tuple(x.t() for x in found) if in_slices else found
+    # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
+    return tuple((x.t() if in_slices else x).clone() for x in found)
 
 
 def _local(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:

@@ -1,8 +1,11 @@
-"""Tiny transformers models, and what one process makes of them: the truth for every layout."""
+"""Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
-import copy
+import functools
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
@@ -16,6 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from megatron_ext.dtensor import _parallelize_model
+
 VOCAB = 97  # odd: shards are uneven
 SIZES = {
     "vocab_size": VOCAB,
@@ -25,32 +30,32 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
     "pad_token_id": None,
 }
-WINDOWED = {"sliding_window": 5}
-GEMMA3 = {
-    **SIZES,
-    **WINDOWED,
+WINDOW = 5
+GEMMA3 = SIZES | {
     "head_dim": 8,
     "query_pre_attn_scalar": 24,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,  # transformers 4.51 and 5 say in two ways that one layer is windowed and one is not
     "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window_pattern": 2,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
 }
 
 
-def _gemma3_multimodal(tied):
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 4,
-    }
+def _multimodal(tied):
+    text = Gemma3TextConfig(**GEMMA3, tie_word_embeddings=tied).to_dict()
     config = Gemma3Config(
-        text_config=Gemma3TextConfig(**GEMMA3, tie_word_embeddings=tied).to_dict(),
-        vision_config=vision,
+        text_config=text,
+        vision_config=VISION,
         mm_tokens_per_image=4,
         image_token_index=1,
         tie_word_embeddings=tied,
@@ -58,26 +63,78 @@ def _gemma3_multimodal(tied):
     return Gemma3ForConditionalGeneration(config)
 
 
-MAKERS = {
+_MAKERS = {
     "llama": lambda tied: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)),
     "qwen2": lambda tied: Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, **WINDOWED, use_sliding_window=True, max_window_layers=0, tie_word_embeddings=tied)
+        Qwen2Config(
+            **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0, tie_word_embeddings=tied
+        )
     ),
     "qwen3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)),
     "gemma3": lambda tied: Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA3, tie_word_embeddings=tied)),
-    "gemma3_multimodal": _gemma3_multimodal,
+    "gemma3_multimodal": _multimodal,
 }
+NAMES = tuple(_MAKERS)
 
 
-def make(name, tied=False):
-    """The same model on every rank. Norm weights are random: ones would hide what is done to them."""
+def make(kind, tied=False):
+    """The same model on every rank. Biases and norm weights are not left at 0 and 1, which hide errors."""
     torch.manual_seed(1)
-    model = MAKERS[name](tied)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    model = _MAKERS[kind](tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model.train()
 
 
-def copy_of(model):
-    return copy.deepcopy(model)
+@functools.cache
+def meshes(dp=1, cp=1, tp=1):
+    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim. Made once a process."""
+    mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    return mesh, mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def parallelize(model, mesh, dp_cp, param_dtype=torch.float32, **options):
+    return _parallelize_model(model, dp_cp, mesh["tp"], param_dtype, cp_mesh=mesh["cp"], **options)
+
+
+def documents(tokens, cu_seqlens):
+    """The rows or packed documents of `tokens`, each `[1, length]`."""
+    return tokens.split(1) if cu_seqlens is None else tokens.split(cu_seqlens.diff().tolist(), 1)
+
+
+def reference(name, tied, tokens, cu_seqlens=None):
+    """transformers' own eager attention, document by document: logits of all, gradients of the mean next-token loss."""
+    model = make(name, tied)
+    text = model.config.get_text_config()
+    model.config._attn_implementation = text._attn_implementation = "eager"
+    logits = [model(input_ids=x, use_cache=False).logits for x in documents(tokens, cu_seqlens)]
+    losses = [
+        F.cross_entropy(z[0, :-1], x[0, 1:], reduction="none")
+        for z, x in zip(logits, documents(tokens, cu_seqlens), strict=True)
+    ]
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return torch.cat(logits, 1 if cu_seqlens is not None else 0).detach(), loss.item(), gradients
+
+
+def error(found, true, scale=0.0):
+    """Relative, of `found`; `scale` is a norm below which there is nothing but rounding to compare with."""
+    found = found.full_tensor() if isinstance(found, DTensor) else found
+    return ((found - true).norm() / max(true.norm(), scale)).item()
+
+
+def check_gradients(model, gradients, tolerance=3e-6):
+    """Every parameter's gradient against `gradients`, a dict by name."""
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    errors = {}
+    for name, true in gradients.items():
+        # A bias's gradient may be a sum in which most cancels: its rounding is that of what was summed.
+        weight = gradients.get(name.removesuffix("bias") + "weight", true)
+        errors[name] = error(found[name], true, weight.norm() if name.endswith("bias") else 0.0)
+    assert len(errors) == len(gradients)
+    assert max(errors.values()) <= tolerance, sorted(errors.items(), key=lambda item: -item[1])[:5]
+    for name in found.keys() - gradients.keys():  # the vision tower
+        assert found[name] is None, name
