@@ -20,7 +20,7 @@ from megatron_ext.model_utils import (
     distributed_vocab_topk,
     from_parallel_logits_to_logprobs,
 )
-from tests.model_utils.sharded import Grid, grids, problem, same
+from tests.model_utils.sharded import Grid, gradient, grids, problem, same, sampled
 from tests.ranks import ranks
 
 CHUNKS = (None, 1, 3)
@@ -41,27 +41,11 @@ def check(call, truth, logits: Tensor, forward: int = 1, dense: bool = False) ->
     assert sent.total() <= forward * int(grid.tp > 1), sent
     same(found.detach(), (grid.columns(wanted) if dense else wanted).detach())
     weights = torch.randn_like(wanted)
-    # A token's result may be -inf; its gradient is 0, where plain autograd makes NaN of 0 * inf.
-    (expected,) = torch.autograd.grad(wanted.where(wanted > -torch.inf, 0.0), leaf, weights)
+    expected = gradient(wanted, leaf, weights)
     with count_collectives() as sent:
         (grad,) = torch.autograd.grad(found, mine, grid.columns(weights) if dense else weights)
     assert sent.total() == (int(grid.tp > 1) if dense else 0)
     same(grad, grid.columns(expected))
-
-
-def kept(z: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """The filter, written out: top-k first, then the shortest prefix of what is left whose probability reaches p."""
-    order = z.argsort(-1, descending=True, stable=True)
-    probs = z.gather(-1, order)
-    if top_k not in (None, -1):
-        probs = probs.masked_fill(torch.arange(z.shape[-1]) >= top_k, -torch.inf)
-    probs = probs.softmax(-1)
-    inside = (probs.cumsum(-1) - probs < top_p) & (probs > 0)
-    return torch.zeros_like(inside).scatter(-1, order, inside)
-
-
-def sampled(z: Tensor, target: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    return reference.log_probs(z.masked_fill(~kept(z.detach(), top_k, top_p), -torch.inf), target)
 
 
 @ranks(1, 2, 4)

@@ -12,7 +12,7 @@ from megatron_ext.model_utils import (
     from_parallel_hidden_states_to_logprobs,
 )
 from megatron_ext.sequence.parts import SequenceParts
-from tests.model_utils.sharded import Grid, grids, next_log_probs, same
+from tests.model_utils.sharded import Grid, finite, grids, next_log_probs, same, sampled
 from tests.model_utils.test_packed import LENGTHS, LONGEST, cumulative, places, rows
 from tests.ranks import ranks
 
@@ -64,9 +64,10 @@ class Mine:
         )
 
 
-def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts: Tensor | None = None, **more):
+def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts=None, tokens=None, **more):
     """Values, gradients and collectives. `truth`: from logits to a tuple of results."""
-    hidden, weight, tokens = problem(batch, length)
+    hidden, weight, drawn = problem(batch, length)
+    tokens = drawn if tokens is None else tokens
     mine = Mine(grid, layout, hidden, weight, cuts)
     with count_collectives() as forward:
         found = mine.call(tokens, **more)
@@ -80,7 +81,9 @@ def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts
         dx, dw = torch.autograd.grad(found, (mine.hidden, mine.weight), [own for own, _ in upstream])
     sent = int(grid.tp > 1) * (2 if layout == "sequence" else 1) + len(found) * int(grid.cp > 1)
     assert (forward.total(), backward.total()) == (sent, sent), (forward, backward)
-    expected_dx, expected_dw = mine.pieces(*torch.autograd.grad(wanted, leaves, [whole for _, whole in upstream]))
+    expected_dx, expected_dw = mine.pieces(
+        *torch.autograd.grad([finite(x) for x in wanted], leaves, [whole for _, whole in upstream])
+    )
     same(dx, expected_dx)
     torch.distributed.all_reduce(dw, group=grid.cp_group)  # the weight is shared by the context-parallel ranks
     same(dw, expected_dw)
@@ -101,6 +104,25 @@ def test_entropy_comes_along():
     for grid in grids():
         check(
             grid, "sequence", lambda z, tokens: (next_log_probs(z, tokens), entropies(z)), return_entropy=True, cache=0
+        )
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+@pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (5, 1.0)])
+def test_sampling(layout, top_k, top_p):
+    hidden, weight, tokens = problem()
+    likely = logits_of(hidden, weight)[:, :-1].topk(2).indices[..., 1]
+    tokens = torch.cat([tokens[:, :1], likely], 1)
+    params = TrainingSamplingParams(top_k, top_p, 0.7)
+    for grid in grids():
+        check(
+            grid,
+            layout,
+            lambda z, tokens: (sampled(z[:, :-1] / 0.7, tokens[:, 1:], top_k, top_p),),
+            tokens=tokens,
+            sampling_params=params,
+            chunk_size=5,
         )
 
 

@@ -10,7 +10,7 @@ from megatron_ext.model_utils import (
     from_parallel_logits_to_logprobs,
     get_next_token_logprobs_from_logits,
 )
-from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same
+from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same, sampled
 from tests.ranks import ranks
 
 SOFTER = TrainingSamplingParams(temperature=0.7)
@@ -52,6 +52,29 @@ def test_values_and_gradients(length, chunk_size):
         check(grid, logits, tokens, lambda z: next_log_probs(z, tokens), chunk_size=chunk_size)
         softer = {"sampling_params": SOFTER, "chunk_size": chunk_size}
         check(grid, logits, tokens, lambda z: next_log_probs(z, tokens, temperature=0.7), **softer)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (None, 0.99)])
+def test_sampling(top_k, top_p):
+    """Temperature, then top-k, then top-p; whoever sampled such tokens finds all of them left."""
+    logits, tokens = problem()
+    tokens[:, 1:] = logits[:, :-1].topk(2).indices[..., 1]
+    params = TrainingSamplingParams(top_k, top_p, 0.7)
+
+    def truth(z):
+        return sampled(z[:, :-1] / 0.7, tokens[:, 1:], top_k, top_p)
+
+    for grid in grids():
+        if top_k:
+            check(grid, logits, tokens, truth, sampling_params=params)
+        else:
+            mine = grid.columns(grid.part(grid.padded(logits)))
+            groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+            same(
+                from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups, sampling_params=params),
+                truth(logits),
+            )
 
 
 @pytest.mark.slow
