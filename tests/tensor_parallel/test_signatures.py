@@ -186,7 +186,7 @@ def test_every_difference_is_on_purpose():
     assert not set(ON_PURPOSE) - set(differences), "no longer different: take them out of ON_PURPOSE"
 
 
-@pytest.mark.parametrize("part", MODULES)
+@pytest.mark.parametrize("part", [part for part in MODULES if (SOURCE / f"{part}.py").exists()])  # 0.14 has not all
 def test_what_fits_megatrons_signatures_fits_ours(part):
     module, checked = importlib.import_module(f"megatron_ext.tensor_parallel.{part}"), 0
     for name, node in definitions(source(part).body, f"{part}."):
