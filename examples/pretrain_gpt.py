@@ -8,7 +8,6 @@ builds the transformer layers from Megatron's modules (stock) or from ours (ext)
 """
 
 import json
-import logging
 import os
 import statistics
 import sys
@@ -16,18 +15,16 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from interrupt import end_on_interrupt
+from job import has_gpus, megatron_job, ranks
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.emulation import megatron_on_cpu
-
-with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
+with warnings.catch_warnings():
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     import checkpoint
     import head_meter
@@ -196,36 +193,22 @@ def train(args: Namespace) -> dict:
 
 def main() -> None:
     end_on_interrupt()
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
-    warnings.filterwarnings("ignore", category=FutureWarning)  # what torch says of the functions that Megatron calls
     args = parse_arguments()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ.update(alone | os.environ)  # what torchrun sets, or else one rank
     try:
-        check_arguments(args, int(os.environ["WORLD_SIZE"]))
+        check_arguments(args, ranks())
     except ValueError as error:
         sys.exit(f"pretrain_gpt.py: {error}")
 
-    gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpu = gpus >= ranks if args.device == "auto" else args.device == "cuda"
-    if on_gpu and gpus < ranks:
-        sys.exit(f"pretrain_gpt.py: --device is cuda, but this machine has {gpus} GPUs for {ranks} ranks: take cpu")
-    if on_gpu:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants kernels in the order it starts them
-    else:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
-        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    with nullcontext() if on_gpu else megatron_on_cpu():
+    on_gpu = has_gpus() if args.device == "auto" else args.device == "cuda"
+    if on_gpu and not has_gpus():
+        gpus, here = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", 1)
+        sys.exit(f"pretrain_gpt.py: --device is cuda, but this machine has {gpus} GPUs for {here} ranks: take cpu")
+    with megatron_job(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, on_gpu=on_gpu):
         if args.layers == "ext":
             substitute_tensor_parallel()  # the embedding and the output layer too, which no layer spec reaches
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size, args.pipeline_model_parallel_size, create_gloo_process_groups=False
-        )
         metrics = train(args)
         if args.metrics and dist.get_rank() == dist.get_world_size() - 1:  # which is on the last pipeline stage
             Path(args.metrics).write_text(json.dumps(metrics))
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

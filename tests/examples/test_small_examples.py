@@ -1,0 +1,87 @@
+"""The small examples, as functions against plain PyTorch and stock Megatron, and as programs."""
+
+import re
+
+import patch_gpt
+import pipeline_stage
+import pytest
+import replace_loss
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.examples import EXAMPLES
+from tests.examples.test_programs import TORCHRUN, run
+from tests.gpt import model_parallel
+from tests.ranks import ranks
+
+
+def assert_learns_alike(losses: list[float], expected: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    assert losses[-1] < losses[0] - 0.1
+
+
+@ranks(1, 2)
+def test_replacing_the_loss_changes_no_loss():
+    assert_learns_alike(replace_loss.train(fused=True), replace_loss.train(fused=False))
+
+
+@ranks(1, 2)
+def test_patching_gpt_changes_no_loss():
+    with model_parallel(tp=dist.get_world_size()):
+        stock = patch_gpt.train()
+        patch_gpt.patch(chunk_size=8)
+        try:
+            assert_learns_alike(patch_gpt.train(), stock)
+        finally:
+            patch_gpt.unpatch()
+
+
+@ranks(1, 2)
+def test_a_pipeline_of_own_stages():
+    """Loss and gradients of this rank's stage are those of the whole model in plain PyTorch."""
+    with model_parallel(pp=dist.get_world_size()):
+        stage = pipeline_stage.Stage()
+        loss = pipeline_stage.step(stage)
+        dist.all_reduce(loss)
+    example = pipeline_stage
+    whole = nn.Module()
+    whole.layers = nn.ModuleList([example.seeded(i, nn.Linear, example.H, example.H) for i in range(example.LAYERS)])
+    whole.embedding = example.seeded(100, nn.Embedding, example.V, example.H)
+    whole.head = example.seeded(101, nn.Linear, example.H, example.V, bias=False)
+    tokens = torch.cat(example.microbatches(), 1)
+    x = whole.embedding(tokens[:-1])
+    for layer in whole.layers:
+        x = x + torch.tanh(layer(x))
+    expected = F.cross_entropy(whole.head(x).flatten(0, 1), tokens[1:].flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    wanted = dict(whole.named_parameters())
+    assert any("layers" in name for name, _ in stage.named_parameters())
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-5, atol=1e-8, msg=name)
+
+
+def printed(*command: str) -> list[list[str]]:
+    """The numbers of each line that the program prints."""
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return [re.findall(r"\d+\.\d+", line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["replace_loss.py", "patch_gpt.py"])
+def test_programs_print_both_losses(name):
+    lines = printed(*TORCHRUN, str(EXAMPLES / name))
+    assert len(lines) == 10
+    assert all(float(stock) == pytest.approx(float(ours), abs=2e-5) for stock, ours in lines)
+
+
+@pytest.mark.slow
+def test_the_pipeline_program_does_not_depend_on_its_stages():
+    program = str(EXAMPLES / "pipeline_stage.py")
+    one, two = printed(TORCHRUN[0], program), printed(*TORCHRUN, program)
+    assert len(one) == 10
+    assert [float(x) for (x,) in one] == pytest.approx([float(x) for (x,) in two], abs=2e-5)
