@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor import (
     _parallelize_model,
@@ -38,6 +39,7 @@ class DTensorPolicyWorker(PolicyWorker):
                 whole = make().float().state_dict()
         with init_empty_weights():
             model = make_empty().float()
+        tie_word_embeddings(model)  # on the meta device each module has a weight of its own
         settings, mesh = self.settings, self.mesh
         dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         model = _parallelize_model(
@@ -62,6 +64,12 @@ class DTensorPolicyWorker(PolicyWorker):
         found = causal_lm_log_probs(self.model, tokens_BS, cu_seqlens=cu_seqlens, temperature=self.settings.temperature)
         assert isinstance(found, Tensor)
         return found
+
+    def _end_inference(self) -> None:
+        """FSDP2 keeps the root's own weights whole until a backward pass: cast, and not those of the optimizer."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _reduce_gradients(self) -> None:
         """FSDP2 has done it in backward."""

@@ -88,6 +88,10 @@ class PolicyWorker(ABC):
         """fp32 `[B, S]`: of each position's next token; differentiable. See `dtensor.causal_lm_log_probs`."""
 
     @abstractmethod
+    def _end_inference(self) -> None:
+        """Called after passes without backward, which may leave whole weights behind."""
+
+    @abstractmethod
     def _reduce_gradients(self) -> None:
         """What is left of summing gradients over the ranks, after the last backward pass."""
 
@@ -149,7 +153,9 @@ class PolicyWorker(ABC):
                 losses.append(self._run_step(number, step, batch, loss_fn, metrics, len(steps)))
             if not eval_mode:
                 norms.append(self._update(number))
-        if not eval_mode:
+        if eval_mode:
+            self._end_inference()
+        else:
             assert self.scheduler is not None
             self.scheduler.step()
         return {
@@ -187,6 +193,7 @@ class PolicyWorker(ABC):
             found = self._row_log_probs(self._micro_batch(batch, rows_))
             if counts:
                 log_probs_BS[rows_, : found.shape[1]] = found.cpu()
+        self._end_inference()
         return BatchedDataDict(logprobs=log_probs_BS)
 
     def get_reference_policy_logprobs(

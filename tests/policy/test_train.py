@@ -76,3 +76,31 @@ def test_four_ranks(layout):
 @ranks(2)
 def test_losses_add_up_over_ranks_and_micro_batches(loss_fn):
     check(LAYOUTS["dp"], [("fixed", 2), ("packed", 2)], loss_fn)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@ranks(2)
+def test_tied_embeddings(tp):
+    check({"tp": tp}, [("fixed", 2)], NLLLoss(), tiny_model(tie_word_embeddings=True), rows=24)
+
+
+@ranks(2)
+def test_eval_mode_gives_the_loss_and_changes_nothing():
+    data = tiny_batch()
+    worker = DTensorPolicyWorker(tiny_config())
+    before = whole(worker._state())
+    mine = shard(data, worker)
+    found = worker.train(mine, GRPO, eval_mode=True)
+    assert found["grad_norm"] is None
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    torch.testing.assert_close(found["global_loss"], worker.train(mine, GRPO)["global_loss"])
+
+
+@ranks(2)
+def test_metrics_add_up_to_the_global_loss():
+    worker = DTensorPolicyWorker(tiny_config())
+    found = worker.train(shard(tiny_batch(16), worker), GRPO)
+    sums = torch.tensor([sum(found["all_mb_metrics"]["loss"]), sum(found["all_mb_metrics"]["num_valid_samples"])])
+    torch.distributed.all_reduce(sums)
+    torch.testing.assert_close(sums[0], found["global_loss"].mean(), rtol=1e-5, atol=1e-6)
+    assert sums[1] == tiny_batch(16)["sample_mask"].sum()

@@ -1,0 +1,209 @@
+"""Checkpoints: saved in one layout and continued in another, refused when they are not whole, executing nothing."""
+
+import json
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, checkpoint
+from tests.policy.problems import largest_error, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.ranks import ranks
+
+SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 9}}
+
+
+def shared_folder():
+    """One for all ranks; the first one removes it."""
+    name = [tempfile.mkdtemp(prefix="checkpoint_") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
+def worker_of(**layout):
+    model = tiny_model(tie_word_embeddings=layout.pop("tied", False))
+    return DTensorPolicyWorker(tiny_config(model, scheduler=SCHEDULER, **layout), init_reference_model=False)
+
+
+def train(worker, seed):
+    return worker.train(shard(tiny_batch(seed=seed), worker), NLLLoss())["global_loss"].item()
+
+
+def check_continues(first, second):
+    """Two steps in one layout, two in another, against four in the first."""
+    folder = shared_folder()
+    try:
+        worker = worker_of(**first)
+        for seed in range(2):
+            train(worker, seed)
+        worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+        true = [train(worker, seed) for seed in (2, 3)]
+
+        other = worker_of(**second)
+        other.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+        assert other.scheduler.last_epoch == 2
+        found = [train(other, seed) for seed in (2, 3)]
+        torch.testing.assert_close(found, true, rtol=1e-5, atol=0)
+        assert largest_error(whole(other._state()), whole(worker._state())) < 2e-5
+        dist.barrier()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@ranks(2)
+def test_saved_in_one_layout_continues_in_another(tied):
+    check_continues({"tied": tied}, {"tp": 2, "tied": tied})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, second", [("dp_tp", "cp_tp"), ("cp_tp", "dp"), ("dp", "dp_tp")])
+@ranks(4)
+def test_saved_on_four_ranks_continues_in_another_layout(first, second):
+    layouts = {"dp": {}, "dp_tp": {"tp": 2}, "cp_tp": {"cp": 2, "tp": 2, "sequence_parallel": True}}
+    check_continues(layouts[first], layouts[second])
+
+
+@ranks(1)
+def test_a_constructor_takes_a_checkpoint():
+    folder = shared_folder()
+    worker = worker_of()
+    train(worker, 0)
+    worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    config = tiny_config(scheduler=SCHEDULER)
+    other = DTensorPolicyWorker(config, None, str(folder / "weights"), str(folder / "optimizer"))
+    assert train(other, 1) == train(worker, 1)
+    shutil.rmtree(folder)
+
+
+def damage(folder, how):
+    weights = next(folder.glob("*.distcp"))
+    if how == "truncated":
+        os.truncate(weights, weights.stat().st_size - 7)
+    elif how == "one bit":
+        data = bytearray(weights.read_bytes())
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+    elif how == "file gone":
+        weights.unlink()
+    elif how == "facts gone":
+        (folder / "facts.json").unlink()
+    elif how == "index cut":
+        index = folder / "index.json"
+        index.write_text(index.read_text()[:100])
+    elif how == "no folder":
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("how", ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"])
+@ranks(2)
+def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(how):
+    folder = shared_folder()
+    worker = worker_of()
+    train(worker, 0)
+    worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    train(worker, 1)
+    before = whole(worker._state())
+    if dist.get_rank() == 0:
+        damage(folder / "weights", how)
+    dist.barrier()
+    with pytest.raises(ValueError, match="incomplete or damaged|is damaged"):
+        worker.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    train(worker, 2)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@ranks(2)
+def test_a_save_that_fails_leaves_the_previous_checkpoint():
+    folder = shared_folder()
+    worker = worker_of()
+    path = str(folder / "weights")
+    worker.save_checkpoint(path)
+    saved = whole(worker._state())
+    train(worker, 0)
+    original = checkpoint._checksums
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    if dist.get_rank() == 1:
+        checkpoint._checksums = fails
+    with pytest.raises(OSError, match="disk full"):
+        worker.save_checkpoint(path)
+    checkpoint._checksums = original
+    worker.load_checkpoint(path)
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in saved.items())
+    train(worker, 0)
+    worker.save_checkpoint(path)  # replaces what was there, and leaves nothing beside it
+    assert [entry.name for entry in folder.iterdir()] == ["weights"]
+    # As if the process had died between two renames.
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "weights").rename(folder / "weights.old")
+    dist.barrier()
+    worker.load_checkpoint(path)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Planted:
+    """What it is unpickled to creates a file."""
+
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+def sign(folder):
+    """Has the manifest agree with the files, as who plants a pickle would."""
+    facts = json.loads((folder / "facts.json").read_text())
+    facts["files"] = checkpoint._checksums(folder, sorted(facts["files"]))
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+@pytest.mark.parametrize("place", ["metadata", "tensors"])
+@ranks(1)
+def test_a_planted_pickle_is_not_executed(place):
+    folder = shared_folder()
+    trace = folder / "executed"
+    worker = worker_of()
+    worker.save_checkpoint(str(folder / "weights"))
+    if place == "metadata":
+        (folder / "weights" / ".metadata").write_bytes(pickle.dumps(Planted(trace)))
+        sign(folder / "weights")
+        worker.load_checkpoint(str(folder / "weights"))  # nobody looks at it
+    else:
+        file = next((folder / "weights").glob("*.distcp"))
+        torch.save(Planted(trace), file)
+        index = json.loads((folder / "weights" / "index.json").read_text())
+        index["places"] = [[*entry[:4], 0, file.stat().st_size] for entry in index["places"]]
+        (folder / "weights" / "index.json").write_text(json.dumps(index))
+        sign(folder / "weights")
+        with pytest.raises(ValueError, match="cannot be read"):
+            worker.load_checkpoint(str(folder / "weights"))
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Planted(trace)))
+    assert trace.exists()  # it would have been seen
+    shutil.rmtree(folder)
+
+
+@ranks(1)
+def test_a_checkpoint_of_another_model_is_refused():
+    folder = shared_folder()
+    worker_of().save_checkpoint(str(folder / "weights"))
+    other = DTensorPolicyWorker(tiny_config(tiny_model(intermediate_size=64)), init_reference_model=False)
+    with pytest.raises(ValueError, match=r"is \[64, 32\] here and the checkpoint .* has it as \[48, 32\]"):
+        other.load_checkpoint(str(folder / "weights"))
+    deeper = DTensorPolicyWorker(tiny_config(tiny_model(num_hidden_layers=3)), init_reference_model=False)
+    with pytest.raises(ValueError, match="layers.2.* lacks it"):
+        deeper.load_checkpoint(str(folder / "weights"))
+    shutil.rmtree(folder)
