@@ -6,6 +6,7 @@ Only the patch of GPTModel needs Megatron-Core, once it is called. The names and
 https://docs.nvidia.com/nemo/rl/latest/apidocs/nemo_rl/nemo_rl.distributed.model_utils.html
 """
 
+from megatron_ext.model_utils.arguments import TrainingSamplingParams
 from megatron_ext.model_utils.dtensor import (
     dtensor_from_parallel_logits_to_logprobs,
     get_logprobs_from_vocab_parallel_logits,
@@ -42,7 +43,6 @@ from megatron_ext.model_utils.patch import (
     patch_gpt_model_forward_for_linear_ce_fusion,
     unpatch_gpt_model_forward_for_linear_ce_fusion,
 )
-from megatron_ext.model_utils.read_outs import TrainingSamplingParams
 from megatron_ext.model_utils.top_k import (
     distributed_vocab_topk,
     gather_logits_at_global_indices,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.model_utils.read_outs import check_logits, log_probs, saving, shard
+from megatron_ext.model_utils.arguments import check_logits, log_probs, saving, shard
 from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group
-from megatron_ext.model_utils.read_outs import TrainingSamplingParams, chunk_tokens, log_probs, saving, shard
-from megatron_ext.model_utils.read_outs import whole_if_none as whole
+from megatron_ext.model_utils.arguments import TrainingSamplingParams, chunk_tokens, log_probs, saving, shard
+from megatron_ext.model_utils.arguments import whole_if_none as whole
 
 
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
@@ -34,7 +34,7 @@ def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) ->
     return head.vocab_parallel_softmax(vocab_parallel_logits, tp_group=whole(group))
 
 
-class ReadOut(torch.autograd.Function):
+class PlainFunction(torch.autograd.Function):
     """An autograd function by name, whose `forward` is differentiable code: `apply` only calls it."""
 
     @classmethod
@@ -42,7 +42,7 @@ class ReadOut(torch.autograd.Function):
         return cls.forward(None, *args, **kwargs)
 
 
-class DistributedLogprob(ReadOut):
+class DistributedLogprob(PlainFunction):
     """`[B, S]`: log-probability of each target (already shifted) from logits `[B, S, V/R]`."""
 
     @staticmethod
@@ -55,12 +55,12 @@ class DistributedLogprob(ReadOut):
         group: Group,
         inference_only: bool = False,
     ) -> Tensor:
-        with saving(not inference_only):
-            vocab = shard(vocab_start_index, vocab_end_index, group)
-            return log_probs(vocab_parallel_logits, target, group, vocab, chunk_size=None)
+        return ChunkedDistributedLogprob.apply(
+            vocab_parallel_logits, target, vocab_start_index, vocab_end_index, None, group, inference_only
+        )
 
 
-class ChunkedDistributedLogprob(ReadOut):
+class ChunkedDistributedLogprob(PlainFunction):
     """`DistributedLogprob`, `chunk_size` positions at a time. None, as everywhere: the head chooses."""
 
     @staticmethod
@@ -79,7 +79,7 @@ class ChunkedDistributedLogprob(ReadOut):
             return log_probs(vocab_parallel_logits, target, tp_group, vocab, chunk_size)
 
 
-class DistributedLogprobWithSampling(ReadOut):
+class DistributedLogprobWithSampling(PlainFunction):
     """`[B, S]`: log-probability of each target under what top-k, then top-p leave of logits `[B, S, V/R]`.
 
     -inf for a target that they do not leave; nothing flows back to what they filter out.
@@ -96,12 +96,12 @@ class DistributedLogprobWithSampling(ReadOut):
         top_p: float,
         inference_only: bool = False,
     ) -> Tensor:
-        with saving(not inference_only):
-            sampling = TrainingSamplingParams(top_k, top_p)
-            return log_probs(vocab_parallel_logits, target, tp_group, None, None, sampling)
+        return ChunkedDistributedLogprobWithSampling.apply(
+            vocab_parallel_logits, target, tp_group, top_k, top_p, None, inference_only
+        )
 
 
-class ChunkedDistributedLogprobWithSampling(ReadOut):
+class ChunkedDistributedLogprobWithSampling(PlainFunction):
     """`DistributedLogprobWithSampling`, `chunk_size` positions at a time."""
 
     @staticmethod
@@ -120,7 +120,7 @@ class ChunkedDistributedLogprobWithSampling(ReadOut):
             return log_probs(vocab_parallel_logits, target, tp_group, None, chunk_size, sampling)
 
 
-class DistributedCrossEntropy(ReadOut):
+class DistributedCrossEntropy(PlainFunction):
     """`[B, S]`: -sum p log q, p the softmax of the target logits and q of the student's, both `[B, S, V/R]`.
 
     The gradient goes to the student alone, where this is forward KL's.
@@ -134,7 +134,7 @@ class DistributedCrossEntropy(ReadOut):
             return head.soft_cross_entropy(student_logits, target_logits, tp_group=whole(group))
 
 
-class ChunkedDistributedGatherLogprob(ReadOut):
+class ChunkedDistributedGatherLogprob(PlainFunction):
     """`[B, S, K]`: log-probabilities of the tokens `global_indices` `[B, S, K]` from logits `[B, S, V/R]`.
 
     dL/dz = -softmax * sum_k(dL/dy_k) + scatter_add(dL/dy_k).
@@ -161,7 +161,7 @@ class ChunkedDistributedGatherLogprob(ReadOut):
             )
 
 
-class ChunkedDistributedEntropy(ReadOut):
+class ChunkedDistributedEntropy(PlainFunction):
     """`[B, S]`: sum p log p, the negative of the entropy, of logits `[B, S, V/R]`."""
 
     @staticmethod

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.options import Cache, Layout, one_of
-from megatron_ext.model_utils.functions import ReadOut
-from megatron_ext.model_utils.read_outs import (
+from megatron_ext.model_utils.arguments import (
     TrainingSamplingParams,
     chunk_tokens,
     filters,
@@ -21,6 +20,7 @@ from megatron_ext.model_utils.read_outs import (
     shard,
     whole_if_none,
 )
+from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
 
 
@@ -102,7 +102,7 @@ def from_parallel_hidden_states_to_logprobs(
         return targets.results(found[0]), targets.results(found[1])
 
 
-class ChunkedDistributedHiddenStatesToLogprobs(ReadOut):
+class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
     """`[B, S]`: log-probability of each target (already shifted, `[B, S]`) from hidden states `[S/R, B, D]`.
 
     `output_weight_layer`: the weight `[V/R, D]`. With `hidden_layout="replicated"` hidden states are `[S, B, D]`.

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.model_utils.functions import ReadOut
+from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.parts import SequenceParts
 from megatron_ext.sequence.zigzag import split_zigzag
 from megatron_ext.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
@@ -20,7 +20,7 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
     return split_zigzag(input_ids, cp_size, cp_rank, seq_dim)
 
 
-class AllGatherCPTensor(ReadOut):
+class AllGatherCPTensor(PlainFunction):
     """The whole sequence from every rank's zigzag part, along `seq_dim`.
 
     The gradient is summed over the ranks: what each does with the whole counts. Where all ranks compute the same loss

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group
+from megatron_ext.model_utils.arguments import check_logits, columns_of, log_probs, saving, shard
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
-from megatron_ext.model_utils.read_outs import check_logits, columns_of, log_probs, saving, shard
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
 
 

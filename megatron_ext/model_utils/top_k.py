@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group
+from megatron_ext.model_utils.arguments import check_logits, chunk_tokens, columns_of, shard, whole_if_none
 from megatron_ext.model_utils.dtensor import local_shard
-from megatron_ext.model_utils.read_outs import check_logits, chunk_tokens, columns_of, shard, whole_if_none
 from megatron_ext.sequence.targets import PaddedParts
 
 
