@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
@@ -128,6 +129,23 @@ def attend(
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
             lengths that the zigzag layout cannot split.
     """
+    if has_torch_function((q_SBHD, k_TBGD, v_TBGD)):
+        # A mode that replaces SDPA may see that this is attention already, and leave the calls below alone.
+        return handle_torch_function(
+            attend,
+            (q_SBHD, k_TBGD, v_TBGD),
+            q_SBHD,
+            k_TBGD,
+            v_TBGD,
+            window,
+            mask=mask,
+            q_packing=q_packing,
+            kv_packing=kv_packing,
+            cp_group=cp_group,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+        )
     ranks, rank = group_size(cp_group), group_rank(cp_group)
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
     q_places = _places_on_one_rank(q_packing, q_SBHD, ranks, "query")

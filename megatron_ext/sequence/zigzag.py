@@ -165,11 +165,15 @@ def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
         raise ValueError(message(f" is {of.tolist()}"))
 
 
-def _chunk_size(length: int, ranks: int) -> int:
-    size, rest = divmod(length, 2 * ranks)
-    if rest:
+def check_length(length: int, ranks: int) -> None:
+    """Hold the `length` of a sequence to what `ranks` can share, chunk by chunk."""
+    if length % (2 * ranks):
         raise ValueError(
             f"the sequence has length {length}: over {ranks} context-parallel ranks it must be a multiple of "
-            f"2 * {ranks} = {2 * ranks}; pad it to {(size + 1) * 2 * ranks}"
+            f"2 * {ranks} = {2 * ranks}; pad it to {-(-length // (2 * ranks)) * 2 * ranks}"
         )
-    return size
+
+
+def _chunk_size(length: int, ranks: int) -> int:
+    check_length(length, ranks)
+    return length // (2 * ranks)
