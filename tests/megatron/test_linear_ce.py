@@ -164,12 +164,18 @@ def test_masked_labels_give_nothing():
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 def test_loss_mask_of_multi_token_prediction(sequence_parallel):
     with model_parallel(tp=2):
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
         model = one_gpt(sequence_parallel=sequence_parallel, mtp_num_layers=2)
         mask = torch.ones(2, SEQ)
         mask[0, 3:] = 0
+        logged = MTPLossLoggingHelper.tracker
         stock = grads_of(model, run(model, batch()[1], loss_mask=mask), mask)
+        stock_logged = logged.pop("values").clone()
         with patched(chunk_size=3):
             fused = grads_of(model, run(model, batch()[1], loss_mask=mask), mask)
+        assert stock_logged.shape == (2,)
+        torch.testing.assert_close(logged["values"], stock_logged, rtol=1e-6, atol=0)
         assert all(grad.any() for name, grad in fused.items() if name.startswith("mtp.") and "bias" not in name)
         assert_same(fused, stock)
 
