@@ -21,6 +21,7 @@ from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.parts import SequenceParts
 
 NAME = "megatron_ext"
+_HOOK = "_megatron_ext_sequence_hook"
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,19 @@ def use_attention(
     for module in text.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME
-    hook = _LayOut(cp_group, tensor_parallel_size, sequence_parallel)
+    hook = SequenceHook(cp_group, tensor_parallel_size if sequence_parallel else 1, tensor_parallel_size > 1)
+    model.__dict__[_HOOK] = hook
     for module in {model, text}:
         module.register_forward_pre_hook(hook, with_kwargs=True)
     for module in model.modules():
         if hasattr(module, "_update_causal_mask"):  # transformers 4.51 would build a dense mask for any unknown name
             module.__dict__["_update_causal_mask"] = _no_mask
     return model
+
+
+def sequence_hook(model: nn.Module) -> "SequenceHook | None":
+    """The hook that `use_attention` put before `model`'s forward, or None."""
+    return model.__dict__.get(_HOOK)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -143,12 +150,18 @@ _UNLESS_WHOLE = {
 
 
 @dataclass(frozen=True)
-class _LayOut:
-    """The hook before a model's forward: arguments about sequences in, a `SequenceLayout` and `position_ids` out."""
+class SequenceHook:
+    """The hook before a model's forward: arguments about sequences in, a `SequenceLayout` and `position_ids` out.
+
+    Attributes:
+        cp_group: the ranks that share each sequence.
+        slices: ranks over which sequence parallelism cuts what `cp_group` leaves to one rank.
+        logits_in_shards: whether tensor parallelism shards the vocabulary.
+    """
 
     cp_group: Group
-    tensor_parallel_size: int
-    sequence_parallel: bool
+    slices: int
+    logits_in_shards: bool
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
         if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
@@ -160,16 +173,15 @@ class _LayOut:
         tokens = args[0] if args else kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs.get("inputs_embeds")
-            if tokens is not None and self._in_slices():
+            if tokens is not None and self.slices > 1:
                 raise ValueError("inputs_embeds with sequence parallelism: these would be slices; pass input_ids")
         if tokens is None:
             raise ValueError("input_ids is None: pass token ids [batch, tokens], or inputs_embeds")
         batch, length = tokens.shape[:2]
-        if self._in_slices() and length % self.tensor_parallel_size:
-            ranks = self.tensor_parallel_size
+        if length % self.slices:
             raise ValueError(
-                f"input_ids have {length} tokens: sequence parallelism cuts them over {ranks} ranks, so they must be a "
-                f"multiple of it; pad to {-(-length // ranks) * ranks}"
+                f"input_ids have {length} tokens: sequence parallelism needs a multiple of its {self.slices} "
+                f"ranks; pad to {-(-length // self.slices) * self.slices}"
             )
         mask = kwargs.pop("attention_mask", None)
         hidden_BK = None if mask is None else self._hidden_keys(mask, batch, length)
@@ -195,12 +207,9 @@ class _LayOut:
         )
         return args, kwargs
 
-    def _in_slices(self) -> bool:
-        return self.sequence_parallel and self.tensor_parallel_size > 1
-
     def _refuse(self, kwargs: dict[str, Any]) -> None:
         refused = dict(_REFUSED)
-        if self.tensor_parallel_size > 1 or group_size(self.cp_group) > 1:
+        if self.logits_in_shards or group_size(self.cp_group) > 1:
             refused.update(_UNLESS_WHOLE)
         for name, reason in refused.items():
             value = kwargs.get(name)
@@ -239,10 +248,7 @@ class _LayOut:
             if len(lengths) == positions.shape[0]:
                 return None
             return Packing(lengths * (batch // positions.shape[0]), lengths * (batch // positions.shape[0]))
-        if (
-            positions.shape[-1] != expected.shape[-1]
-            or not (positions - positions[:, :1] == expected - expected[:, :1]).all()
-        ):
+        if positions.shape[-1] != expected.shape[-1] or not (positions == expected).all():
             raise ValueError(
                 "position_ids are not those of this rank's part of whole sequences in the zigzag layout; for packed "
                 "documents pass cu_seqlens, else leave position_ids out"

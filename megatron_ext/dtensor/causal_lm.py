@@ -10,7 +10,6 @@ W context-parallel ranks.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
+from megatron_ext.distributed.groups import UNSHARDED, group_size
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import known_class, output_head_path, text_model
 from megatron_ext.head import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.calls import token_log_probs
@@ -28,21 +28,7 @@ from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
-# What a model is given to remember, beside its modules and parameters.
-_SEQUENCES, _HEAD = "_megatron_ext_sequences", "_megatron_ext_head"
-
-
-@dataclass(frozen=True)
-class _Sequences:
-    """How a model's sequences are cut: over the ranks of `cp_group`, and each part into `slices`."""
-
-    cp_group: Group = None
-    slices: int = 1
-
-
-def remember(model: nn.Module, cp_group: Group, slices: int) -> None:
-    """Note on `model` how its sequences are cut."""
-    model.__dict__[_SEQUENCES] = _Sequences(cp_group, slices)
+_HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 
 
 def register(model: nn.Module) -> None:
@@ -168,31 +154,31 @@ def _on_whole_sequences(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    cut = model.__dict__.get(_SEQUENCES)
+    hook = sequence_hook(model)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     if known_class(model) is None:
         raise ValueError(
             f"the lm head of {type(model).__name__} may scale its input or logits in ways not known here; call the "
             f"model and get_logprobs_from_vocab_parallel_logits"
         )
-    if cut is None and cu_seqlens is not None:
+    if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
-    cut = cut or _Sequences()
+    cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
     _check(tokens_BS, labels_BS, attention_mask, cu_seqlens)
     if labels_BS is None:
         labels_BS = next_tokens(tokens_BS, cu_seqlens)
         if attention_mask is not None:
             labels_BS = labels_BS.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
 
-    ranks, length = group_size(cut.cp_group), tokens_BS.shape[1]
-    padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * cut.slices)
+    ranks, length = group_size(cp_group), tokens_BS.shape[1]
+    padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
     tokens_BS = F.pad(tokens_BS, (0, padding))
     labels_BS = F.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
     if attention_mask is not None:
         attention_mask = F.pad(attention_mask, (0, padding))
     if cu_seqlens is not None and padding:
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding])
-    parts = SequenceParts(cut.cp_group, cu_seqlens)
+    parts = SequenceParts(cp_group, cu_seqlens)
     inputs = {"attention_mask": attention_mask, "use_cache": False}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens

@@ -186,7 +186,6 @@ def _parallelize_family(
 def _attend(model: nn.Module, tp_mesh: DeviceMesh, sequence_parallel: bool, cp_mesh: DeviceMesh | None) -> None:
     group = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh.get_group()
     use_attention(model, group, tp_mesh.size(), sequence_parallel)
-    causal_lm.remember(model, group, tp_mesh.size() if sequence_parallel else 1)
 
 
 def _shard(

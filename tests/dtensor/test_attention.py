@@ -1,0 +1,181 @@
+import copy
+
+import pytest
+import torch
+
+from megatron_ext.dtensor import use_attention
+from megatron_ext.sequence.attention import CAUSAL, Packing, Window, attend
+from megatron_ext.sequence.parts import SequenceParts
+from tests.dtensor.models import VOCAB, error, make, meshes, reference
+from tests.ranks import ranks
+
+CU_SEQLENS = torch.tensor([0, 8, 12, 28, 32])
+
+
+def _tokens(*shape):
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+
+
+def _positions(cu_seqlens):
+    return torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])[None]
+
+
+@pytest.mark.parametrize("said_by", ["cu_seqlens", "cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_packed_documents_do_not_see_each_other(name, said_by):
+    tokens = _tokens(1, 32)
+    true = reference(name, False, tokens, CU_SEQLENS)[0]
+    said = {"cu_seqlens": CU_SEQLENS, "cu_seq_lens_q": CU_SEQLENS.int(), "position_ids": _positions(CU_SEQLENS)}
+    model = use_attention(make(name))
+    assert error(model(input_ids=tokens, **{said_by: said[said_by]}).logits, true) < 3e-6
+    assert error(model(input_ids=tokens).logits, true) > 1e-2
+
+
+def test_rows_of_positions_are_packed_row_by_row():
+    tokens = _tokens(2, 32)
+    positions = torch.cat([_positions(CU_SEQLENS), torch.arange(32)[None]])
+    true = torch.cat([reference("gemma3", False, tokens[:1], CU_SEQLENS)[0], reference("gemma3", False, tokens[1:])[0]])
+    model = use_attention(make("gemma3"))
+    assert error(model(input_ids=tokens, position_ids=positions).logits, true) < 3e-6
+    shared = model(input_ids=tokens, position_ids=positions[:1]).logits
+    assert error(shared[1:], reference("gemma3", False, tokens[1:], CU_SEQLENS)[0]) < 3e-6
+    assert error(shared[:1], true[:1]) < 3e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gemma3_multimodal"])
+def test_padding_mask_before_and_behind_the_tokens(name):
+    tokens = _tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    model = use_attention(make(name))
+    mask[1, 9:] = 0
+    behind = model(input_ids=tokens, attention_mask=mask).logits
+    assert error(behind[1, :9], reference(name, False, tokens[1:, :9])[0][0]) < 3e-6
+    mask = mask.flip(1)
+    before = model(input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    assert error(before[1, 3:], reference(name, False, tokens[1:, 3:])[0][0]) < 3e-6
+    assert error(before[0], reference(name, False, tokens[:1])[0][0]) < 3e-6
+    assert before.isfinite().all()
+
+
+@ranks(2)
+def test_padding_before_the_tokens_with_context_parallelism():
+    mesh = meshes(cp=2)[0]["cp"]
+    parts = SequenceParts(mesh.get_group())
+    tokens, mask = _tokens(2, 16), torch.ones(2, 16)
+    mask[1, :5] = 0
+    model = make("gemma3")
+    alone = use_attention(copy.deepcopy(model))(input_ids=tokens, attention_mask=mask).logits
+    found = use_attention(model, mesh.get_group())(input_ids=parts.split(tokens, 1), attention_mask=mask).logits
+    kept = parts.split(mask, 1).bool()
+    assert error(found[kept], parts.split(alone, 1)[kept]) < 3e-6
+
+
+REFUSED = [
+    ({"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask is"),
+    ({"attention_mask": torch.ones(2, 11)}, "attention_mask is"),
+    ({"cu_seqlens": torch.tensor([0, 4, 12])}, "batch of 2"),
+    ({"use_cache": True}, "use_cache"),
+    ({"past_key_values": object()}, "past_key_values"),
+    ({"token_type_ids": torch.ones(2, 12, dtype=torch.int64)}, "token_type_ids"),
+    ({"pixel_values": torch.ones(1)}, "pixel_values"),
+]
+
+
+@pytest.mark.parametrize("arguments,message", REFUSED, ids=[next(iter(a)) + str(i) for i, (a, _) in enumerate(REFUSED)])
+def test_what_would_be_ignored_or_wrong_is_refused(arguments, message):
+    model = use_attention(make("gemma3_multimodal"))
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=_tokens(2, 12), **arguments)
+
+
+def test_arguments_come_by_name():
+    model = use_attention(make("llama"))
+    with pytest.raises(ValueError, match="only input_ids"):
+        model(_tokens(2, 12), torch.ones(2, 12))
+    with pytest.raises(ValueError, match="input_ids is None"):
+        model()
+
+
+@ranks(2)
+def test_what_does_not_fit_a_split_sequence_is_refused():
+    model = use_attention(make("llama"), meshes(cp=2)[0]["cp"].get_group())
+    tokens = _tokens(1, 12)
+    for arguments, message in [
+        ({"labels": tokens}, "causal_lm_loss"),
+        ({"logits_to_keep": 1}, "logits_to_keep"),
+        ({"position_ids": torch.arange(12)[None]}, "zigzag"),
+        ({"attention_mask": torch.ones(1, 12)}, "whole sequence"),
+        ({"cu_seqlens": torch.tensor([0, 6, 24])}, "divide by 4"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=tokens, **arguments)
+    with pytest.raises(ValueError, match="multiple of"):
+        model(input_ids=tokens[:, :11])
+    sliced = use_attention(make("llama"), None, tensor_parallel_size=2, sequence_parallel=True)
+    with pytest.raises(ValueError, match="pad to 12"):
+        sliced(input_ids=tokens[:, :11])
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        sliced(inputs_embeds=torch.zeros(1, 12, 32))
+
+
+def test_a_model_that_was_not_prepared_is_told_so():
+    model = make("llama")
+    use_attention(copy.deepcopy(model))  # registers the name
+    model.config._attn_implementation = "megatron_ext"
+    with pytest.raises(ValueError, match="use_attention"):
+        model(input_ids=_tokens(1, 4))
+
+
+def test_no_mask_is_built(monkeypatch):
+    """Neither by transformers nor here: SDPA's own "causal" does."""
+    seen = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask=None, is_causal=False, **kwargs):
+        seen.append((type(attn_mask), is_causal))
+        return real(*args, attn_mask=attn_mask, is_causal=is_causal, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model = use_attention(make("qwen3"))
+    mask = torch.ones(1, 32, dtype=torch.int64)
+    mask[:, 30:] = 0
+    model(input_ids=_tokens(1, 32), attention_mask=mask)
+    model(input_ids=_tokens(1, 32), cu_seqlens=CU_SEQLENS)
+    assert seen == [(type(None), True)] * (2 + 2 * 4)
+
+
+def _softcapped(q, k, v, window, softcap):
+    """`[S, B, H, D]`, by hand."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    z = torch.einsum("sbhd,tbhd->bhst", q, k) * 0.3
+    z = softcap * torch.tanh(z / softcap)
+    z = z.masked_fill(~window.visible(0, len(q), len(k), q.device), float("-inf"))
+    return torch.einsum("bhst,tbhd->sbhd", z.softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, Window(left=3, right=0)], ids=["causal", "window"])
+@ranks(1, 2)
+def test_softcap(window):
+    mesh = meshes(cp=torch.distributed.get_world_size())[0]["cp"]
+    parts = SequenceParts(mesh.get_group())
+    leaves = [torch.randn(16, 2, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    grad = torch.randn(16, 2, 4, 8, dtype=torch.float64)
+    true = _softcapped(*leaves, window, 1.7)
+    true_grads = torch.autograd.grad(true, leaves, grad)
+    mine = [parts.split(x, 0) for x in leaves]
+    found = attend(*mine, window, cp_group=mesh.get_group(), scale=0.3, softcap=1.7)
+    torch.testing.assert_close(found, parts.split(true, 0))
+    for x, expected in zip(torch.autograd.grad(found, mine, parts.split(grad, 0)), true_grads, strict=True):
+        torch.testing.assert_close(x, parts.split(expected, 0))
+
+
+def test_softcap_where_a_query_sees_nothing():
+    q, k, v = (torch.randn(6, 1, 2, 4, requires_grad=True) for _ in range(3))
+    hidden = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
+    hidden[..., :2] = True
+    out = attend(q, k, v, CAUSAL, mask=hidden, softcap=2.0)
+    assert out[:2].eq(0).all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
+    packing = Packing((4, 2), (4, 2))
+    packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, softcap=2.0)
+    torch.testing.assert_close(packed[4:], attend(q[4:], k[4:], v[4:], CAUSAL, softcap=2.0))

@@ -1,0 +1,155 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.dtensor import (
+    causal_lm_log_probs,
+    causal_lm_loss,
+    get_logprobs_from_vocab_parallel_logits,
+    use_attention,
+)
+from megatron_ext.sequence.next_token import next_tokens
+from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.ranks import ranks
+
+
+def _tokens(*shape):
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+
+
+def _log_probs(logits, labels):
+    return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+@ranks(4)
+def test_odd_lengths_and_padding_are_nobodys_business():
+    """13 tokens over two context-parallel ranks and slices of two more; entropy too, with its gradients."""
+    tokens, mask = _tokens(2, 13), torch.ones(2, 13, dtype=torch.int64)
+    mask[1, 9:] = 0
+    plain = make("gemma3")
+    labels = next_tokens(tokens)
+    labels[1, 8:] = -100
+    logits = plain(input_ids=tokens, attention_mask=mask, use_cache=False).logits / 1.3
+    true = _log_probs(logits, labels)
+    counts = labels != -100
+    entropy = torch.distributions.Categorical(logits=logits).entropy() * counts
+    (true.sum() + 0.7 * entropy.sum()).backward()
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+
+    mesh, dp_cp = meshes(cp=2, tp=2)
+    model = parallelize(make("gemma3"), mesh, dp_cp, sequence_parallel=True)
+    found, found_entropy = causal_lm_log_probs(
+        model, tokens, attention_mask=mask, temperature=1.3, return_entropy=True, cache=0
+    )
+    assert found.dtype == torch.float32
+    assert error(found, true) < 3e-6
+    assert error(found_entropy, entropy) < 3e-6
+    assert found[~counts].eq(0).all()
+    (found.sum() + 0.7 * found_entropy.sum()).backward()
+    check_gradients(model, gradients, tolerance=1e-5)  # an entropy's gradient cancels more
+    given = causal_lm_log_probs(model, tokens, labels, attention_mask=mask, temperature=1.3)
+    assert error(given, true) < 3e-6
+
+
+@ranks(2)
+def test_packed_tokens_of_an_odd_number_in_slices():
+    cu_seqlens = torch.tensor([0, 5, 6, 13])
+    tokens = _tokens(1, 13)
+    logits = reference("llama", False, tokens, cu_seqlens)[0]
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True)
+    loss = causal_lm_loss(model, tokens, cu_seqlens=cu_seqlens)
+    assert error(loss, -_log_probs(logits, next_tokens(tokens, cu_seqlens))) < 3e-6
+    assert loss[0, [4, 5, 12]].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_models_that_are_not_sharded(name):
+    tokens = _tokens(2, 9)
+    true = reference(name, False, tokens)[0]
+    plain = make(name)
+    plain.config.final_logit_softcapping = 3.0  # of Gemma; others don't know it
+    capped = 3 * torch.tanh(true / 3)
+    expected = _log_probs(capped, next_tokens(tokens))
+    for model in (plain, use_attention(plain)):
+        assert error(causal_lm_log_probs(model, tokens), expected) < 3e-6
+        assert error(-causal_lm_loss(model, tokens), expected) < 3e-6
+
+
+@ranks(2)
+def test_no_logits_are_held():
+    """Forward makes nothing of vocabulary size for all tokens; the way through logits does. Seen on rank 0's shard."""
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("llama"), mesh, dp_cp)
+    tokens, shard = _tokens(2, 64), (VOCAB // 2 + 1,)
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            for x in tree_leaves(made):
+                if isinstance(x, torch.Tensor) and x.shape[-1:] in (shard, (VOCAB,)):
+                    self.elements = max(self.elements, x.numel())
+            return made
+
+    with Largest() as found:
+        causal_lm_loss(model, tokens, cache=0, chunk_tokens=16)
+    if torch.distributed.get_rank() == 0:
+        assert 0 < found.elements <= 32 * shard[0]  # the weight's transpose
+    with Largest() as found:
+        model(input_ids=tokens)
+    assert found.elements >= 128 * VOCAB // 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@ranks(2)
+def test_log_probs_from_sharded_logits(sequence_parallel):
+    """The vocabulary is odd, and its shards uneven; gradients of every parameter come through the logits."""
+    tokens = _tokens(2, 16)
+    logits, _, gradients = reference("qwen3", True, tokens)
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("qwen3", True), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    found = get_logprobs_from_vocab_parallel_logits(model(input_ids=tokens).logits, tokens)
+    assert error(found, _log_probs(logits[:, :-1], tokens[:, 1:])) < 3e-6
+    (-found.mean()).backward()
+    check_gradients(model, gradients)
+    assert error(get_logprobs_from_vocab_parallel_logits(logits, tokens), found.detach()) < 3e-6
+
+
+@ranks(4)
+def test_logits_on_a_mesh_of_two_dims_are_refused():
+    mesh = meshes(cp=2, tp=2)[0]["cp", "tp"]
+    logits = DTensor.from_local(torch.zeros(1, 4, 8), mesh, [Shard(1), Shard(2)])
+    with pytest.raises(ValueError, match="1-D"):
+        get_logprobs_from_vocab_parallel_logits(logits, _tokens(1, 4))
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"tokens_BS": torch.zeros(4, dtype=torch.int64)}, "batch, tokens"),
+        ({"tokens_BS": torch.zeros(1, 4)}, "integers"),
+        ({"labels_BS": _tokens(1, 9)}, "labels has shape"),
+        ({"attention_mask": torch.ones(2, 9)}, "attention_mask has shape"),
+        ({"cu_seqlens": torch.tensor([0, 4, 8])}, "batch of 2"),
+        ({"tokens_BS": _tokens(1, 8), "cu_seqlens": torch.tensor([0, 4, 9])}, "8 rows"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    model = use_attention(make("llama"))
+    with pytest.raises(ValueError, match=message):
+        causal_lm_loss(model, **{"tokens_BS": _tokens(2, 8)} | arguments)
+
+
+def test_models_that_cannot_be_read():
+    with pytest.raises(ValueError, match="use_attention"):
+        causal_lm_loss(make("llama"), _tokens(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+        causal_lm_loss(other, _tokens(1, 8))

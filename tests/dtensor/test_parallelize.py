@@ -1,0 +1,225 @@
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import megatron_ext.dtensor
+from megatron_ext.dtensor import (
+    _parallelize_llama,
+    causal_lm_loss,
+    clip_grad_by_total_norm_,
+    get_grad_norm,
+    get_hf_tp_plan,
+    get_logprobs_from_vocab_parallel_logits,
+    tie_word_embeddings,
+    translate_parallel_style,
+)
+from tests.dtensor.models import SIZES, VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.ranks import ranks
+
+
+def _tokens(*shape):
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+
+
+def _check_trains_as(reference_of, model, tokens):
+    """Loss through the head and every gradient."""
+    _, loss, gradients = reference_of
+    found = causal_lm_loss(model, tokens)[:, :-1].mean()
+    assert found.item() == pytest.approx(loss, rel=3e-6)
+    found.backward()
+    check_gradients(model, gradients)
+
+
+PLAN = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def make_plan():
+    return PLAN
+
+
+@pytest.mark.parametrize("plan", [PLAN, f"{__name__}.PLAN", f"{__name__}.make_plan"], ids=["dict", "name", "function"])
+@ranks(2)
+def test_custom_plans(plan):
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("llama", True), mesh, dp_cp, custom_parallel_plan=plan)
+    assert not any(p.is_shard() for p in _tp_placements(model.model.layers[0].self_attn.q_proj.weight))
+    assert any(p.is_shard() for p in _tp_placements(model.model.layers[0].mlp.up_proj.weight))
+    _check_trains_as(reference("llama", True, tokens), model, tokens)
+
+
+def _tp_placements(parameter):
+    mesh = parameter.device_mesh
+    return parameter.placements[1:] if mesh.ndim == 2 else []
+
+
+@pytest.mark.parametrize(
+    "plan,message",
+    [
+        ("nowhere.PLAN", "cannot be imported"),
+        (f"{__name__}.NOTHING", "cannot be imported"),
+        ("PLAN", "cannot be imported"),
+        (f"{__name__}.SIZES_OF_NOTHING", "cannot be imported"),
+        ("math.pi", "must map module names"),
+        ([], "must map module names"),
+        ({"lm_head": "diagonal"}, "'diagonal' is unknown"),
+        ({"lm_head": 3}, "lm_head.*int"),
+    ],
+)
+def test_bad_plans(plan, message):
+    with pytest.raises(ValueError, match=message):
+        megatron_ext.dtensor._parallelize_model(make("llama"), None, None, torch.float32, custom_parallel_plan=plan)
+
+
+def _mistral():
+    torch.manual_seed(1)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False))
+
+
+@ranks(2)
+def test_a_model_with_transformers_own_plan():
+    tokens = _tokens(2, 16)
+    plain = _mistral()
+    true = torch.nn.functional.log_softmax(plain(input_ids=tokens, use_cache=False).logits[:, :-1], -1)
+    true = true.gather(2, tokens[:, 1:, None])[..., 0]
+    (-true.mean()).backward()
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(_mistral(), mesh, dp_cp)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    assert isinstance(logits, DTensor)
+    found = get_logprobs_from_vocab_parallel_logits(logits, tokens)
+    assert error(found, true) < 3e-6
+    (-found.mean()).backward()
+    check_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
+    with pytest.raises(ValueError, match="MistralForCausalLM"):
+        causal_lm_loss(model, tokens)
+    with pytest.raises(ValueError, match="sequence parallelism of MistralForCausalLM"):
+        parallelize(_mistral(), mesh, dp_cp, sequence_parallel=True)
+
+
+@ranks(2)
+def test_models_without_a_plan_are_told_what_is_supported():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
+    mesh, dp_cp = meshes(tp=2)
+    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LlamaForCausalLM, Qwen2.*Gemma3ForConditionalGeneration"):
+        parallelize(model, mesh, dp_cp)
+    mesh, dp_cp = meshes(cp=2)
+    with pytest.raises(ValueError, match="context parallelism of MistralForCausalLM"):
+        parallelize(_mistral(), mesh, dp_cp)
+    mesh, dp_cp = meshes(tp=2)
+    model = make("llama")
+    model.config.num_key_value_heads = 1
+    with pytest.raises(ValueError, match="num_key_value_heads is 1"):
+        parallelize(model, mesh, dp_cp)
+
+
+def test_plans_by_name():
+    plan = get_hf_tp_plan(make("llama"))
+    assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
+    assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
+    assert plan["lm_head"].use_local_output is False
+    with pytest.raises(ValueError, match="unknown: it must be one of .*'colwise'"):
+        translate_parallel_style("sideways")
+    functions = megatron_ext.dtensor.PARALLIZE_FUNCTIONS
+    assert functions[LlamaForCausalLM] is _parallelize_llama
+    assert len(functions) == 5
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@ranks(2)
+def test_mixed_precision(sequence_parallel):
+    """bf16 matmuls without autocast, fp32 master weights, gradients and results; as near as one process in bf16 is."""
+    tokens = _tokens(2, 16)
+    _, true_loss, gradients = reference("qwen3", False, tokens)
+    plain = make("qwen3").bfloat16()
+    logits = plain(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    baseline = {name: error(p.grad.float(), gradients[name]) for name, p in plain.named_parameters()}
+
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("qwen3"), mesh, dp_cp, torch.bfloat16, sequence_parallel=sequence_parallel)
+    found = causal_lm_loss(model, tokens)[:, :-1].mean()
+    assert found.dtype == torch.float32
+    assert abs(found.item() - true_loss) <= max(2 * abs(loss.item() - true_loss), 2e-2 * true_loss)
+    found.backward()
+    errors = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        errors[name] = error(parameter.grad, gradients[name]) / baseline[name]
+    assert max(errors.values()) < 2.5, errors
+    assert sum(errors.values()) / len(errors) < 1.2, errors
+    logits = model(input_ids=tokens).logits
+    assert logits.dtype == torch.float32
+
+
+@ranks(2)
+def test_cpu_offload():
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(dp=2)
+    model = parallelize(make("llama", True), mesh, dp_cp, cpu_offload=True)
+    assert isinstance(model._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
+    _check_trains_as(reference("llama", True, tokens), model, tokens)
+    norm = get_grad_norm(model.parameters(), dp_cp.get_group(), mesh["tp"].get_group())
+    clip_grad_by_total_norm_(model.parameters(), norm / 2, norm)
+    assert get_grad_norm(model.parameters(), dp_cp.get_group()) == pytest.approx(norm / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@ranks(2)
+def test_from_the_meta_device(tied):
+    """Empty models on all ranks, weights from rank 0 alone; tied ones are one parameter again, and stay so."""
+    from accelerate import init_empty_weights
+
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(tp=2)
+    full = make("gemma3", tied).state_dict()
+    with init_empty_weights():
+        empty = make("gemma3", tied)
+    model = parallelize(empty, mesh, dp_cp)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full if torch.distributed.get_rank() == 0 else {}, options=options)
+    tie_word_embeddings(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    _check_trains_as(reference("gemma3", tied, tokens), model, tokens)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = causal_lm_loss(model, tokens).sum().item()
+    optimizer.step()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert causal_lm_loss(model, tokens).sum().item() < before
+
+
+@ranks(2)
+def test_frozen_parameters_stay_frozen():
+    mesh, dp_cp = meshes(tp=2)
+    model = make("qwen3")
+    model.model.requires_grad_(False)
+    parallelize(model, mesh, dp_cp, sequence_parallel=True)
+    causal_lm_loss(model, _tokens(2, 16)).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+
+
+@ranks(2)
+def test_the_functions_of_one_family():
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(tp=2)
+    model = make("llama")
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=torch.float32)
+    assert _parallelize_llama(model, dp_cp, mesh["tp"], policy, OffloadPolicy(), True, True) is model
+    _check_trains_as(reference("llama", False, tokens), model, tokens)
