@@ -23,12 +23,42 @@ def test_the_program_prints_json():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.keys() == {"versions", "hook", "kernels", "self_test"}
+    assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["Megatron-Core"] == importlib.metadata.version("megatron-core")
     assert found["hook"]["found"]
     assert "GPTModel._postprocess" in found["hook"]["where"]
     assert "tested range, 0.14.0 to 0.16.1" in found["hook"]["note"]
     assert [result["dtype"] for result in found["self_test"]["results"]] == ["float32", "bfloat16"]
+    assert all(kernel["name"] and kernel["active"] in (True, False) and kernel["why"] for kernel in found["kernels"])
+    # The screen says all of it but the digits of the self-test.
+    screen = doctor.screen(found)
+    said = [*found["versions"], *filter(None, found["versions"].values()), *found["hook"].values()]
+    said += [kernel[key] for kernel in found["kernels"] for key in ("name", "why")]
+    assert [text for text in said if str(text) not in screen and text is not True] == []
+
+
+def test_what_is_off_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    off = {kernel["name"]: kernel["why"] for kernel in doctor.kernels() if not kernel["active"]}
+    assert all("this torch is built without CUDA" in why for name, why in off.items() if ":" in name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "no CUDA device" in doctor.kernels()[0]["why"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    triton, matmul, *_ = doctor.kernels()
+    assert (triton["active"], matmul["active"]) == (False, True)
+    assert "Triton is not installed" in triton["why"]
+
+
+def test_a_newer_megatron_with_an_output_processor(monkeypatch):
+    from megatron_ext.megatron import versions
+
+    monkeypatch.setattr(versions, "has_output_processor", lambda model_class: True)
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.18.0")
+    assert doctor.hook()["note"].startswith("0.18.0 is outside the tested range, 0.14.0 to 0.16.1; a caller's output_p")
 
 
 def test_one_screen(capsys, monkeypatch):
