@@ -21,10 +21,11 @@ from megatron_ext.dtensor.parallelize import (
     _parallelize_qwen,
     parallelize_functions,
 )
-from megatron_ext.dtensor.plans import get_hf_tp_plan, translate_parallel_style
+from megatron_ext.dtensor.plans import RotaryEmbedParallel, get_hf_tp_plan, translate_parallel_style
 
 __all__ = [
     "PARALLIZE_FUNCTIONS",
+    "RotaryEmbedParallel",
     "_parallelize_gemma3",
     "_parallelize_llama",
     "_parallelize_model",

@@ -121,9 +121,10 @@ def use_attention(
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME
     hook = SequenceHook(cp_group, tensor_parallel_size if sequence_parallel else 1, tensor_parallel_size > 1)
-    model.__dict__[_HOOK] = hook
     for module in {model, text}:
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        if _HOOK not in module.__dict__:
+            module.register_forward_pre_hook(_lay_out, with_kwargs=True)
+        module.__dict__[_HOOK] = hook
     for module in model.modules():
         if hasattr(module, "_update_causal_mask"):  # transformers 4.51 would build a dense mask for any unknown name
             module.__dict__["_update_causal_mask"] = _no_mask
@@ -133,6 +134,10 @@ def use_attention(
 def sequence_hook(model: nn.Module) -> "SequenceHook | None":
     """The hook that `use_attention` put before `model`'s forward, or None."""
     return model.__dict__.get(_HOOK)
+
+
+def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    return module.__dict__[_HOOK](args, kwargs)
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -163,7 +168,7 @@ class SequenceHook:
     slices: int
     logits_in_shards: bool
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
+    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
         if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
             return None
         if len(args) > 1:

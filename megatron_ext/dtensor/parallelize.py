@@ -114,7 +114,8 @@ def _parallelize_model(
             together, `mesh["dp", "cp"]._flatten()`. Gradients are averaged over it.
         tp_mesh: 1-D, of the same root mesh as `dp_mesh`.
         param_dtype: dtype of parameters and activations in forward and backward; gradients are reduced in fp32.
-        sequence_parallel: shard the residual stream over `tp_mesh` too; no effect on one rank.
+        sequence_parallel: shard the residual stream over `tp_mesh` too; no effect on one rank. Beside a custom plan:
+            whether that one does.
         activation_checkpointing: keep the inputs of layers only, and compute layers again in backward.
         cpu_offload: parameters, gradients and optimizer states live on the CPU.
         custom_parallel_plan: module names to parallel styles, or the import path of that, instead of the plan.
@@ -125,8 +126,13 @@ def _parallelize_model(
 
     Raises:
         ValueError: attention heads that do not divide by the tensor-parallel ranks; a model without a plan; context or
-            sequence parallelism of a model that is none of the four.
+            sequence parallelism of a model that is none of the four; a `dp_mesh` without the context-parallel ranks.
     """
+    if cp_mesh is not None and not set(cp_mesh.mesh.flatten().tolist()) <= set(dp_mesh.mesh.flatten().tolist()):
+        raise ValueError(
+            f"dp_mesh {dp_mesh} lacks ranks of cp_mesh {cp_mesh}: these ranks hold the same parameters and must add "
+            f"up their gradients; pass mesh['dp', 'cp']._flatten() as dp_mesh"
+        )
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
     name = known_class(model)

@@ -11,12 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 
 Plan = dict[str, ParallelStyle]
+
+
+class RotaryEmbedParallel(ParallelStyle):
+    """A rotary embedding as it is: for plans written for NeMo-RL, which name this style.
+
+    Of a sharded residual stream the module takes no more than dtype and device, and positions are those of the whole
+    sequence; so nothing has to be prepared.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
+        super().__init__()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
 
 
 @dataclass(frozen=True)

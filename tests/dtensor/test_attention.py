@@ -144,6 +144,29 @@ def test_no_mask_is_built(monkeypatch):
     assert seen == [(type(None), True)] * (2 + 2 * 4)
 
 
+@ranks(2)
+def test_a_second_call_replaces_the_first():
+    mesh = meshes(cp=2)[0]["cp"]
+    parts, tokens = SequenceParts(mesh.get_group()), _tokens(2, 16)
+    model = use_attention(use_attention(make("llama")), mesh.get_group())
+    assert (
+        error(model(input_ids=parts.split(tokens, 1)).logits, parts.split(reference("llama", False, tokens)[0], 1))
+        < 3e-6
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_on_a_gpu(name):
+    """Packed, windowed, with shared keys, in fp32 as on the CPU; in bf16 as near to it as bf16 is."""
+    tokens = _tokens(1, 32)
+    true = reference(name, False, tokens, CU_SEQLENS)[0]
+    model = use_attention(make(name)).cuda()
+    arguments = {"input_ids": tokens.cuda(), "cu_seqlens": CU_SEQLENS.cuda()}
+    assert error(model(**arguments).logits.cpu(), true) < 1e-4
+    assert error(model.bfloat16()(**arguments).logits.float().cpu(), true) < 5e-2
+
+
 def _softcapped(q, k, v, window, softcap):
     """`[S, B, H, D]`, by hand."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))

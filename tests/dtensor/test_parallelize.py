@@ -14,6 +14,7 @@ from transformers import (
 
 import megatron_ext.dtensor
 from megatron_ext.dtensor import (
+    RotaryEmbedParallel,
     _parallelize_llama,
     causal_lm_loss,
     clip_grad_by_total_norm_,
@@ -42,6 +43,7 @@ def _check_trains_as(reference_of, model, tokens):
 
 PLAN = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+    "model.rotary_emb": RotaryEmbedParallel(use_local_output=True),
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.gate_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
@@ -122,6 +124,8 @@ def test_models_without_a_plan_are_told_what_is_supported():
     mesh, dp_cp = meshes(cp=2)
     with pytest.raises(ValueError, match="context parallelism of MistralForCausalLM"):
         parallelize(_mistral(), mesh, dp_cp)
+    with pytest.raises(ValueError, match="lacks ranks of cp_mesh"):
+        parallelize(make("llama"), mesh, mesh["dp"])
     mesh, dp_cp = meshes(tp=2)
     model = make("llama")
     model.config.num_key_value_heads = 1
