@@ -7,11 +7,39 @@ from megatron_ext.head.calls import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from megatron_ext.head.distributions import (
+    gather_log_probs,
+    gather_logits,
+    kl_divergence,
+    sampled_log_probs,
+    soft_cross_entropy,
+    vocab_parallel_log_softmax,
+    vocab_parallel_softmax,
+    vocab_topk,
+)
+from megatron_ext.head.hidden_distributions import (
+    linear_gather_log_probs,
+    linear_kl_divergence,
+    linear_sampled_log_probs,
+    linear_topk_log_probs,
+)
 
 __all__ = [
+    "gather_log_probs",
+    "gather_logits",
+    "kl_divergence",
     "linear_cross_entropy",
+    "linear_gather_log_probs",
+    "linear_kl_divergence",
     "linear_log_probs",
+    "linear_sampled_log_probs",
+    "linear_topk_log_probs",
+    "sampled_log_probs",
+    "soft_cross_entropy",
     "token_entropy",
     "token_log_probs",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_softmax",
+    "vocab_parallel_softmax",
+    "vocab_topk",
 ]

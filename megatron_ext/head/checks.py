@@ -16,6 +16,8 @@ from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE
 from megatron_ext.head.values import has_values, raise_if
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
+
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -175,7 +177,6 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
         return
     size_R, counted_R, stats_RKT = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1], stats_RKT[..., :-1]
     refused = (size_R == REFUSED).any()
-    refusal = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
     apart = ((size_R != size_R[0]) | (counted_R.sum() != size_R[0])).any()
     shards = (
         "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
@@ -190,6 +191,6 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
         f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group"
     )
-    raise_if(refused, refusal)
+    raise_if(refused, REFUSAL)
     raise_if(apart, shards)
     raise_if(whole, gathered)

@@ -43,9 +43,11 @@ class Statistics(NamedTuple):
         return self.largest + self.log_sum
 
 
-def new_statistics(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[K, T + 1]`: room for what `row_statistics` writes, and the column that says whose it is."""
-    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits)
+def new_statistics(
+    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0
+) -> Tensor:
+    """`[K, T + 1]`: room for what `row_statistics` writes and `more` rows, and the column that says whose it is."""
+    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits) + more
     stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
     stats_KT[:, -1] = 0
     stats_KT[SIZE, -1], stats_KT[COUNTED, -1] = options.vocab.size, options.vocab.counted
@@ -58,9 +60,9 @@ def exchange(stats_KT: Tensor, options: HeadOptions) -> Tensor:
     return collectives.all_gather(stats_RKT, options.group) if stats_KT.shape[1] > 1 else stats_RKT
 
 
-def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device) -> None:
+def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, options, dtype, device).fill_(REFUSED), options)
+    exchange(new_statistics(tokens, options, dtype, device, more).fill_(REFUSED), options)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statistics:

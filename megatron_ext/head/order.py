@@ -1,0 +1,36 @@
+"""The order of a vocabulary by logit: larger first, among equals the lowest id first, on every device and dtype alike.
+
+Legend: T tokens, N candidates.
+"""
+
+import torch
+from torch import Tensor
+
+
+def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
+    """`[T, k]`, int64: where the first k of each row stand. `ids_TN` broadcast to `z_TN`, differ, and are below 2^31."""
+    ids_TN = ids_TN.expand(z_TN.shape)
+    if z_TN.dtype == torch.float64:  # no integer is wide enough for value and id
+        by_id = ids_TN.argsort(-1)
+        order = z_TN.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        return by_id.gather(-1, order)
+    return _keys(z_TN, ids_TN).topk(k, -1).indices
+
+
+def ordered(z_TN: Tensor) -> Tensor:
+    """`[T, N]`, int64: all columns of each row in order, where the ids are the columns."""
+    return z_TN.sort(dim=-1, descending=True, stable=True).indices
+
+
+def blocks(z_TV: Tensor) -> list[slice]:
+    """Rows to work on at a time with a few temporaries of their size each: a small part of all logits."""
+    tokens, columns = z_TV.shape
+    step = max(1, (1 << (22 if z_TV.is_cuda else 16)) // max(columns, 1))
+    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
+def _keys(z_TN: Tensor, ids_TN: Tensor) -> Tensor:
+    """int64 that compare as (value, -id): the bits of a float order as integers once those of negatives are turned."""
+    bits = z_TN.float().add(0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.long() << 32) - ids_TN

@@ -1,0 +1,135 @@
+"""Logits or log-probabilities of a few token ids per token: given ones, or those of the k largest logits.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K ids per token, N candidates, R ranks. A
+candidate is one of a rank's own k largest logits: the k largest of all are among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head import statistics
+from megatron_ext.head.order import blocks, largest
+from megatron_ext.head.passes import row_gradient
+from megatron_ext.head.read_outs import OWN, Logits, ReadOut
+from megatron_ext.head.rows import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class _Picks(ReadOut):
+    """Values `[T, K]` and their ids: logits over the temperature, or `normalised` to log-probabilities.
+
+    dz = scatter_add(g) - softmax * sum g, without the second term for logits.
+    """
+
+    normalised: bool
+
+    def picked(self, z_TK: Tensor, ids_TK: Tensor, stats_RKT: Tensor, own_KT: Tensor):
+        """Results, and what `pull` wants, of logits as they are."""
+        values_TK = z_TK / self.options.temperature
+        if not self.normalised:
+            return [values_TK, ids_TK], [ids_TK]
+        stats = statistics.combine(stats_RKT[:, :OWN], own_KT[:OWN], self.options)
+        reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
+        log_probs_TK = values_TK.sub_(reference_T.unsqueeze(1)).sub_(stats.log_sum.unsqueeze(1))
+        alpha_T = (stats.peak - stats.largest - stats.log_sum).exp()
+        return [log_probs_TK, ids_TK], [ids_TK, stats.peak, alpha_T]
+
+    def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
+        ids_tK, *rest = (x[rows] for x in saved)
+        vocab, wide = self.options.vocab, accumulation_dtype(out_tV.dtype)
+        if out_tV.shape[1] == 0:
+            return
+        g_tK = grad[rows].to(wide) / self.options.temperature
+        own_tK = vocab.owns(ids_tK)
+        at_tK = (ids_tK - vocab.start).where(own_tK, 0)
+        z_tV = logits()[0] if self.normalised else out_tV
+        for at in blocks(out_tV):
+            dz = out_tV[at] if out_tV.dtype == wide else torch.empty_like(out_tV[at], dtype=wide)
+            if self.normalised:
+                peak_t, alpha_t = (x[at] for x in rest)
+                self.softmax(z_tV[at], peak_t, -g_tK[at].sum(1) * alpha_t, dz)
+            else:
+                dz.zero_()
+            dz.scatter_add_(1, at_tK[at], g_tK[at].where(own_tK[at], 0.0))  # in fp32: one rounding, ids may repeat
+            if dz.dtype != out_tV.dtype:
+                out_tV[at] = dz
+
+    def softmax(self, z_tV: Tensor, shift_t: Tensor, scale_t: Tensor, out_tV: Tensor) -> None:
+        """`scale * exp(z / temperature - shift)`."""
+        o = self.options
+        nowhere = torch.full_like(shift_t, -1, dtype=torch.int64)
+        given = (shift_t, scale_t, None, None, None, out_tV, None, o.vocab.counted, None, o.temperature)
+        row_gradient(z_tV, False, nowhere, *given)
+
+
+@dataclass(frozen=True)
+class Gather(_Picks):
+    """Of the ids `[T, K]` given. The only result is the values."""
+
+    ids_TK: Tensor
+
+    @property
+    def more(self) -> int:
+        return self.ids_TK.shape[1]
+
+    def labels(self, like: Tensor) -> Tensor:
+        return self.ids_TK
+
+    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
+        (z_tV,), vocab, ids_tK = logits, self.options.vocab, self.ids_TK[rows]
+        self.own_statistics(z_tV, stats_Kt[:OWN], self.normalised)
+        stats_Kt[OWN:] = -torch.inf
+        if vocab.counted:
+            own_tK = vocab.owns(ids_tK)
+            found_tK = z_tV.gather(1, (ids_tK - vocab.start).where(own_tK, 0)).to(stats_Kt.dtype)
+            stats_Kt[OWN:] = found_tK.where(own_tK, -torch.inf).t()
+
+    def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        results, saved = self.picked(stats_RKT[:, OWN:, :-1].amax(0).t(), self.ids_TK, stats_RKT, own_KT)
+        return results[:1], saved
+
+
+@dataclass(frozen=True)
+class TopK(_Picks):
+    """Of the k largest logits of the whole vocabulary, largest first, among equals the lowest id first; and their ids.
+
+    Every rank sends its own k largest with their ids.
+    """
+
+    k: int
+
+    @property
+    def more(self) -> int:
+        return 2 * self.k
+
+    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
+        (z_tV,), vocab = logits, self.options.vocab
+        self.own_statistics(z_tV, stats_Kt[:OWN], self.normalised)
+        z_Kt, ids_Kt = stats_Kt[OWN : OWN + self.k], _integers(stats_Kt)[OWN + self.k :]
+        own = min(self.k, vocab.counted)
+        z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists
+        ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
+        columns_V = torch.arange(vocab.counted, device=z_tV.device)
+        for at in blocks(z_tV) if own else []:
+            block = z_tV[at, : vocab.counted]
+            order_tK = largest(block, columns_V, own)
+            z_Kt[:own, at] = block.gather(1, order_tK).t().to(z_Kt.dtype)
+            ids_Kt[:own, at] = (order_tK + vocab.start).t().to(ids_Kt.dtype)
+
+    def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        z_RKT, ids_RKT = stats_RKT[:, OWN : OWN + self.k, :-1], _integers(stats_RKT)[:, OWN + self.k :, :-1]
+        z_TK = own_KT.new_empty(z_RKT.shape[2], self.k)
+        ids_TK = torch.empty_like(z_TK, dtype=torch.int64)
+        for at in blocks(z_RKT.flatten(0, 1).t()):
+            z_tN, ids_tN = (x[..., at].flatten(0, 1).t() for x in (z_RKT, ids_RKT))
+            order_tK = largest(z_tN, ids_tN, self.k)
+            z_TK[at], ids_TK[at] = z_tN.gather(1, order_tK), ids_tN.gather(1, order_tK).long()
+        return self.picked(z_TK, ids_TK, stats_RKT, own_KT)
+
+
+def _integers(stats: Tensor) -> Tensor:
+    """The same memory as integers: ids travel beside values, exact at any vocabulary size."""
+    return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)

@@ -1,0 +1,233 @@
+"""Per-token numbers of logits, each a small object, and the two functions that run any of them chunk by chunk.
+
+A read-out says what it takes from a chunk of logits, what the shards' statistics together mean, and what its gradient
+is. `FromLogits` runs it over logits that exist; `FromHidden` over those that a matmul makes, a chunk at a time, forward
+and backward. Cross entropy and its kin, which need no logits in backward, have `linear.py` instead.
+
+Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K statistics, R ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed import collectives
+from megatron_ext.head import matmul, statistics
+from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.once import differentiable_once
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.passes import row_statistics
+from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.sizes import chunks
+
+# Logits of a chunk, and where there is a teacher its logits of it.
+Logits = Sequence[Tensor]
+
+OWN = 3  # statistics that every read-out has: those of `row_statistics`
+
+
+@dataclass(frozen=True)
+class ReadOut(ABC):
+    """What one call reads out of logits.
+
+    Attributes:
+        options: of the call.
+    """
+
+    options: HeadOptions
+
+    @property
+    @abstractmethod
+    def more(self) -> int:
+        """Statistics beside the three of `row_statistics`."""
+
+    @abstractmethod
+    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
+        """Write the statistics of this rank's columns, `[OWN + more, t]`, for the tokens `rows`."""
+
+    @abstractmethod
+    def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Per-token results, and what `pull` wants of forward: nothing of vocabulary size in either."""
+
+    @abstractmethod
+    def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
+        """Write the gradient of the chunk's logits, given that of the first result for all tokens."""
+
+    @property
+    def width(self) -> int:
+        """Columns by which chunks are measured."""
+        return self.options.vocab.columns
+
+    def chunks(self, tokens: int, device: torch.device) -> list[slice]:
+        """All tokens, by chunks."""
+        return chunks(slice(0, tokens), 0, self.options.chunk_tokens, self.width, device)
+
+    def exchange(self, stats_KT: Tensor) -> Tensor:
+        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather."""
+        return statistics.exchange(stats_KT, self.options)
+
+    def labels(self, tokens: Tensor) -> Tensor:
+        """Ids that the call asks for: one past a rank's columns shows that it has a shard, not the whole vocabulary."""
+        return tokens.new_zeros(1, dtype=torch.int64)
+
+    def refuse(self, like: Tensor, tokens: int) -> None:
+        """Take part in the exchange that the other ranks wait in, telling them that this one refused its arguments."""
+        statistics.refuse(tokens, self.options, accumulation_dtype(like.dtype), like.device, self.more)
+
+    def own_statistics(self, z_tV: Tensor, stats_3t: Tensor, with_sum: bool = True) -> None:
+        """The first three statistics; zeros without a sum."""
+        if not with_sum:
+            stats_3t.zero_()
+            return
+        nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
+        o = self.options
+        row_statistics(z_tV, nowhere, stats_3t, None, None, o.vocab.counted, None, o.temperature, False, False, False)
+
+
+class FromLogits(torch.autograd.Function):
+    """The results of `read_out` from logits `[T, V]`, and a teacher's, which get no gradient. Saves the logits.
+
+    Communicates: forward what the read-out's exchange does, backward nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z_TV: Tensor, teacher_TV: Tensor | None, read_out: ReadOut):
+        logits = [z_TV] if teacher_TV is None else [z_TV, teacher_TV]
+        stats_KT = _room(z_TV, z_TV.shape[0], read_out)
+        for rows in read_out.chunks(z_TV.shape[0], z_TV.device):
+            read_out.scan([z[rows] for z in logits], rows, stats_KT[:, rows])
+        results, saved = _combined(stats_KT, read_out)
+        _prepare(ctx, read_out, results, [*logits, *saved], len(logits))
+        return tuple(results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None):
+        if grads[0] is None:
+            return None, None, None
+        logits, saved = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        dz_TV = torch.empty_like(logits[0])
+        for rows in ctx.read_out.chunks(dz_TV.shape[0], dz_TV.device):
+            ctx.read_out.pull(lambda rows=rows: [z[rows] for z in logits], rows, saved, grads[0], dz_TV[rows])
+        return dz_TV, None, None
+
+
+class FromHidden(torch.autograd.Function):
+    """The results of `read_out` from hidden states `[T, D]` and weight `[V, D]`, and a teacher's two.
+
+    Never holds more than a chunk of logits: backward makes them again, 8 T V D FLOPs in all (6 where the read-out's
+    gradient needs none). Weight gradients add up in fp32. `sizes`: with the sequence layout, where hidden states are
+    this rank's slice, the number of each rank's tokens; else None.
+
+    Communicates, at several ranks: forward what the exchange does, backward one all-reduce of dx. With the sequence
+    layout each also gathers the hidden states (forward the teacher's too), and dx is reduce-scattered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        w_VD: Tensor,
+        teacher_x_TD: Tensor | None,
+        teacher_w_VD: Tensor | None,
+        read_out: ReadOut,
+        sizes: list[int] | None,
+    ):
+        inputs = [x_TD, w_VD]
+        if teacher_x_TD is not None and teacher_w_VD is not None:
+            inputs += [teacher_x_TD, teacher_w_VD]
+        with torch.autocast(x_TD.device.type, enabled=False):
+            makers = _makers(inputs, read_out.options, sizes)
+            tokens = makers[0].tokens
+            stats_KT = _room(x_TD, tokens, read_out)
+            for rows in read_out.chunks(tokens, w_VD.device):
+                read_out.scan([make(rows) for make in makers], rows, stats_KT[:, rows])
+            results, saved = _combined(stats_KT, read_out)
+        _prepare(ctx, read_out, results, [*inputs, *saved], len(inputs))
+        ctx.sizes = sizes
+        return tuple(results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None):
+        if grads[0] is None:
+            return (None,) * 6
+        inputs, saved = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            dx_TD, dw_VD = _hidden_gradients(ctx, inputs, saved, grads[0])
+        return dx_TD, dw_VD, None, None, None, None
+
+
+def _hidden_gradients(ctx: Any, inputs: Sequence[Tensor], saved: list[Tensor], grad: Tensor):
+    read_out, sizes, weight_VD = ctx.read_out, ctx.sizes, inputs[1]
+    group = read_out.options.group
+    makers = _makers(inputs, read_out.options, sizes)
+    x_TD, w_VD = makers[0].x_TD, makers[0].w_VD
+    tokens = makers[0].tokens
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    dx_TD = torch.empty_like(x_TD) if need_dx else None
+    fused = main_grad.buffer_of(weight_VD) if need_dw and read_out.options.fuse_main_grad else None
+    total_VD = None
+    if need_dw:
+        total_VD = (
+            weight_VD.new_zeros(weight_VD.shape, dtype=accumulation_dtype(w_VD.dtype)) if fused is None else fused
+        )
+    for rows in read_out.chunks(tokens, w_VD.device):
+        dz_tV = x_TD.new_empty(rows.stop - rows.start, w_VD.shape[0])
+        read_out.pull(lambda rows=rows: [make(rows) for make in makers], rows, saved, grad, dz_tV)
+        if dx_TD is not None:
+            dx_TD[rows] = matmul.add_product(None, dz_tV, w_VD)
+        if total_VD is not None:
+            main_grad.add_product(total_VD, dz_tV, x_TD[rows])
+        del dz_tV  # before the next one is made
+    if dx_TD is not None and tokens:
+        if sizes is not None:
+            dx_TD = collectives.reduce_scatter(dx_TD, group, sizes=sizes)
+        else:
+            dx_TD = collectives.all_reduce(dx_TD, group, in_place=True)
+    if fused is not None:
+        return dx_TD, main_grad.finish(weight_VD, weight_VD.dtype)
+    return dx_TD, None if total_VD is None else total_VD.to(weight_VD.dtype)
+
+
+class _Maker:
+    """Makes the logits of a chunk of tokens, in forward and in backward by the same matmul."""
+
+    def __init__(self, x_TD: Tensor, w_VD: Tensor):
+        self.x_TD, self.w_VD, self.tokens = x_TD, w_VD, x_TD.shape[0]
+
+    def __call__(self, rows: slice) -> Tensor:
+        return matmul.logits(self.x_TD[rows], self.w_VD)
+
+
+def _makers(inputs: Sequence[Tensor], options: HeadOptions, sizes: list[int] | None) -> list[_Maker]:
+    """The student's, and the teacher's where there is one, with all tokens' hidden states."""
+    found = []
+    for x_TD, w_VD in zip(inputs[::2], inputs[1::2], strict=True):
+        if sizes and any(sizes):
+            x_TD = collectives.all_gather(x_TD, options.group, sizes=sizes)
+        found.append(_Maker(x_TD, w_VD.to(x_TD.dtype)))
+    return found
+
+
+def _room(like: Tensor, tokens: int, read_out: ReadOut) -> Tensor:
+    dtype = accumulation_dtype(like.dtype)
+    return statistics.new_statistics(tokens, read_out.options, dtype, like.device, read_out.more)
+
+
+def _combined(stats_KT: Tensor, read_out: ReadOut) -> tuple[list[Tensor], list[Tensor]]:
+    stats_RKT = read_out.exchange(stats_KT)
+    check_exchange(stats_RKT, read_out.labels(stats_KT), read_out.options)
+    return read_out.combine(stats_RKT, stats_KT)
+
+
+def _prepare(ctx: Any, read_out: ReadOut, results: list[Tensor], tensors: list[Tensor], inputs: int) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.read_out, ctx.inputs = read_out, inputs
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(*results[1:])
