@@ -1,0 +1,82 @@
+"""Hugging Face directories: a causal language model and its tokenizer, new ones or from disk, and back to disk."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import text
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()  # of writing and reading files, which take a moment here
+
+
+def new_model(hidden_size: int, layers: int, vocab_size: int, tied: bool, seed: int) -> nn.Module:
+    """A small Llama with heads of 16 channels, two of which share keys; the same one for the same seed."""
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 16,
+        num_key_value_heads=hidden_size // 32,
+        vocab_size=vocab_size,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def new_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on `texts`; its id 0 ends a document."""
+    _, tokenizer = text.tokenize(texts, vocab_size)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=text.END_OF_DOCUMENT)
+
+
+def load(directory: str) -> tuple[nn.Module, Any]:
+    """The model, in fp32, and the tokenizer of a directory that `export`, or transformers, has written.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not (Path(directory) / "config.json").is_file():
+        raise ValueError(f"--model is {directory!r}, which has no config.json; give a Hugging Face model's directory")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model is {directory!r}, of which no model and tokenizer can be loaded: {error}") from None
+
+
+def tokenize(texts: list[str], tokenizer: Any) -> np.ndarray:
+    """int32 [number of tokens], the documents end to end, each with its end token where the tokenizer has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.concatenate([np.array([*ids, *end], dtype=np.int32) for ids in encoded])
+
+
+def export(directory: str, tensors: dict[str, torch.Tensor], config: Any, tokenizer: Any, writes: bool) -> None:
+    """Write the model that all ranks hold parts of. All of them call it; the one that `writes` keeps the whole.
+
+    `tensors`: by transformers' names, tied weights once. `config`: as it was before the model was made parallel.
+    """
+    whole = {}
+    for name, x in tensors.items():
+        x = x.full_tensor() if isinstance(x, DTensor) else x
+        if writes:
+            whole[name] = x.detach().cpu()
+    if not writes:
+        return
+    with accelerate.init_empty_weights():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model.load_state_dict(whole, strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
