@@ -45,22 +45,16 @@ def log_probs(
 ) -> Tensor:
     """`[B, S]`: log-probabilities of labels, after temperature and filter where sampling parameters are given."""
     sampling = sampling_params or TrainingSamplingParams()
-    call: dict[str, Any] = {
-        "tp_group": whole_if_none(tp_group),
-        "vocab": vocab,
-        "temperature": sampling.temperature,
-        "chunk_tokens": chunk_tokens(chunk_size, logits_BSV.shape[:-2].numel()),
-    }
-    if filters(sampling):
-        return head.sampled_log_probs(logits_BSV, labels_BS, top_k=sampling.top_k, top_p=sampling.top_p, **call)
-    found = head.token_log_probs(logits_BSV, labels_BS, **call)
-    assert isinstance(found, Tensor)
-    return found
-
-
-def filters(sampling_params: Any) -> bool:
-    """Whether top-k or top-p is on."""
-    return sampling_params.top_k not in (None, -1) or sampling_params.top_p != 1.0
+    return head.sampled_log_probs(
+        logits_BSV,
+        labels_BS,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        temperature=sampling.temperature,
+        tp_group=whole_if_none(tp_group),
+        vocab=vocab,
+        chunk_tokens=chunk_tokens(chunk_size, logits_BSV.shape[:-2].numel()),
+    )
 
 
 def saving(wanted: bool) -> AbstractContextManager:

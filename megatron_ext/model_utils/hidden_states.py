@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.options import Cache, Layout, one_of
+from megatron_ext.head.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     TrainingSamplingParams,
     chunk_tokens,
-    filters,
     saving,
     shard,
     whole_if_none,
@@ -153,7 +153,7 @@ def _log_probs(
         "temperature": sampling.temperature,
         "chunk_tokens": chunk_tokens(chunk_size, labels_BS.shape[0]),
     }
-    if not filters(sampling):
+    if not filters(sampling.top_k, sampling.top_p):
         found = head.linear_log_probs(hidden_SBD, weight, labels_BS.t(), return_entropy=return_entropy, **call)
         return found.t() if isinstance(found, Tensor) else tuple(x.t() for x in found)
     if return_entropy:

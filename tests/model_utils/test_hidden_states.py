@@ -64,8 +64,8 @@ class Mine:
         )
 
 
-def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts=None, tokens=None, **more):
-    """Values, gradients and collectives. `truth`: from logits to a tuple of results."""
+def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts=None, tokens=None, chunks=0, **more):
+    """Values, gradients and collectives (2 for each of `chunks`). `truth`: from logits to a tuple of results."""
     hidden, weight, drawn = problem(batch, length)
     tokens = drawn if tokens is None else tokens
     mine = Mine(grid, layout, hidden, weight, cuts)
@@ -80,7 +80,8 @@ def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts
     with count_collectives() as backward:
         dx, dw = torch.autograd.grad(found, (mine.hidden, mine.weight), [own for own, _ in upstream])
     sent = int(grid.tp > 1) * (2 if layout == "sequence" else 1) + len(found) * int(grid.cp > 1)
-    assert (forward.total(), backward.total()) == (sent, sent), (forward, backward)
+    more_sent = int(grid.tp > 1) * max(0, 2 * chunks - 1)
+    assert (forward.total(), backward.total()) == (sent + more_sent, sent), (forward, backward)
     expected_dx, expected_dw = mine.pieces(
         *torch.autograd.grad([finite(x) for x in wanted], leaves, [whole for _, whole in upstream])
     )
@@ -109,7 +110,7 @@ def test_entropy_comes_along():
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("layout", ["sequence", "replicated"])
-@pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (5, 1.0)])
+@pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (5, 1.0), (None, 0.99)])
 def test_sampling(layout, top_k, top_p):
     hidden, weight, tokens = problem()
     likely = logits_of(hidden, weight)[:, :-1].topk(2).indices[..., 1]
@@ -121,6 +122,7 @@ def test_sampling(layout, top_k, top_p):
             layout,
             lambda z, tokens: (sampled(z[:, :-1] / 0.7, tokens[:, 1:], top_k, top_p),),
             tokens=tokens,
+            chunks=0 if top_k else -(-16 // grid.cp // 5),
             sampling_params=params,
             chunk_size=5,
         )
