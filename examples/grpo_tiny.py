@@ -1,0 +1,198 @@
+"""GRPO on Ray: a tiny model, drawn at random, learns to add two digits from nothing but rewards.
+
+    python examples/grpo_tiny.py                        # two policy workers on CPU, about a minute
+    python examples/grpo_tiny.py --steps 200 --resume   # goes on from the last checkpoint
+
+Each step the generator, a plain copy of the model in this process, is refitted from the policy and samples answers to
+"2+3="; the reward is 1 for the right one. A sample's advantage is how much better it did than the others of the same
+prompt. Ends with the rewards of the first and the last tenth, a curve, and a checkpoint.
+"""
+
+import argparse
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, RayPolicy
+from megatron_ext.policy.ray_policy import local_ray
+
+DIGITS = 5  # 0 to 4: sums have one digit
+PLUS, EQUALS, VOCABULARY = 10, 11, 12
+
+
+def main() -> None:
+    args = arguments()
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # for one machine; Ray would write a token to the home folder
+    with local_ray(args.workers), RayPolicy(policy_config(args), args.workers, **checkpoint(args)) as policy:
+        rewards = train(policy, args)
+    tenth = max(1, len(rewards) // 10)
+    first, last = (sum(part) / tenth for part in (rewards[:tenth], rewards[-tenth:]))
+    plot(rewards, args.out / "reward.png")
+    print(f"mean reward: first tenth {first:.3f}, last tenth {last:.3f}; curve in {args.out / 'reward.png'}")
+
+
+def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
+    """The mean reward of every step, those before a resumption too."""
+    generator = AutoModelForCausalLM.from_config(model_config()).eval()
+    loss = ClippedPGLoss(reference_policy_kl_penalty=args.kl)
+    rewards = Progress.read(args.out).rewards if args.resume else []
+    progress = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
+    for step in progress:
+        policy.refit(generator)
+        samples = sample(generator, args, torch.Generator().manual_seed(args.seed << 20 | step))
+        batch = BatchedDataDict(samples.batch())
+        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+        if args.kl:
+            batch |= policy.get_reference_policy_logprobs(batch)
+            batch["reference_policy_logprobs"] = batch.pop("reference_logprobs")
+        policy.train(batch, loss)
+        rewards.append(samples.reward.mean().item())
+        progress.set_postfix(reward=f"{rewards[-1]:.3f}")
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            Progress(rewards).write(args.out, policy)
+    return rewards
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Answers to prompts, `group` of them to each in a row."""
+
+    tokens: Tensor  # [N, 5]: a + b = answer
+    reward: Tensor  # [N]
+    group: int
+
+    def batch(self) -> dict[str, Tensor]:
+        """What GRPO trains on: advantages of the answers, one token each, in units of the spread of their group."""
+        by_prompt = self.reward.view(-1, self.group)
+        spread = by_prompt.std(1, keepdim=True) + 1e-4
+        advantage = ((by_prompt - by_prompt.mean(1, keepdim=True)) / spread).view(-1, 1)
+        answer = torch.zeros(self.tokens.shape)
+        answer[:, -1] = 1
+        return {
+            "input_ids": self.tokens,
+            "input_lengths": torch.full((len(self.tokens),), self.tokens.shape[1]),
+            "token_mask": answer,
+            "sample_mask": torch.ones(len(self.tokens)),
+            "advantages": answer * advantage,
+        }
+
+
+@torch.no_grad()
+def sample(model: torch.nn.Module, args: argparse.Namespace, random: torch.Generator) -> Samples:
+    """Answers that `model` draws to as many prompts as are asked for, each several times."""
+    terms = torch.randint(DIGITS, (args.prompts, 2), generator=random).repeat_interleave(args.samples, 0)
+    prompts = torch.stack(
+        [terms[:, 0], torch.full((len(terms),), PLUS), terms[:, 1], torch.full((len(terms),), EQUALS)], 1
+    )
+    answer = torch.multinomial(model(prompts).logits[:, -1].softmax(-1), 1, generator=random)
+    return Samples(torch.cat([prompts, answer], 1), (answer[:, 0] == terms.sum(1)).float(), args.samples)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has to remember beside the policy's checkpoint: the rewards so far, and with them its step."""
+
+    rewards: list[float]
+
+    def write(self, out: Path, policy: RayPolicy) -> None:
+        """A new checkpoint first, then the file that names it: at any time that one is whole. Older ones go."""
+        folder = out / f"step-{len(self.rewards):05d}"
+        policy.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+        new = out / "progress.json.new"
+        new.write_text(json.dumps({"folder": folder.name, "rewards": self.rewards}))
+        new.replace(out / "progress.json")
+        for old in out.glob("step-*"):
+            if old != folder:
+                shutil.rmtree(old)
+
+    @classmethod
+    def read(cls, out: Path) -> "Progress":
+        return cls(json.loads((out / "progress.json").read_text())["rewards"])
+
+
+def checkpoint(args: argparse.Namespace) -> dict[str, str]:
+    """Where the policy begins: nowhere, or at the last checkpoint."""
+    if not args.resume:
+        return {}
+    folder = args.out / json.loads((args.out / "progress.json").read_text())["folder"]
+    return {"weights_path": str(folder / "weights"), "optimizer_path": str(folder / "optimizer")}
+
+
+def model_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+    )
+
+
+def policy_config(args: argparse.Namespace) -> dict:
+    rows = args.prompts * args.samples
+    replicas = args.workers // args.tensor_parallel_size
+    return {
+        "model_name": model_config(),
+        "seed": args.seed,
+        "precision": "float32",
+        "train_global_batch_size": rows,
+        "train_micro_batch_size": rows // replicas,
+        "max_grad_norm": 1.0,
+        "dtensor_cfg": {"tensor_parallel_size": args.tensor_parallel_size},
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": args.lr, "weight_decay": 0.0}},
+    }
+
+
+def plot(rewards: list[float], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(rewards) + 1), rewards)
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1), title="Sums of two digits, by GRPO")
+    figure.savefig(path, dpi=120)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and samples")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--kl", type=float, default=0.0, help="factor of the KL penalty towards the first weights")
+    parser.add_argument("--prompts", type=int, default=24, help="in a step")
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--workers", type=int, default=2, help="Ray actors")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="of the workers; the rest is data parallel")
+    parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    args = parser.parse_args()
+    for name in ("steps", "prompts", "workers", "save_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
+    size = args.tensor_parallel_size
+    if size < 1 or args.workers % size or args.prompts * args.samples % (args.workers // size):
+        parser.error(
+            f"--workers {args.workers} --tensor-parallel-size {size}: the workers must be a multiple of it, and the "
+            f"{args.prompts} * {args.samples} samples a multiple of the quotient"
+        )
+    if args.samples < 2:
+        parser.error(f"--samples is {args.samples}: an advantage compares samples of one prompt; take 2 or more")
+    if args.resume and not (args.out / "progress.json").exists():
+        parser.error(f"--resume: there is no checkpoint in {args.out}; run without it first")
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+if __name__ == "__main__":
+    main()

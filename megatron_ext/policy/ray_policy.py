@@ -1,0 +1,388 @@
+"""A policy on many machines: one Ray actor a rank, each with a policy worker, driven as if they were one.
+
+Ray (https://www.ray.io) starts the processes and carries data and errors; the workers talk to each other by
+torch.distributed as they do under torchrun.
+
+Legend: B rows, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.config import read_config
+from megatron_ext.policy.losses import LossFunction
+from megatron_ext.policy.refit import WeightsHandle, load_weights
+
+_POLL_S = 0.5
+# How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
+_GRACE_S = 30.0
+
+
+class RayPolicy:
+    """A group of policy workers as Ray actors: the methods of a worker, for the whole batch at once.
+
+    Actors are placed together where possible; each gets its share of the rows, and results come back in order. Ray must
+    be running (`ray.init`; on one machine see `local_ray`).
+
+    Args:
+        config: of the workers.
+        worker_cls: `DTensorPolicyWorker` (None), `MegatronPolicyWorker`, or a function that makes such a worker.
+        num_workers: ranks; a multiple of tensor- times context-parallel size, and the data-parallel size that times.
+        weights_path, optimizer_path: a checkpoint to begin with.
+        init_optimizer, init_reference_model, tokenizer: as for the worker.
+        cpus_per_worker, gpus_per_worker: what Ray reserves for an actor; it sees no other GPUs.
+        env_vars: environment variables of the actors.
+        start_timeout_s: how long actors may take to start and to build their model.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: the configuration, the number of workers or the checkpoint cannot be used.
+        RuntimeError: the cluster has no room for the actors within `start_timeout_s`, or one of them died.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        num_workers: int,
+        worker_cls: Callable[..., Any] | None = None,
+        *,
+        weights_path: str | None = None,
+        optimizer_path: str | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        tokenizer: Any = None,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        env_vars: Mapping[str, str] | None = None,
+        start_timeout_s: float = 300,
+    ):
+        self._ray = _import_ray()
+        if worker_cls is None:
+            from megatron_ext.policy.dtensor_worker import DTensorPolicyWorker as worker_cls
+        self._worker_cls = worker_cls
+        self._make = {
+            "config": config,
+            "tokenizer": tokenizer,
+            "init_optimizer": init_optimizer,
+            "init_reference_model": init_reference_model,
+        }
+        self._copies = _copies(config, worker_cls, num_workers)
+        self.world_size, self.dp_size = num_workers, num_workers // self._copies
+        self._bundle = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if gpus_per_worker else {})
+        self._env_vars, self._start_timeout_s = dict(env_vars or {}), start_timeout_s
+        self._actors: list[Any] = []
+        self._placement: Any = None
+        self._failure: str | None = None
+        self._start(weights_path, optimizer_path)
+
+    def __enter__(self) -> "RayPolicy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """A worker's `train` for the rows of all data-parallel ranks; "all_mb_metrics" holds those of all ranks.
+
+        Raises:
+            ValueError: rows do not divide by the global batch, or that by the data-parallel ranks; what workers raise.
+            RuntimeError: a worker died.
+        """
+        gbs = gbs or self._make["config"]["train_global_batch_size"]
+        shards = BatchedDataDict(data).shard_by_batch_size(self.dp_size, batch_size=gbs)
+        found = self._each("train", shards, loss_fn, eval_mode, gbs, mbs)
+        metrics: dict[str, list[float]] = {}
+        for result in found:
+            for name, values in result["all_mb_metrics"].items():
+                metrics.setdefault(name, []).extend(values)
+        return found[0] | {"all_mb_metrics": metrics}
+
+    def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> BatchedDataDict:
+        """ "logprobs" `[B, S]` of all rows; see the worker's."""
+        return self._score("get_logprobs", data, micro_batch_size)
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """ "reference_logprobs" `[B, S]` of all rows; see the worker's."""
+        return self._score("get_reference_policy_logprobs", data, micro_batch_size)
+
+    def save_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> None:
+        """A worker's `save_checkpoint`. Folders must be on a file system that all actors share."""
+        self._all("save_checkpoint", weights_path, optimizer_path, tokenizer_path)
+
+    def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """A worker's `load_checkpoint`."""
+        self._all("load_checkpoint", weights_path, optimizer_path)
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        return self._all("prepare_refit_info")[0]
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        return self._all("prepare_weights_for_ipc")[0]
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, WeightsHandle]:
+        """The handles of every device, by its id; see the worker's."""
+        found: dict[str, WeightsHandle] = {}
+        for handles in self._all("get_weights_ipc_handles", list(keys)):
+            found |= handles
+        return found
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Begins the workers' `init_collective`, where rank 0 waits for the generators; give the result to `wait`."""
+        return self._begin("init_collective", ip, port, world_size)
+
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        """Begins to send the weights, while the generators receive them; give the result to `wait`."""
+        return self._begin("broadcast_weights_for_collective")
+
+    def wait(self, begun: list[Any]) -> list[Any]:
+        """The results of what was begun, by rank."""
+        return self._collect(begun)
+
+    def refit(self, model: nn.Module) -> None:
+        """Copies the policy's weights into a plain model of this process, which must run on an actor's host.
+
+        Memory beside both models: one bucket of `refit_buffer_bytes`.
+        """
+        sizes, budget = self.prepare_weights_for_ipc()
+        device = self._all("report_device_id")
+        here = [name for name in device if name.endswith(socket.gethostname()) or name.startswith("GPU")]
+        if not here:
+            raise ValueError(
+                f"refit() on {socket.gethostname()}, the actors on {sorted(set(device))}: the model must be on a host "
+                f"of theirs; use init_collective elsewhere"
+            )
+        for names in _buckets(sizes, budget):
+            load_weights(model, self.get_weights_ipc_handles(names)[here[0]])
+        self.get_weights_ipc_handles([])
+
+    def prepare_for_lp_inference(self) -> None:
+        self._all("prepare_for_lp_inference")
+
+    def prepare_for_training(self) -> None:
+        self._all("prepare_for_training")
+
+    def offload_before_refit(self) -> None:
+        self._all("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self._all("offload_after_refit")
+
+    def is_alive(self) -> bool:
+        """Whether every actor answers."""
+        return all(self._all("is_alive"))
+
+    def get_gpu_info(self) -> list[dict[str, Any]]:
+        """Each rank's device and memory."""
+        return self._all("get_gpu_info")
+
+    def start_gpu_profiling(self) -> None:
+        self._all("start_gpu_profiling")
+
+    def stop_gpu_profiling(self) -> None:
+        self._all("stop_gpu_profiling")
+
+    def restart(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """New actors with the weights of a checkpoint, after one has died; the old ones are gone."""
+        self._kill()
+        self._start(weights_path, optimizer_path)
+
+    def shutdown(self) -> None:
+        """Ends the actors and gives their resources back."""
+        if self._actors and self._failure is None:
+            self._all("shutdown")
+        self._kill()
+
+    def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = self._ray
+        self._failure = None
+        self._placement = placement_group([dict(self._bundle) for _ in range(self.world_size)], strategy="PACK")
+        if not self._placement.wait(self._start_timeout_s):
+            self._kill()
+            raise RuntimeError(
+                f"Ray has no room for {self.world_size} actors with {self._bundle} each; it has "
+                f"{ray.cluster_resources()}: add nodes, or ask for less"
+            )
+        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        needs["runtime_env"] = {"env_vars": self._env_vars}
+        places = [PlacementGroupSchedulingStrategy(self._placement, i) for i in range(self.world_size)]
+        actor = ray.remote(_Actor)
+        self._actors = [actor.options(scheduling_strategy=place, **needs).remote() for place in places]
+        address = self._collect([self._actors[0].address.remote()])[0]
+        checkpoint = {"weights_path": weights_path, "optimizer_path": optimizer_path}
+        try:
+            self._collect(
+                [
+                    a.build.remote(rank, self.world_size, address, self._worker_cls, self._make | checkpoint)
+                    for rank, a in enumerate(self._actors)
+                ],
+                self._start_timeout_s,
+            )
+        except BaseException:
+            self._kill()
+            raise
+
+    def _score(self, method: str, data: Mapping[str, Any], micro_batch_size: int | None) -> BatchedDataDict:
+        """`method` for all rows, an equal share of them on each data-parallel rank."""
+        batch = BatchedDataDict(data)
+        own = -(-batch.size // self.dp_size)
+        # A rank with no rows left takes part with the last one.
+        starts = [min(own * i, max(batch.size - 1, 0)) for i in range(self.dp_size)]
+        shards = [batch.slice(start, start + own) for start in starts]
+        found = BatchedDataDict.from_batches(self._each(method, shards, micro_batch_size))
+        return found.slice(0, batch.size)
+
+    def _each(self, method: str, shards: list[BatchedDataDict], *args: Any) -> list[Any]:
+        """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
+        self._check_alive()
+        kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
+        begun = [a.call.remote(method, kept[rank // self._copies], *args) for rank, a in enumerate(self._actors)]
+        return self._collect(begun)[:: self._copies]
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._collect(self._begin(method, *args))
+
+    def _begin(self, method: str, *args: Any) -> list[Any]:
+        self._check_alive()
+        return [actor.call.remote(method, *args) for actor in self._actors]
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"{self._failure}; call restart(weights_path) to go on from a checkpoint")
+
+    def _collect(self, begun: list[Any], timeout_s: float | None = None) -> list[Any]:
+        """The results by rank. A rank that dies, or raises, ends the wait for the others."""
+        ray, pending, results = self._ray, list(begun), {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        errors: dict[int, BaseException] = {}
+        while pending:
+            done, pending = ray.wait(pending, timeout=_POLL_S)
+            for ref in done:
+                rank = begun.index(ref)
+                try:
+                    results[rank] = ray.get(ref)
+                except ray.exceptions.RayTaskError as error:
+                    errors[rank] = error.cause if isinstance(error.cause, Exception) else error
+                    deadline = min(deadline or float("inf"), time.monotonic() + _GRACE_S)
+                except ray.exceptions.RayError as error:
+                    self._fail(f"rank {rank} of {self.world_size} died: {_first_line(error)}")
+            if pending and deadline is not None and time.monotonic() > deadline:
+                silent = [begun.index(ref) for ref in pending]
+                self._fail(f"ranks {silent} of {self.world_size} did not answer" + _told(errors))
+        if errors:
+            rank, error = min(errors.items(), key=lambda item: isinstance(item[1], RuntimeError))
+            error.add_note(f"on rank {rank} of {self.world_size}")
+            raise error
+        return [results[rank] for rank in range(len(begun))]
+
+    def _fail(self, what: str) -> NoReturn:
+        """The others may wait for ever in a collective: all actors are ended."""
+        self._kill()
+        self._failure = what
+        raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        if self._placement is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+class _Actor:
+    """One rank."""
+
+    def address(self) -> tuple[str, int]:
+        """Where the ranks of this group can meet."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def build(
+        self, rank: int, world_size: int, address: tuple[str, int], worker_cls: Callable[..., Any], make: dict[str, Any]
+    ) -> None:
+        names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
+        # Ray shows an actor its own GPUs alone: each is the first.
+        os.environ.update({name: str(value) for name, value in names.items()} | {"LOCAL_RANK": "0"})
+        self.worker = worker_cls(**make)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.worker, method)(*args)
+
+
+@contextmanager
+def local_ray(cpus: int, **options: Any) -> Iterator[None]:
+    """Ray on this machine alone, small: no dashboard, no usage statistics, 128 MiB of shared objects."""
+    ray = _import_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    small = {"include_dashboard": False, "object_store_memory": 128 << 20, "log_to_driver": False}
+    ray.init(num_cpus=cpus, **small | options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("RayPolicy needs Ray, which is not installed: pip install 'megatron-ext[ray]'") from error
+    return ray
+
+
+def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int:
+    """Ranks that get the same rows."""
+    settings = read_config(config, getattr(worker_cls, "parallel_key", "dtensor_cfg"))
+    copies = settings.tensor_parallel_size * settings.context_parallel_size
+    if num_workers < 1 or num_workers % copies:
+        raise ValueError(
+            f"num_workers is {num_workers}: it must be a multiple of {copies}, the ranks that share one copy of the "
+            f"model; change it, or the parallel sizes"
+        )
+    return copies
+
+
+def _buckets(sizes: list[tuple[str, int]], budget: float) -> Iterator[list[str]]:
+    names: list[str] = []
+    taken = 0
+    for name, nbytes in sizes:
+        if names and taken + nbytes > budget:
+            yield names
+            names, taken = [], 0
+        names, taken = [*names, name], taken + nbytes
+    if names:
+        yield names
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _told(errors: dict[int, BaseException]) -> str:
+    return "".join(f"; rank {rank} raised {type(error).__name__}: {error}" for rank, error in errors.items())

@@ -1,0 +1,134 @@
+"""A policy as Ray actors: what one worker computes, errors that name the rank, and life after death."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, NLLLoss, RayPolicy
+from megatron_ext.policy.ray_policy import local_ray
+from tests.policy.problems import tiny_batch, tiny_config
+
+pytestmark = pytest.mark.slow  # each actor is a process that imports torch and transformers
+
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def ray():
+    previous = os.environ.get("RAY_AUTH_MODE")
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # else Ray writes a token to the home folder
+    with local_ray(WORKERS):
+        yield
+    os.environ.pop("RAY_AUTH_MODE")
+    if previous is not None:
+        os.environ["RAY_AUTH_MODE"] = previous
+
+
+class Mortal(DTensorPolicyWorker):
+    """A worker that can be told to die, or to fail, on one rank."""
+
+    def die(self, rank):
+        if self.rank == rank:
+            os._exit(3)
+        torch.distributed.barrier()
+
+    def fail(self, rank):
+        if self.rank == rank:
+            raise ValueError("this rank has had enough")
+        return self.rank
+
+
+def truth(data, loss_fn, steps):
+    """What one process makes of the same batches: log-probs before, losses, log-probs after."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch\n"
+        "from megatron_ext.policy import DTensorPolicyWorker\n"
+        "from tests.policy.problems import tiny_config\n"
+        "torch.set_num_threads(1)\n"
+        "data, loss_fn, steps = torch.load(sys.argv[1], weights_only=False)\n"
+        "worker = DTensorPolicyWorker(tiny_config())\n"
+        "before = worker.get_logprobs(data)['logprobs']\n"
+        "losses = [worker.train(data, loss_fn)['global_loss'] for _ in range(steps)]\n"
+        "torch.save((before, torch.cat(losses), worker.get_logprobs(data)['logprobs']), sys.argv[1])\n"
+    )
+    import tempfile
+
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save((data, loss_fn, steps), file.name)
+        subprocess.run([sys.executable, "-c", code, file.name], check=True)
+        return torch.load(file.name, weights_only=False)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_as_one_worker(ray, tp, tmp_path):
+    data, loss_fn = tiny_batch(), ClippedPGLoss()
+    before, losses, after = truth(data, loss_fn, 2)
+    with RayPolicy(tiny_config(tp=tp), WORKERS) as policy:
+        torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], before, rtol=1e-5, atol=1e-5)
+        found = [policy.train(data, loss_fn) for _ in range(2)]
+        torch.testing.assert_close(torch.cat([step["global_loss"] for step in found]), losses, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], after, rtol=1e-4, atol=1e-4)
+        reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+        torch.testing.assert_close(reference, before, rtol=1e-5, atol=1e-5)
+        assert policy.is_alive()
+        assert [info["rank"] for info in policy.get_gpu_info()] == list(range(WORKERS))
+
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(tiny_config()["model_name"])
+        policy.refit(model)
+        tokens = data["input_ids"][:1]
+        logits = model(tokens).logits.log_softmax(-1)
+        own = logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(own, after[:1, 1:], rtol=1e-4, atol=1e-4)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("psm_")]
+
+
+def test_rows_that_do_not_divide_are_scored(ray):
+    data = tiny_batch(rows=5)
+    with RayPolicy(tiny_config(), WORKERS, init_optimizer=False) as policy:
+        found = policy.get_logprobs(data)["logprobs"]
+        alone = policy.get_logprobs(data.slice(4, 5))["logprobs"]
+    torch.testing.assert_close(found[4:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_dead_actor_and_life_after(ray, tmp_path):
+    data = tiny_batch()
+    with RayPolicy(tiny_config(), WORKERS, Mortal) as policy:
+        policy.train(data, NLLLoss())
+        policy.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
+        saved = policy.get_logprobs(data)["logprobs"]
+        goes_on = policy.train(data, NLLLoss())["global_loss"]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
+            policy._all("die", 1)
+        assert time.monotonic() - start < 15, "the other rank waits in a collective, and nobody should wait for it"
+        with pytest.raises(RuntimeError, match=r"rank 1 of 2 died.*restart"):
+            policy.get_logprobs(data)
+        policy.restart(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
+        torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(policy.train(data, NLLLoss())["global_loss"], goes_on, rtol=1e-6, atol=1e-6)
+
+
+def test_errors_keep_their_type_and_say_the_rank(ray):
+    with RayPolicy(tiny_config(), WORKERS, Mortal) as policy:
+        with pytest.raises(ValueError, match="had enough") as caught:
+            policy._all("fail", 1)
+        assert caught.value.__notes__ == ["on rank 1 of 2"]
+        with pytest.raises(ValueError, match="token_mask"):
+            policy.train({k: v for k, v in tiny_batch().items() if k != "token_mask"}, NLLLoss())
+        with pytest.raises(ValueError, match="rows"):
+            policy.train(tiny_batch(rows=7), NLLLoss())
+        assert policy.is_alive()  # none of it ended the group
+
+
+def test_wrong_sizes(ray):
+    with pytest.raises(ValueError, match="num_workers is 3"):
+        RayPolicy(tiny_config(tp=2), 3)
+    with pytest.raises(RuntimeError, match="no room for 64 actors"):
+        RayPolicy(tiny_config(), 64, start_timeout_s=2)
