@@ -62,16 +62,23 @@ def saving(wanted: bool) -> AbstractContextManager:
     return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)
 
 
-def shard(start: int, stop: int, tp_group: Group) -> VocabShard:
-    """The columns `[start, stop)` of a vocabulary of which every rank holds as many, in rank order.
+def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard:
+    """The columns `[start, stop)` of a vocabulary, which must be where this rank's `columns` stand among equal shards.
 
-    A rank with other columns claims a vocabulary of another size than the others know: the head then raises on every
+    If they are not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
     rank, in the exchange that it makes anyway.
+
+    Raises:
+        ValueError: the rank is alone, and its columns are not the whole vocabulary.
     """
-    group, columns = check_group(tp_group), stop - start
-    if columns > 0 and start == group_rank(group) * columns:
-        return VocabShard(start, stop, columns * group_size(group))
-    return VocabShard(max(start, 0), max(start, stop, 0), _NO_SIZE)
+    rank, ranks = group_rank(check_group(tp_group)), group_size(tp_group)
+    fits = (start, stop) == (rank * columns, (rank + 1) * columns)
+    if ranks == 1 and not fits:
+        raise ValueError(
+            f"vocab_start_index is {start} and vocab_end_index {stop} for {columns} columns of the vocabulary on one "
+            f"rank: they must be 0 and {columns}; pass the tp_group whose ranks hold the rest"
+        )
+    return VocabShard(rank * columns, (rank + 1) * columns, max(ranks * columns, 1) if fits else _NO_SIZE)
 
 
 def whole_if_none(tp_group: Group) -> Group:

@@ -74,7 +74,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     Raises:
         ValueError: as there; a target sharded over "cp" otherwise than along S, or without `seq_index`.
     """
-    vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
     with saving(not inference_only):
         return _log_probs(vocab_parallel_logits, target, tp_group, vocab, seq_index, chunk_size, sampling_params)
 

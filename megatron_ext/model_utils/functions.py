@@ -75,7 +75,7 @@ class ChunkedDistributedLogprob(PlainFunction):
         inference_only: bool = False,
     ) -> Tensor:
         with saving(not inference_only):
-            vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+            vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
             return log_probs(vocab_parallel_logits, target, tp_group, vocab, chunk_size)
 
 
@@ -156,7 +156,7 @@ class ChunkedDistributedGatherLogprob(PlainFunction):
                 vocab_parallel_logits,
                 global_indices,
                 tp_group=whole(tp_group),
-                vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+                vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
                 chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel()),
             )
 

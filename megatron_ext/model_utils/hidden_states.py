@@ -77,6 +77,8 @@ def from_parallel_hidden_states_to_logprobs(
         ValueError: as `from_parallel_logits_to_logprobs`, or `..._packed_sequences`; no weight at all.
     """
     weight = output_weight_layer if output_weight is None else output_weight
+    if weight is None:
+        raise ValueError("output_weight_layer and output_weight are None: one must be the weight [V/R, D]; pass it")
     shape = _positions(tensor_parallel_hidden_states, hidden_layout, tp_group)
     targets: Targets
     if cu_seqlens_padded is None:
@@ -92,7 +94,7 @@ def from_parallel_hidden_states_to_logprobs(
             chunk_size,
             sampling_params,
             return_entropy,
-            vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+            vocab=shard(vocab_start_index, vocab_end_index, weight.shape[0], tp_group),
             hidden_layout=hidden_layout,
             cache=cache,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
@@ -122,7 +124,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
         hidden_layout: Layout = "sequence",
     ) -> Tensor:
         with saving(not inference_only):
-            vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+            vocab = shard(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], tp_group)
             return _log_probs(
                 tensor_parallel_hidden_states,
                 output_weight_layer,
@@ -136,7 +138,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
 
 def _log_probs(
     hidden_SBD: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     labels_BS: Tensor,
     tp_group: Group,
     chunk_size: int | None,
@@ -145,8 +147,6 @@ def _log_probs(
     **call: Any,
 ) -> Any:
     """`[B, S]`, and the entropies if asked for."""
-    if weight is None:
-        raise ValueError("output_weight_layer and output_weight are None: one must be the weight [V/R, D]; pass it")
     sampling = sampling_params or TrainingSamplingParams()
     call |= {
         "tp_group": whole_if_none(tp_group),

@@ -53,7 +53,7 @@ def from_parallel_logits_to_logprobs(
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
-    vocab = shard(vocab_start_index, vocab_end_index, tp_group)
+    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
     with saving(not inference_only):
         return targets.results(
             log_probs(vocab_parallel_logits, targets.labels(), tp_group, vocab, chunk_size, sampling_params)
@@ -108,7 +108,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         target_is_pre_rolled,
         cu_seqlens,
     )
-    vocab = shard(vocab_start_index, vocab_end_index, group)
+    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
     with saving(not inference_only):
         return targets.results(
             log_probs(vocab_parallel_logits, targets.labels(), group, vocab, chunk_size, sampling_params)

