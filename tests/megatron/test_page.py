@@ -20,7 +20,7 @@ PAGES = [EXAMPLES.parent / "docs" / "megatron.md"]
 def plugs(page: Path) -> tuple[str, str, str]:
     """The command, the patch and the spec of the section."""
     section = page.read_text().split("## Plug it into your script\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)
+    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)[:3]
     assert [language for language, _ in blocks] == ["", "python", "python"]
     assert all(text.count("\n") < 10 for _, text in blocks)
     return tuple(text for _, text in blocks)
