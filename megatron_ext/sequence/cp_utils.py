@@ -290,9 +290,10 @@ def _check_only_padding_behind(attention_mask: Tensor, input_ids: Tensor) -> Non
         )
     demand(
         (attention_mask[:, :-1] >= attention_mask[:, 1:]).all(),
-        lambda found: (
-            f"attention_mask{found}: it hides tokens before others that it shows, which causal attention of parts does "
-            f"not do; pad behind the tokens, or call megatron_ext.dtensor.causal_lm_loss, which takes any padding mask"
+        lambda _: (
+            "attention_mask hides tokens before others that it shows: only padding behind the tokens of a row is "
+            "hidden by causal attention of parts; pad there, or call megatron_ext.dtensor.causal_lm_loss, which takes "
+            "any padding mask"
         ),
         attention_mask,
     )

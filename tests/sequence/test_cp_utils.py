@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.sequence.attention import CAUSAL, attend
+from megatron_ext.sequence.attention import CAUSAL, Packing, attend
 from megatron_ext.sequence.cp_utils import (
     _build_position_ids,
     _shard_thd_chunk_for_te,
@@ -362,7 +362,7 @@ def test_what_the_context_cannot_do_is_refused_before_it_begins():
         make_cp_batch_and_ctx(mesh, {"labels": torch.zeros(1, 8)})
     for dtype in (torch.bool, torch.int64):
         left = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]).to(dtype)
-        with pytest.raises(ValueError, match="pad behind the tokens"):
+        with pytest.raises(ValueError, match="only padding behind the tokens"):
             make_cp_batch_and_ctx(mesh, {"input_ids": torch.zeros(1, 8), "attention_mask": left})
         make_cp_batch_and_ctx(mesh, {"input_ids": torch.zeros(1, 8), "attention_mask": left.flip(1)})
     with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 1, 8, 8\]"):
@@ -388,3 +388,79 @@ def test_loss_parallel_is_entered_on_request():
     expected = F.cross_entropy(logits.full_tensor(), labels)
     with get_train_context(True, False):
         torch.testing.assert_close(F.cross_entropy(logits, labels).full_tensor(), expected)
+
+
+class TinyLM(torch.nn.Module):
+    """A language model of one attention layer that knows nothing of ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens, self.places = torch.nn.Embedding(11, 8), torch.nn.Embedding(64, 8)
+        self.qkv, self.head = torch.nn.Linear(8, 24), torch.nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, input_ids, position_ids, attention=None):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0)  # [B, S, H, D] each
+        if attention is None:
+            out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
+            out = out.transpose(1, 2)
+        else:
+            out = attention(q, k, v)
+        return self.head(x + out.flatten(-2))
+
+
+def losses(logits, labels):
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def check_sum_over_ranks(model, loss, expected_loss, expected):
+    """The ranks' losses and gradients add up to those of the whole."""
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected_loss.detach())
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+@ranks(2, 4)
+def test_a_model_that_knows_nothing_of_ranks_trains_on_parts_of_rows():
+    length = 4 * dist.get_world_size()
+    tokens = torch.randint(11, (3, length + 1))
+    model, whole = TinyLM(), TinyLM()
+    expected_loss = losses(whole(tokens[:, :-1], torch.arange(length)[None]), tokens[:, 1:])
+    expected = torch.autograd.grad(expected_loss, list(whole.parameters()))
+    context, batch = make_cp_batch_and_ctx(cp_mesh(), {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+    with context():
+        loss = losses(model(batch["input_ids"], batch["position_ids"]), batch["labels"])
+        check_sum_over_ranks(model, loss, expected_loss, expected)
+
+
+@ranks(1, 2, 4)
+def test_a_model_trains_on_parts_of_packed_documents():
+    unit = 2 * dist.get_world_size()
+    rows = [[(unit - 1, unit), (3, 2 * unit)], [(3 * unit, 3 * unit)]]
+    batch = packed_batch(rows)
+    batch["input_ids"] = batch["input_ids"] % 11
+    batch["labels"] = torch.where(batch["labels"] == 1000, -100, batch["labels"] % 11)  # none for padding
+    model, whole = TinyLM(), TinyLM()
+    expected_loss, start = 0.0, 0
+    ids, labels = batch["input_ids"].flatten(), batch["labels"].flatten()
+    for n, places in [document for row in rows for document in row]:
+        document = slice(start, start + n)
+        expected_loss = expected_loss + losses(whole(ids[document][None], torch.arange(n)[None]), labels[document])
+        start += places
+    expected = torch.autograd.grad(expected_loss, list(whole.parameters()))
+
+    part = make_cp_batch_for_te(cp_mesh(), batch)
+    packing = Packing.of(part["cu_seqlens"], part["cu_seqlens_padded"])
+
+    def attention(q, k, v):
+        q, k, v = (x[:, None] for x in (q, k, v))  # [T, 1, H, D]
+        return attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, cp_group=dist.group.WORLD)[:, 0]
+
+    loss = losses(model(part["input_ids"], part["position_ids"], attention), part["labels"])
+    check_sum_over_ranks(model, loss, expected_loss, expected)
