@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.dtensor.decoder import text_model
+from megatron_ext.dtensor.decoder import import_transformers, text_model
 from megatron_ext.sequence.attention import Packing, Window, attend
 from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.parts import SequenceParts
@@ -113,9 +113,7 @@ def use_attention(
         ValueError: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
             `logits_to_keep` of a split sequence, positions that contradict the layout.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attention)
+    import_transformers().AttentionInterface.register(NAME, attention)
     text = text_model(model)
     for module in text.modules():
         if hasattr(module, "config"):

@@ -1,5 +1,6 @@
 """Where things lie in a transformers model, whatever its version: the text decoder, its layers, its head."""
 
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,21 @@ KNOWN = (
     "Gemma3ForCausalLM",
     "Gemma3ForConditionalGeneration",
 )
+
+
+def import_transformers() -> ModuleType:
+    """The module `transformers`.
+
+    Raises:
+        ImportError: it is not installed, or too old to take an attention function.
+    """
+    try:
+        import transformers
+
+        _ = transformers.AttentionInterface
+    except (ImportError, AttributeError) as error:
+        raise ImportError("megatron_ext.dtensor needs transformers >= 4.51: pip install 'megatron-ext[hf]'") from error
+    return transformers
 
 
 def text_model(model: nn.Module) -> Any:

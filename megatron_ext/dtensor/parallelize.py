@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from megatron_ext.dtensor import causal_lm
 from megatron_ext.dtensor.attention import use_attention
-from megatron_ext.dtensor.decoder import is_tied, known_class, text_model, tie
+from megatron_ext.dtensor.decoder import import_transformers, is_tied, known_class, text_model, tie
 from megatron_ext.dtensor.plans import (
     GEMMA3,
     LLAMA,
@@ -86,8 +86,7 @@ _BY_NAME: dict[str, Callable[..., nn.Module]] = {
 
 def parallelize_functions() -> dict[type, Callable[..., nn.Module]]:
     """transformers' model classes and the functions that parallelize them; imports these classes."""
-    import transformers
-
+    transformers = import_transformers()
     return {getattr(transformers, name): function for name, function in _BY_NAME.items()}
 
 

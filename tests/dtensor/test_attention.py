@@ -1,4 +1,5 @@
 import copy
+import sys
 
 import pytest
 import torch
@@ -142,6 +143,13 @@ def test_no_mask_is_built(monkeypatch):
     model(input_ids=_tokens(1, 32), attention_mask=mask)
     model(input_ids=_tokens(1, 32), cu_seqlens=CU_SEQLENS)
     assert seen == [(type(None), True)] * (2 + 2 * 4)
+
+
+def test_without_transformers(monkeypatch):
+    model = make("llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="megatron-ext\\[hf\\]"):
+        use_attention(model)
 
 
 @ranks(2)
