@@ -26,6 +26,7 @@ from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_gradient, row_statistics
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import cached_tokens, chunks, column_blocks, pieces
+from megatron_ext.head.weight_gradient import WeightGradient
 
 
 class LinearHead(torch.autograd.Function):
@@ -165,13 +166,12 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
     fused = main_grad.buffer_of(weight_VD) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
-    product_TD = dx_TD = dx = None
-    scaled = None
+    product_TD = dx_TD = dx = dw = None
     for rows, block in _tiles(tokens, columns, as_kept, need_dw, options, hidden_TD):
         g_TV = exp_TV if as_kept else _tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         if need_dx:
             last = block.stop == columns
-            product_TD = matmul.add_product(product_TD, g_TV, w_VD[block], last)
+            product_TD = matmul.add_product(product_TD, g_TV, w_VD[block])
             if last:
                 done_TD = _finished_dx(rows, product_TD, grad, target_T, w_VD, bias_V, options, in_slices)
                 product_TD = None
@@ -184,14 +184,16 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
                 elif rows.stop == tokens:
                     dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
         if need_dw:
-            scaled = scaled or matmul.ScaledRows(gathered.wait(), grad.scale)
-            matmul.weight_product(dw_VD[block], g_TV, scaled, accumulate=fused is not None)
+            if dw is None:
+                counted_V = None if grad.offset is None else _counted(bias_V, columns, options, grad.offset)
+                parts = (grad.scale, target_T, grad.target, grad.offset, counted_V)
+                dw = WeightGradient(dw_VD, gathered.wait(), *parts, accumulate=fused is not None)
+            dw.add(block, g_TV)
         if need_db:
             db_V[block] += torch.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)
         del g_TV  # before the next one is made
-    del scaled
-    if need_dw:
-        _add_targets(dw_VD, grad, target_T, gathered.wait(), bias_V, options)
+    if dw is not None:
+        dw.finish()
     if fused is not None:
         dw_VD = main_grad.finish(weight_VD, weight_VD.dtype)
     if need_db:
@@ -275,20 +277,6 @@ def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passin
             dx_TD.addcmul_(grad.offset[tile][rows].unsqueeze(1), common_D)
         out_TD[rows] = dx_TD
     return out_TD
-
-
-def _add_targets(dw_VD, grad, target_T, x_TD, bias_V, options) -> None:
-    """Adds each token's own row, and the constant to every row that counts, in fp32, by blocks of D."""
-    (columns, width), dtype = dw_VD.shape, grad.target.dtype
-    row_T = target_T.clamp(min=0)
-    for part in column_blocks(columns + target_T.shape[0], width, None, grad.target):
-        out_VD = dw_VD[:, part] if dw_VD.dtype == dtype else dw_VD[:, part].to(dtype)
-        out_VD.index_add_(0, row_T, (x_TD[:, part] * grad.target.unsqueeze(1)).to(dtype))
-        if grad.offset is not None:
-            counted_V = _counted(bias_V, columns, options, grad.target)
-            out_VD.addcmul_(counted_V.unsqueeze(1), (x_TD[:, part] * grad.offset.unsqueeze(1)).sum(0))
-        if out_VD.dtype != dw_VD.dtype:
-            dw_VD[:, part] = out_VD
 
 
 def _counted(bias_V, columns, options, like) -> Tensor:

@@ -1,7 +1,12 @@
-"""The row passes that fit a tensor: Triton on CUDA, plain PyTorch elsewhere. Same arguments, same results."""
+"""The row passes that fit a tensor: Triton on CUDA, plain PyTorch elsewhere. Same arguments, same results.
+
+With TRITON_INTERPRET=1 in the environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's
+passes too: slow, and the same code as on CUDA.
+"""
 
 import functools
 import importlib.util
+import os
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +29,20 @@ def row_gradient(source_TV: Tensor, *arguments: Any) -> None:
 
 def _side(x: Tensor) -> Any:
     """Triton's twin for real CUDA tensors; while compiling the plain one, which the compiler fuses itself."""
-    return _twin() or rows if x.is_cuda and has_values(x) else rows
+    if not has_values(x) or x.is_cuda == _interpreted():
+        return rows
+    return _twin() or rows
+
+
+@functools.cache
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _twin() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None or torch.version.cuda is None:
+    if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
     from megatron_ext.head.kernels import rows as twin
 
