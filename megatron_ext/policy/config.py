@@ -57,10 +57,11 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     Keys: `model_name` (a local folder, a transformers config, or a function without arguments that makes a model),
     `precision` ("float32", "bfloat16", "float16"), `train_global_batch_size`, `train_micro_batch_size`,
     `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
-    `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg` (for
-    Megatron `megatron_cfg`) `tensor_parallel_size`, `context_parallel_size`, `sequence_parallel`, `cpu_offload`,
-    `activation_checkpointing`, `custom_parallel_plan`; under `dynamic_batching` or `sequence_packing` `enabled`,
-    `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which logits are divided.
+    `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
+    `tensor_parallel_size` (under `megatron_cfg` `tensor_model_parallel_size`), `context_parallel_size`,
+    `sequence_parallel`, `cpu_offload`, `activation_checkpointing`, `custom_parallel_plan`; under `dynamic_batching` or
+    `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
+    logits are divided.
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -69,6 +70,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
     parallel = config.get(parallel_key) or {}
+    tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
     rows = _positive(config, "train_micro_batch_size", "config")
     temperature = float((config.get("generation") or {}).get("temperature", 1.0))
     if temperature <= 0:
@@ -85,7 +87,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         global_batch_size=_positive(config, "train_global_batch_size", "config"),
         batching=_batching(config, rows, _positive(config, "logprob_batch_size", "config", rows)),
         max_grad_norm=max_grad_norm,
-        tensor_parallel_size=_positive(parallel, "tensor_parallel_size", parallel_key, 1),
+        tensor_parallel_size=_positive(parallel, tp_key, parallel_key, 1),
         context_parallel_size=_positive(parallel, "context_parallel_size", parallel_key, 1),
         sequence_parallel=bool(parallel.get("sequence_parallel", False)),
         cpu_offload=bool(parallel.get("cpu_offload", False)),

@@ -1,6 +1,5 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megatron_ext.dtensor import (
     get_grad_norm,
     tie_word_embeddings,
 )
+from megatron_ext.policy.factories import model_factories
 from megatron_ext.policy.memory import move_buffers
 from megatron_ext.policy.worker import PolicyWorker
 
@@ -31,7 +31,7 @@ class DTensorPolicyWorker(PolicyWorker):
     def _build_model(self) -> nn.Module:
         from accelerate import init_empty_weights
 
-        make, make_empty = _factories(self.settings.model)
+        make, make_empty, _ = model_factories(self.settings.model)
         whole: dict[str, Any] = {}
         if self.rank == 0:
             with torch.random.fork_rng(devices=[]):
@@ -90,21 +90,3 @@ class DTensorPolicyWorker(PolicyWorker):
 
 def _plain(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _factories(source: Any) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
-    """Functions that make the model, with its weights, and one of the same shapes."""
-    if callable(source):
-        return source, source
-    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-
-    if isinstance(source, PretrainedConfig):
-        return (lambda: AutoModelForCausalLM.from_config(source),) * 2
-    if not isinstance(source, str):
-        raise ValueError(
-            f"model_name is a {type(source).__name__}: it must be a local folder, a transformers config, or a function "
-            f"that makes a model"
-        )
-    config = AutoConfig.from_pretrained(source)
-    load = lambda: AutoModelForCausalLM.from_pretrained(source, config=config, use_safetensors=True)  # noqa: E731
-    return load, lambda: AutoModelForCausalLM.from_config(config)

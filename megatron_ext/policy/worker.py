@@ -8,9 +8,9 @@ Legend: B rows of this data-parallel rank, S positions. Global ranks go through 
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,13 @@ from megatron_ext.policy.optimization import make_optimizer, make_scheduler
 from megatron_ext.policy.plan import Place, Shape, Step, scoring_step, training_steps
 from megatron_ext.policy.rows import row_log_probs
 from megatron_ext.policy.state import load_policy, save_policy
+
+
+class Export(NamedTuple):
+    """A weight for generators: its whole shape, and a function that makes it, which all ranks call."""
+
+    shape: torch.Size
+    make: Callable[[], Tensor]
 
 
 class PolicyWorker(ABC):
@@ -102,6 +109,10 @@ class PolicyWorker(ABC):
     @abstractmethod
     def _state(self) -> dict[str, Tensor]:
         """The weights by name, each once: DTensors, or the same on all ranks. They share the model's memory."""
+
+    def _exports(self) -> dict[str, "Export"]:
+        """The weights that generators get, by transformers' names."""
+        return {name: Export(x.shape, lambda x=x: whole(x)) for name, x in self._state().items()}
 
     def _as_global(self, name: str, x: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
@@ -216,7 +227,7 @@ class PolicyWorker(ABC):
 
     def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, whole shapes and dtype of the weights that generators get, in order."""
-        return {name: (x.shape, self.settings.dtype) for name, x in self._state().items()}
+        return {name: (x.shape, self.settings.dtype) for name, x in self._exports().items()}
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""
@@ -251,9 +262,9 @@ class PolicyWorker(ABC):
                 self._held = refit.HeldWeights(chosen[0], self.device)
 
         agree(lay_open)  # memory may be short on one rank
-        state = self._state()
+        exports = self._exports()
         for row in chosen[0].rows if chosen else ():
-            weight = _whole(state[row.name])
+            weight = exports[row.name].make()
             if self._held is not None:
                 self._held.write(row, weight)
         if self._held is None:
@@ -273,13 +284,15 @@ class PolicyWorker(ABC):
         Communicates: the all-gathers that make each weight whole; one broadcast for each bucket of weights, of
         `refit_buffer_bytes` at most.
         """
-        whole = ((name, _whole(x)) for name, x in self._state().items())
+        weights = ((name, x.make()) for name, x in self._exports().items())
         if self._to_generators is not None:
-            refit.send_weights(whole, self.prepare_refit_info(), self._to_generators, self.settings.refit_buffer_bytes)
+            refit.send_weights(
+                weights, self.prepare_refit_info(), self._to_generators, self.settings.refit_buffer_bytes
+            )
         elif self.rank == 0:
             raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
         else:
-            for _ in whole:
+            for _ in weights:
                 pass
 
     def prepare_for_lp_inference(self) -> None:
@@ -490,5 +503,6 @@ def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
 
 
-def _whole(x: Tensor) -> Tensor:
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor, on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, checkpoint
-from tests.policy.problems import largest_error, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.problems import largest_error, shard, shared_folder, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import ranks
 
 SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 9}}
-
-
-def shared_folder():
-    """One for all ranks; the first one removes it."""
-    name = [tempfile.mkdtemp(prefix="checkpoint_") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    return Path(name[0])
 
 
 def worker_of(**layout):

@@ -1,0 +1,97 @@
+"""`python -m benchmarks.policy_memory`: peak memory of scoring and of a training step, ours against full fp32 logits.
+
+Counted, not timed: bytes of all tensors that appear beyond what was alive before, on one rank. The other way is what
+policy workers commonly do: the model's logits, made fp32, log-softmax over the vocabulary, and a gather.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.meter import measure
+from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, NLLLoss
+
+MIB = 2**20
+
+
+def model_config(vocab: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+    )
+
+
+def batch(rows: int, positions: int, vocab: int) -> BatchedDataDict:
+    return BatchedDataDict(
+        input_ids=torch.randint(vocab, (rows, positions), generator=torch.Generator().manual_seed(0)),
+        input_lengths=torch.full((rows,), positions),
+        sample_mask=torch.ones(rows),
+        token_mask=torch.ones(rows, positions),
+    )
+
+
+def full_logits(model: torch.nn.Module, data: BatchedDataDict) -> torch.Tensor:
+    logits_BSV = model(input_ids=data["input_ids"], use_cache=False).logits.float()
+    log_probs_BSV = logits_BSV[:, :-1].log_softmax(-1)
+    return log_probs_BSV.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+
+
+def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, float]]:
+    """For each way the peak of scoring a micro-batch of `rows`, and of a training step on it."""
+    data = batch(rows, positions, vocab)
+    config = {
+        "model_name": model_config(vocab),
+        "precision": "float32",
+        "train_global_batch_size": rows,
+        "train_micro_batch_size": rows,
+        "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}},
+    }
+    worker = DTensorPolicyWorker(config, init_reference_model=False)
+    model = AutoModelForCausalLM.from_config(model_config(vocab))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def plain_step() -> None:
+        optimizer.zero_grad()
+        (-full_logits(model, data).mean()).backward()
+        optimizer.step()
+
+    def plain_scores() -> None:
+        with torch.no_grad():
+            full_logits(model, data)
+
+    ways = {
+        "full fp32 logits": {"get_logprobs": plain_scores, "train": plain_step},
+        "policy worker": {
+            "get_logprobs": lambda: worker.get_logprobs(data),
+            "train": lambda: worker.train(data, NLLLoss()),
+        },
+    }
+    found: dict[str, dict[str, float]] = {}
+    for way, acts in ways.items():
+        for what, act in acts.items():
+            act()  # what is allocated once is alive before the count
+            with measure() as costs:
+                act()
+            found.setdefault(way, {})[what] = costs.peak_bytes / MIB
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("rows", 4), ("positions", 256), ("vocab", 32000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    logits_mib = options.rows * options.positions * options.vocab * 4 / MIB
+    print(f"{options.rows} x {options.positions} tokens, {options.vocab} words: fp32 logits are {logits_mib:.0f} MiB")
+    for way, peaks in peaks_mib(options.rows, options.positions, options.vocab).items():
+        print(f"{way:18}", *(f"{what} {peak:8.1f} MiB" for what, peak in peaks.items()))
+
+
+if __name__ == "__main__":
+    main()

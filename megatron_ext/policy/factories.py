@@ -1,0 +1,47 @@
+"""Where a policy's model comes from."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class ModelFactories(NamedTuple):
+    """A function that makes the model with its weights, one for a model of the same shapes, and its config if known."""
+
+    make: Callable[[], nn.Module]
+    make_empty: Callable[[], nn.Module]
+    config: Any
+
+
+def model_factories(source: Any) -> ModelFactories:
+    """Of a local folder with safetensors, of a config of transformers, or of a function that makes a model.
+
+    Nothing that lies in a folder is executed.
+
+    Raises:
+        ValueError: `source` is none of these.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+    if isinstance(source, str):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+        def load() -> nn.Module:
+            return AutoModelForCausalLM.from_pretrained(
+                source, config=config, use_safetensors=True, trust_remote_code=False
+            )
+
+        return ModelFactories(load, lambda: AutoModelForCausalLM.from_config(config), config)
+    if isinstance(source, PretrainedConfig):
+
+        def build() -> nn.Module:
+            return AutoModelForCausalLM.from_config(source)
+
+        return ModelFactories(build, build, source)
+    if not callable(source):
+        raise ValueError(
+            f"model_name is a {type(source).__name__}: it must be a local folder, a transformers config, or a function "
+            f"that makes a model"
+        )
+    return ModelFactories(source, source, None)
