@@ -31,6 +31,34 @@ def test_twins_agree_under_the_interpreter():
     assert re.search(r"^(\d+) comparisons", done.stdout), done.stdout
 
 
+@pytest.mark.slow
+def test_the_head_itself_under_the_interpreter():
+    """CPU tensors take the Triton passes: every option alone and together, each read-out, any shape and memory."""
+    on_logits = "(test_logits and test_values_and_gradients and world1)"
+    chosen = f"test_shapes or test_backward_twice or test_any_memory or {on_logits}"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        chosen,
+        "tests/head/test_edges.py",
+        "tests/head/test_logits.py",
+    ]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
+    ask = "import torch; from megatron_ext.head import passes; print(passes._side(torch.zeros(1)).__name__)"
+    for value, module in (("0", "megatron_ext.head.rows"), ("1", "megatron_ext.head.kernels.rows")):
+        env = {**os.environ, "TRITON_INTERPRET": value}
+        found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert found.stdout.strip() == module, found.stderr
+
+
 @pytest.mark.gpu
 def test_twins_agree_on_the_gpu():
     from tests.head import twins
