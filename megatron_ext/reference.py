@@ -67,6 +67,44 @@ def cross_entropy(
     return loss.where(labels != ignore_index, 0.0)
 
 
+def kept(z: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
+    """bool, the shape of `z`: the k largest (None or -1: all), then the fewest of them in front that reach p.
+
+    Among equals the lowest id comes first. -inf columns are not kept.
+    """
+    order = z.argsort(dim=-1, descending=True, stable=True)
+    falling = z.gather(-1, order)
+    if top_k not in (None, -1):
+        falling = falling.masked_fill(torch.arange(z.shape[-1], device=z.device) >= top_k, -torch.inf)
+    probs = falling.softmax(-1)
+    inside = (F.pad(probs.cumsum(-1)[..., :-1], (1, 0)) < top_p) & (falling > -torch.inf)
+    return torch.zeros_like(inside).scatter(-1, order, inside)
+
+
+def sampled_log_probs(
+    z: Tensor,
+    labels: Tensor,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Log-probability of each label among what top-k and top-p leave of `z`; -inf outside, 0 for `ignore_index`."""
+    z = counted(z, vocab_size)
+    return log_probs(z.masked_fill(~kept(z.detach(), top_k, top_p), -torch.inf), labels, None, ignore_index)
+
+
+def soft_cross_entropy(student: Tensor, teacher: Tensor, vocab_size: int | None = None) -> Tensor:
+    """`-sum p log q` of each token, p the teacher's distribution and q the student's, both from logits."""
+    log_p, log_q = (torch.log_softmax(counted(z, vocab_size), dim=-1) for z in (teacher, student))
+    return -(log_p.exp() * log_q.where(log_p > -torch.inf, 0.0)).sum(-1)
+
+
+def kl_divergence(from_: Tensor, to: Tensor, vocab_size: int | None = None) -> Tensor:
+    """`sum p (log p - log q)` of each token, p of the logits `from_`, q of the logits `to`."""
+    return soft_cross_entropy(to, from_, vocab_size) - soft_cross_entropy(from_, from_, vocab_size)
+
+
 def attention(q_SBHD: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, visible: Tensor, scale: float | None = None) -> Tensor:
     """`[S, B, H, D]`: softmax(scale * q k^T) v over the keys that `visible` (broadcastable to `[B, H, S, T]`) shows.
 

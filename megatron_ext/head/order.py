@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
-    """`[T, k]`, int64: where the first k of each row stand. `ids_TN` broadcast to `z_TN`, differ, and are below 2^31."""
+    """`[T, k]`, int64: where the first k of each row are. `ids_TN` broadcast to `z_TN`, differ, are below 2^31."""
     ids_TN = ids_TN.expand(z_TN.shape)
     if z_TN.dtype == torch.float64:  # no integer is wide enough for value and id
         by_id = ids_TN.argsort(-1)

@@ -1,0 +1,141 @@
+"""How far a student is from a teacher, over the whole vocabulary, from logits and from hidden states."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import VocabShard, reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import kl_divergence, linear_kl_divergence, soft_cross_entropy
+from tests.ranks import ranks
+
+
+def truth(kind, student, teacher, size=None):
+    if kind == "cross entropy":
+        return reference.soft_cross_entropy(student, teacher, size)
+    return reference.kl_divergence(*((teacher, student) if kind == "forward" else (student, teacher)), size)
+
+
+def ours(kind, student, teacher, *rest, **chosen):
+    if kind == "cross entropy":
+        return soft_cross_entropy(student, teacher, *rest, **chosen)
+    return kl_divergence(student, teacher, kind, *rest, **chosen)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", ["cross entropy", "forward", "reverse"])
+def test_from_logits(kind):
+    """Uneven shards, padding, columns masked for both, a shard masked as a whole."""
+    group = dist.group.WORLD
+    shard = VocabShard.split(41, group)
+    student, teacher, upstream = 2 * torch.randn(4, 3, 41).double(), torch.randn(4, 3, 41).double(), torch.randn(4, 3)
+    for z in (student, teacher):
+        z[1, :, ::3] = -torch.inf
+        z[2, :, :25] = -torch.inf
+    for size in (41, 37, 9):
+        kept = student.clone()
+        held = teacher.clone()
+        if size == 9:  # row 2 would have nothing left
+            kept[2], held[2] = 0.1 * torch.arange(41), 0.0
+        whole = kept.requires_grad_()
+        want = truth(kind, whole / 0.7, held / 0.7, size)
+        (want_grad,) = torch.autograd.grad(want, whole, upstream.double())
+        mine = whole.detach()[..., shard.start : shard.stop].clone().requires_grad_()
+        own = held[..., shard.start : shard.stop].clone().requires_grad_()
+        vocab = VocabShard(shard.start, shard.stop, size)
+        for chunk_tokens in (None, 5):
+            with count_collectives() as counts:
+                found = ours(kind, mine, own, tp_group=group, vocab=vocab, chunk_tokens=chunk_tokens, temperature=0.7)
+            assert counts.total() == (group_size(group) > 1)
+            torch.testing.assert_close(found, want)
+            with count_collectives() as counts:
+                grad, none = torch.autograd.grad(found, (mine, own), upstream.double(), allow_unused=True)
+            assert not counts
+            assert none is None, "the teacher gets no gradient"
+            torch.testing.assert_close(grad, want_grad.nan_to_num(0.0)[..., shard.start : shard.stop])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_from_hidden_states(direction, layout):
+    """Student and teacher of other hidden sizes; `main_grad`; a number of collectives that chunks do not change."""
+    group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
+    hidden, weight = torch.randn(4, 3, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    teacher_hidden, teacher_weight = torch.randn(4, 3, 9).double(), torch.randn(20, 9).double()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    upstream = torch.randn(4, 3).double()
+    want = truth(direction, reference.logits(*leaves), reference.logits(teacher_hidden, teacher_weight))
+    dx, dw = torch.autograd.grad(want, leaves, upstream)
+    rows = slice(rank * 4 // size, (rank + 1) * 4 // size) if layout == "sequence" else slice(None)
+    own = slice(rank * 20 // size, (rank + 1) * 20 // size)
+    for chunk_tokens, fused in ((None, False), (5, True)):
+        mine = [x.clone().requires_grad_() for x in (hidden[rows], weight[own])]
+        mine[1].main_grad = torch.full_like(mine[1], 0.5).detach()
+        with count_collectives() as counts:
+            found = linear_kl_divergence(
+                *mine,
+                teacher_hidden[rows],
+                teacher_weight[own],
+                direction,
+                group,
+                layout,
+                chunk_tokens=chunk_tokens,
+                gradient_accumulation_fusion=fused,
+            )
+        assert counts.total() == (0 if size == 1 else 1 if layout == "replicated" else 3)
+        torch.testing.assert_close(found, want)
+        found.backward(upstream)
+        torch.testing.assert_close(mine[0].grad, dx[rows])
+        torch.testing.assert_close(mine[1].main_grad - 0.5 if fused else mine[1].grad, dw[own])
+
+
+def test_in_bf16_as_exact_as_plain_pytorch():
+    student, teacher = (4 * torch.randn(64, 400) + 100).bfloat16(), (4 * torch.randn(64, 400)).bfloat16()
+    for kind in ("cross entropy", "forward", "reverse"):
+        want = truth(kind, student.double(), teacher.double())
+        plain = truth(kind, student.float(), teacher.float())
+        found = ours(kind, student, teacher)
+        assert (found - want).norm() <= 1.5 * (plain - want).norm()
+
+
+def test_tokens_that_one_of_both_masks():
+    """Infinite where the left one gives probability to what the other one has at -inf; else as if it were not there."""
+    masked, whole = torch.zeros(1, 8), torch.zeros(1, 8)
+    masked[:, 3] = -torch.inf
+    assert kl_divergence(masked, whole).isinf().all()
+    assert kl_divergence(whole, masked, "reverse").isinf().all()
+    want = torch.tensor([8 / 7]).log()
+    torch.testing.assert_close(kl_divergence(whole, masked), want)
+    torch.testing.assert_close(kl_divergence(masked, whole, "reverse"), want)
+
+
+def test_bytes():
+    """Beyond both logits and the gradient at most a tenth of one of them."""
+    tokens, columns = 4096, 16384
+    with one_rank_of(2) as group:
+        student = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        teacher = torch.empty(tokens, columns, dtype=torch.bfloat16)
+        for kind in ("cross entropy", "forward", "reverse"):
+            with measure() as forward:
+                found = ours(kind, student, teacher, tp_group=group, chunk_tokens=128)
+            with measure() as backward:
+                torch.autograd.grad(found, student, torch.ones(tokens))
+            assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
+            assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
+
+
+def test_bad_input():
+    z, x, w = torch.zeros(4, 10), torch.zeros(4, 3), torch.zeros(10, 3)
+    with pytest.raises(ValueError, match="direction is 'both'"):
+        kl_divergence(z, z, "both")
+    with pytest.raises(ValueError, match=r"teacher_logits have shape \(3, 10\)"):
+        soft_cross_entropy(z, z[:3])
+    with pytest.raises(ValueError, match="teacher_logits has 9"):
+        soft_cross_entropy(z, z[:, :9])
+    with pytest.raises(ValueError, match=r"teacher_hidden has shape \(3, 3\)"):
+        linear_kl_divergence(x, w, x[:3], w)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        linear_kl_divergence(x, w, x, w, temperature=0)

@@ -1,0 +1,220 @@
+"""Chosen and largest logits of a sharded vocabulary, and their log-probabilities, from logits and hidden states."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import VocabShard, reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import (
+    gather_log_probs,
+    gather_logits,
+    linear_gather_log_probs,
+    linear_topk_log_probs,
+    token_log_probs,
+    vocab_parallel_log_softmax,
+    vocab_parallel_softmax,
+    vocab_topk,
+)
+from tests.head.problems import Problem, error
+from tests.ranks import ranks
+
+SIZES = {"plain": {}, "padded": {"size": 37}, "empty shard": {"size": 9}}
+
+
+def grads_of(value, leaves, upstream):
+    return torch.autograd.grad(value, leaves, upstream.to(value.dtype))
+
+
+def logits_of(problem, group):
+    """The whole logits, and this rank's columns as a leaf; a padding column holds what it likes."""
+    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
+    shard = problem.shard(group)
+    return whole, whole.detach()[..., shard.start : shard.stop].clone().requires_grad_(), shard
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("options", SIZES)
+def test_from_logits(options):
+    group, problem = dist.group.WORLD, Problem(options=SIZES[options])
+    whole, mine, shard = logits_of(problem, group)
+    z, sent = reference.counted(whole, problem.size), group_size(group) > 1
+    ids = torch.randint(problem.size, (*problem.shape, 6))
+    ids[..., 3] = ids[..., 1]  # an id may be asked for twice
+    upstream = torch.randn(ids.shape)
+    most = min(problem.size, 12)
+    log_p, largest = z.log_softmax(-1), z.topk(most)
+    cases = [
+        (lambda **call: gather_log_probs(mine, ids, **call), log_p.gather(-1, ids), upstream),
+        (
+            lambda **call: gather_log_probs(mine, ids, temperature=0.7, **call),
+            (z / 0.7).log_softmax(-1).gather(-1, ids),
+            upstream,
+        ),
+        (lambda **call: gather_logits(mine, ids, **call), z.gather(-1, ids), upstream),
+        (lambda **call: vocab_topk(mine, most, **call)[0], largest.values, torch.randn(*problem.shape, most)),
+    ]
+    for chunk_tokens in (None, 3):
+        call = {"tp_group": group, "vocab": shard, "chunk_tokens": chunk_tokens}
+        for ours, want, up in cases:
+            with count_collectives() as counts:
+                value = ours(**call)
+            assert counts.total() == sent
+            torch.testing.assert_close(value, want)
+            with count_collectives() as counts:
+                (grad,) = grads_of(value, mine, up)
+            assert not counts
+            (want_grad,) = torch.autograd.grad(want, whole, up.double(), retain_graph=True)
+            torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
+        assert torch.equal(vocab_topk(mine, most, **call)[1], largest.indices)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("options", SIZES)
+def test_dense(options):
+    group, problem = dist.group.WORLD, Problem(options=SIZES[options])
+    whole, mine, shard = logits_of(problem, group)
+    upstream = torch.randn(whole.shape)
+    for ours, plain in ((vocab_parallel_log_softmax, torch.log_softmax), (vocab_parallel_softmax, torch.softmax)):
+        with count_collectives() as counts:
+            value = ours(mine, group, shard)
+        assert counts.total() == (group_size(group) > 1)
+        want = plain(reference.counted(whole, problem.size), -1)
+        torch.testing.assert_close(value, want[..., shard.start : shard.stop])
+        upstream = upstream.masked_fill(want == -torch.inf, 0)  # -inf * 0 in plain autograd
+        (grad,) = grads_of(value, mine, upstream[..., shard.start : shard.stop])
+        (want_grad,) = torch.autograd.grad(want, whole, upstream.double())
+        torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_from_hidden_states(layout):
+    group, problem = dist.group.WORLD, Problem(options={"size": 37})
+    leaves = [x.clone().requires_grad_() for x in (problem.hidden, problem.weight)]
+    log_p = reference.counted(reference.logits(*leaves) / 0.7, problem.size).log_softmax(-1)
+    ids = torch.randint(problem.size, (*problem.shape, 5))
+    upstream = torch.randn(ids.shape)
+    call = {"hidden_layout": layout, "vocab": problem.shard(group), "temperature": 0.7}
+    sent = 0 if group_size(group) == 1 else 1 if layout == "replicated" else 2
+    largest = log_p.topk(5)
+    for chunk_tokens in (None, 3):
+        call["chunk_tokens"] = chunk_tokens
+        for want, ours in (
+            (log_p.gather(-1, ids), lambda *mine: linear_gather_log_probs(*mine, ids, group, **call)),
+            (largest.values, lambda *mine: linear_topk_log_probs(*mine, 5, group, **call)[0]),
+        ):
+            mine = problem.mine(group, layout)[:2]
+            with count_collectives() as counts:
+                value = ours(*mine)
+            assert counts.total() == sent
+            torch.testing.assert_close(value, want)
+            truth = torch.autograd.grad(want, leaves, upstream.double(), retain_graph=True)
+            with count_collectives() as counts:
+                got = grads_of(value, mine, upstream)
+            assert counts.total() == sent
+            for one, other in zip(got, problem.pieces(list(truth), group, layout), strict=True):
+                torch.testing.assert_close(one, other)
+    assert torch.equal(linear_topk_log_probs(*mine, 5, group, **call)[1], largest.indices)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_among_equals_the_lowest_id_is_first(dtype):
+    """Few values, both zeros, -inf columns, whole rows of them; k from 1 to all, more than a shard holds."""
+    group = dist.group.WORLD
+    z = torch.randint(-2, 3, (16, 40)).to(dtype)
+    z[z == 2] = -torch.inf
+    z[:8][torch.rand(8, 40) < 0.5] *= -1  # zeros of either sign, inf among the values
+    z[3] = -torch.inf
+    shard = VocabShard.equal(40 // group_size(group), group)
+    mine = z[:, shard.start : shard.stop]
+    order = z.double().argsort(dim=-1, descending=True, stable=True)
+    for k in (1, 7, 23, 40):
+        values, ids = vocab_topk(mine, k, group, chunk_tokens=5)
+        assert torch.equal(ids, order[:, :k])
+        assert torch.equal(values.to(dtype), z.gather(-1, ids))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_less_exact_than_log_softmax(dtype):
+    """Of logits near 1000, and of a sure distribution; the gradient in one rounding to the logits' dtype."""
+    group = dist.group.WORLD
+    whole = (4 * torch.randn(64, 400) + 1000 * (torch.arange(64) % 2).unsqueeze(1)).to(dtype)
+    ids, upstream = torch.randint(400, (64, 5)), torch.randn(64, 5)
+    found = []
+    for z in (whole.double(), whole.float()):
+        z.requires_grad_()
+        log_p = z.log_softmax(-1).gather(-1, ids)
+        found.append((log_p, *torch.autograd.grad(log_p, z, upstream.to(z.dtype))))
+    shard = VocabShard.equal(400 // group_size(group), group)
+    own = slice(shard.start, shard.stop)
+    mine = whole[:, own].clone().requires_grad_()
+    value = gather_log_probs(mine, ids, group)
+    (truth, truth_grad), (plain, plain_grad) = found
+    assert error(value, truth) <= error(plain, truth)
+    grad = grads_of(value, mine, upstream)[0]
+    plain_grad = plain_grad.to(dtype)
+    assert error(grad, truth_grad[:, own]) <= 1.05 * error(plain_grad[:, own], truth_grad[:, own])
+    assert error(token_log_probs(mine, ids[:, 0], group), truth[:, 0]) <= error(plain[:, 0], truth[:, 0])
+
+
+def test_other_strides_and_no_tokens():
+    z = torch.randn(6, 4, 10, dtype=torch.float64).transpose(0, 1).requires_grad_()
+    ids = torch.randint(10, (4, 6, 3))
+    torch.testing.assert_close(gather_log_probs(z, ids), z.log_softmax(-1).gather(-1, ids))
+    assert torch.equal(vocab_topk(z, 3)[1], z.topk(3).indices)
+    empty = torch.zeros(0, 10, requires_grad=True)
+    assert gather_log_probs(empty, torch.zeros(0, 3).long()).shape == (0, 3)
+    assert vocab_topk(empty, 3)[1].shape == (0, 3)
+    (grad,) = grads_of(vocab_topk(empty, 3)[0].sum(), empty, torch.ones(()))
+    assert grad.shape == (0, 10)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda z, w: vocab_topk(z, 0), "k is 0: it must be an int from 1 to the vocabulary's size 10"),
+        (lambda z, w: vocab_topk(z, 11), "k is 11: it must be an int from 1"),
+        (lambda z, w: vocab_topk(z, 2.0), "k is 2.0"),
+        (lambda z, w: linear_topk_log_probs(z, w, True), "k is True"),
+        (lambda z, w: gather_logits(z, torch.full((4, 2), 10)), r"indices holds one outside \[0, 10\)"),
+        (lambda z, w: gather_log_probs(z, torch.full((4, 2), -100)), "indices holds one outside"),
+        (lambda z, w: gather_log_probs(z, torch.zeros(4, 2)), "indices is torch.float32"),
+        (lambda z, w: gather_log_probs(z, torch.zeros(4, 0).long()), "with K at least 1"),
+        (lambda z, w: gather_log_probs(z, torch.zeros(3, 2).long()), r"indices has leading dims \(3,\), logits \(4,\)"),
+        (lambda z, w: linear_gather_log_probs(z, w, torch.zeros(3, 2).long()), r"hidden has shape \(4, 10\)"),
+        (lambda z, w: linear_gather_log_probs(z, w[:, :3], torch.zeros(4, 2).long()), "weight has shape"),
+        (lambda z, w: vocab_topk(z.long(), 2), "logits is torch.int64"),
+        (lambda z, w: vocab_topk(z, 2, chunk_tokens=0), "chunk_tokens is 0"),
+        (lambda z, w: gather_log_probs(z, torch.zeros(4, 2).long(), temperature=0), "temperature is 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(4, 10), torch.zeros(10, 10))
+
+
+@ranks(2, 4)
+def test_a_fault_of_one_rank_is_raised_on_all():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    size = 10 * group_size(group)
+    ids = torch.zeros(4, 2).long()
+    wrong = VocabShard(10, 19, size) if rank == 1 else VocabShard(10 * rank, 10 * rank + 10, size)
+    message = "with 9 columns" if rank == 1 else "another rank of tp_group refused its arguments"
+    z, x, w = torch.zeros(4, 10), torch.zeros(4, 3), torch.zeros(10, 3)
+    for call in (
+        lambda: vocab_topk(z, 3, group, wrong),
+        lambda: gather_logits(z, ids, group, wrong),
+        lambda: vocab_parallel_softmax(z, group, wrong),
+        lambda: linear_gather_log_probs(x, w, ids, group, vocab=wrong),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    # in the sequence layout a slice of one rank alone may be wrong
+    own = torch.zeros(2 if rank == 1 else 4, 3)
+    ids = torch.zeros(4 * group_size(group), 2).long()
+    with pytest.raises(ValueError, match=r"hidden has shape \(2, 3\)" if rank == 1 else "another rank"):
+        linear_gather_log_probs(own, w, ids, group, "sequence")

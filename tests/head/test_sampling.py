@@ -1,0 +1,209 @@
+"""Log-probabilities under the distribution that tokens were sampled from: top-k, top-p, both, with temperature."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import VocabShard, reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import linear_sampled_log_probs, sampled_log_probs
+from tests.head.problems import error
+from tests.ranks import ranks
+
+FILTERS = [(5, 1.0), (5, 0.6), (40, 0.9), (1, 1.0), (None, 0.6), (-1, 0.97), (None, 1e-6), (None, 1.0)]
+TEMPERATURE = 0.7
+
+
+def drawn(dtype=torch.float64, columns=40, size=40, tied=False):
+    """Logits `[5, 3, V]`, some -inf, and labels that filters keep, do not keep, and that are ignored."""
+    z = 2 * torch.randn(5, 3, columns, dtype=torch.float64)
+    if tied:
+        z = z.round()
+    z[0, :, 1::2] = -torch.inf
+    labels = torch.randint(size, (5, 3))
+    labels[0] -= labels[0] % 2  # without a filter a label at -inf has the gradient of log_softmax
+    labels[:, 0] = z[..., :size].argmax(-1)[:, 0]
+    labels[2, 2] = -100
+    return z.to(dtype), labels
+
+
+def truth(z, labels, top_k, top_p, upstream, size=None):
+    """Values, and the gradient; 0 for a label outside, of whose -inf plain autograd makes NaN."""
+    z = z.double().requires_grad_()
+    value = reference.sampled_log_probs(z / TEMPERATURE, labels, top_k, top_p, size)
+    (grad,) = torch.autograd.grad(value.where(value > -torch.inf, 0.0), z, upstream.double())
+    return value, grad.nan_to_num(0.0)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_logits(tied):
+    group = dist.group.WORLD
+    width = 40 // group_size(group)
+    own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))
+    upstream = torch.randn(5, 3)
+    for size in (40, 37):
+        z, labels = drawn(size=size, tied=tied)
+        mine = z[..., own].clone().requires_grad_()
+        for top_k, top_p in FILTERS:
+            top_k = top_k if top_k != 40 else size
+            want, want_grad = truth(z, labels, top_k, top_p, upstream, size)
+            alone = top_k in (None, -1) and top_p < 1
+            for chunk_tokens, chunks in ((None, 1), (4, 4)):
+                with count_collectives() as counts:
+                    found = sampled_log_probs(
+                        mine,
+                        labels,
+                        top_k,
+                        top_p,
+                        TEMPERATURE,
+                        group,
+                        VocabShard(own.start, own.stop, size),
+                        chunk_tokens=chunk_tokens,
+                    )
+                assert counts.total() == (0 if group_size(group) == 1 else 2 * chunks if alone else 1)
+                torch.testing.assert_close(found, want)
+                with count_collectives() as counts:
+                    (grad,) = torch.autograd.grad(found, mine, upstream.double())
+                assert not counts
+                torch.testing.assert_close(grad, want_grad[..., own])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ties_of_narrow_logits(dtype):
+    """bf16 logits tie of themselves; exactly k are kept, and the filter is that of the logits' own values."""
+    group = dist.group.WORLD
+    width = 40 // group_size(group)
+    own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))
+    z, labels = drawn(dtype, tied=True)
+    upstream = torch.randn(5, 3)
+    mine = z[..., own].clone().requires_grad_()
+    for top_k, top_p in ((5, 1.0), (9, 0.77), (None, 0.77)):
+        want, want_grad = truth(z, labels, top_k, top_p, upstream)
+        found = sampled_log_probs(mine, labels, top_k, top_p, TEMPERATURE, group)
+        assert torch.equal(found > -torch.inf, want > -torch.inf)
+        torch.testing.assert_close(found, want.float(), rtol=2e-6, atol=2e-6)
+        (grad,) = torch.autograd.grad(found, mine, upstream)
+        assert grad.dtype == dtype
+        assert error(grad, want_grad[..., own]) < 4 * torch.finfo(dtype).eps
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_from_hidden_states(layout, fused):
+    group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
+    hidden, weight = torch.randn(8, 3, 6, dtype=torch.float64), torch.randn(40, 6, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    z = reference.logits(*leaves)
+    labels, upstream = torch.randint(40, (8, 3)), torch.randn(8, 3)
+    labels[:, 0], labels[2, 2] = z.argmax(-1)[:, 0], -100
+    rows = slice(rank * 8 // size, (rank + 1) * 8 // size) if layout == "sequence" else slice(None)
+    own = slice(rank * 40 // size, (rank + 1) * 40 // size)
+    for top_k, top_p in ((5, 0.8), (None, 0.8), (None, 1.0)):
+        want, dz = truth(z.detach(), labels, top_k, top_p, upstream)
+        dx, dw = torch.autograd.grad(z, leaves, dz, retain_graph=True)
+        mine = [x.clone().requires_grad_() for x in (hidden[rows], weight[own])]
+        mine[1].main_grad, mine[1].grad_added_to_main_grad = torch.full_like(mine[1], 0.5).detach(), False
+        for chunk_tokens in (None, 5):
+            found = linear_sampled_log_probs(
+                *mine,
+                labels,
+                top_k,
+                top_p,
+                TEMPERATURE,
+                group,
+                layout,
+                chunk_tokens=chunk_tokens,
+                gradient_accumulation_fusion=fused,
+            )
+            torch.testing.assert_close(found, want)
+            got = torch.autograd.grad(found, mine, upstream.double())
+            torch.testing.assert_close(got[0], dx[rows])
+            if fused:
+                assert mine[1].grad_added_to_main_grad
+                torch.testing.assert_close(mine[1].main_grad, dw[own] + 0.5)
+                mine[1].main_grad.fill_(0.5)
+            else:
+                torch.testing.assert_close(got[1], dw[own])
+
+
+@pytest.mark.parametrize("top_k, top_p", [(50, 1.0), (50, 0.9), (None, 0.9)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_bytes(top_k, top_p, size):
+    """Beyond logits and gradient at most a tenth of the logits, in chunks."""
+    tokens, columns = 4096, 32768 // size
+    with one_rank_of(size) as group:
+        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with measure() as forward:
+            found = sampled_log_probs(logits, labels, top_k, top_p, 0.7, group, chunk_tokens=32)
+        with measure() as backward:
+            torch.autograd.grad(found, logits, torch.ones(tokens))
+    assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
+    assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
+    assert forward.collectives.total() == (0 if size == 1 else 1 if top_k else 2 * tokens // 32)
+    assert not backward.collectives
+
+
+@pytest.mark.parametrize("top_k, flops", [(50, 6), (None, 8)])
+def test_from_hidden_states_only_a_chunk_of_logits(top_k, flops):
+    tokens, width, columns = 2048, 256, 8192
+    with one_rank_of(2) as group:
+        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(columns, width, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with measure() as costs:
+            found = linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=64)
+            found.backward(torch.ones(tokens))
+    assert costs.flops == flops * tokens * width * columns
+    gradients = 2 * tokens * width + 2 * columns * width + 4 * columns * width  # dx, dW, and dW's sum in fp32
+    assert costs.peak_bytes <= gradients + 0.35 * 2 * tokens * columns
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"top_k": 0}, "top_k is 0: it must be an int of at least 1; None or -1 turns it off"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_k": 2.0}, "top_k is 2.0"),
+        ({"top_k": True}, "top_k is True"),
+        ({"top_k": 11}, "top_k is 11: it must be an int from 1 to the vocabulary's size 10"),
+        ({"top_p": 0.0}, r"top_p is 0.0: it must be a number in \(0, 1\]"),
+        ({"top_p": 1.01}, "top_p is 1.01"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"top_k": 3, "temperature": 0.0}, "temperature is 0.0: it must be a number above 0"),
+        ({"top_p": 0.5, "temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": 3, "labels": torch.full((4,), 10)}, r"labels holds \[10\], outside \[0, 10\)"),
+        ({"top_k": 3, "labels": torch.zeros(5).long()}, r"\(5,\)"),
+        ({"top_p": 0.5, "labels": torch.zeros(4)}, "labels is torch.float32"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed, message):
+    labels = {"labels": torch.zeros(4).long()}
+    with pytest.raises(ValueError, match=message):
+        sampled_log_probs(torch.zeros(4, 10), **(labels | changed))
+    with pytest.raises(ValueError, match=message):
+        linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(10, 3), **(labels | changed))
+
+
+@ranks(2, 4)
+def test_a_fault_of_one_rank_is_raised_on_all():
+    group, rank, size = dist.group.WORLD, dist.get_rank(), group_size(dist.group.WORLD)
+    z, labels = torch.zeros(4, 10), torch.zeros(4).long()
+    shard = VocabShard(10 * rank, 10 * rank + (9 if rank == 1 else 10), 10 * size)
+    for top_k in (3, None):
+        with pytest.raises(ValueError, match="with 9 columns" if rank == 1 else "another rank of tp_group refused"):
+            sampled_log_probs(z, labels, top_k, 0.5, 1.0, group, shard)
+    if size == 4:  # 11, 10, 10, 10 columns
+        uneven = VocabShard.split(41, group)
+        message = "another rank" if rank < 2 else "needs shards of equal width"
+        with pytest.raises(ValueError, match=message):
+            sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
+    torch.testing.assert_close(
+        sampled_log_probs(z, labels, 2, 1.0, 1.0, group), torch.full((4,), 0.5).log()
+    )  # all ranks are still in step
