@@ -1,11 +1,17 @@
 """What the layer tests share: a config, shards of full tensors, and how close is close."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from megatron_ext.distributed import symmetric_matmul
 
 
 @dataclass
@@ -23,6 +29,7 @@ class Config:
     deterministic_mode: bool = False
     _cpu_offloading_context: Any = None
     cpu_offloading_activations: bool = True
+    tp_comm_overlap: bool = False
 
 
 def world() -> dist.ProcessGroup | None:
@@ -56,3 +63,18 @@ def assert_as_good(actual: Tensor, plain: Tensor, truth: Tensor, factor: float =
     allowed = factor * rms(plain - truth) + 0.25 * torch.finfo(plain.dtype).eps * rms(truth)
     error = rms(actual - truth)
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+@contextmanager
+def symmetric_memory() -> Iterator[None]:
+    """As on GPUs that reach each other's memory: PyTorch's operators get the CPU kernels that it shows the compiler."""
+    cpu = torch.library.Library("symm_mem", "IMPL", "CPU")
+    symmetric_matmul._found.clear()
+    try:
+        cpu.impl("fused_all_gather_matmul", _symmetric_memory._fused_all_gather_matmul_fallback)
+        cpu.impl("fused_matmul_reduce_scatter", _symmetric_memory._fused_matmul_reduce_scatter_fallback)
+        with mock.patch.object(symmetric_matmul, "_lacking", return_value=None):
+            yield
+    finally:
+        symmetric_matmul._found.clear()
+        cpu._destroy()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, world
+from tests.tensor_parallel.sharded import Config, symmetric_memory, world
 
 D, N, V = 8, 16, 12
 
@@ -103,3 +103,15 @@ def test_deferred_weight_gradients_take_a_graph_break():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Mutating a variable|side effect"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_whole_graph_through_symmetric_memory(kind):
+    torch._dynamo.reset()
+    with symmetric_memory():
+        layer = build(kind, True, Config(sequence_parallel=True, tp_comm_overlap=True))
+        assert layer.symmetric
+        x = input_of(kind)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(compiled, layer, x), run(layer, layer, x), rtol=1e-6, atol=1e-6)
