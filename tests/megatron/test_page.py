@@ -1,4 +1,4 @@
-"""What docs/megatron.md says: its commands and lines of code run, and its table is what is measured."""
+"""What docs/megatron.md and the README say: commands and lines of code run, and the table is what is measured."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from tests.megatron.patching import batch, one_gpt, patched, run, unpatch
 from tests.ranks import ranks
 from tests.test_run import report_of
 
-PAGES = [EXAMPLES.parent / "docs" / "megatron.md"]
+PAGES = [EXAMPLES.parent / "docs" / "megatron.md", EXAMPLES.parent / "README.md"]
 
 
 def plugs(page: Path) -> tuple[str, str, str]:
