@@ -5,6 +5,7 @@ R tensor-parallel ranks. GPTModel keeps queries, keys and values of each key hea
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,4 +152,4 @@ def to_transformers(
             found = shape[1:] if kind == "gated" else shape
             if kind == "qkv":
                 found = torch.Size([(size.heads if i == 0 else size.groups) * size.channels, *shape[1:]])
-            yield part, found, lambda name=name, kind=kind, i=i: part_of(name, kind, i)
+            yield part, found, partial(part_of, name, kind, i)

@@ -2,7 +2,7 @@
 
 import math
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +104,7 @@ class MegatronPolicyWorker(PolicyWorker):
             part.copy_(weight if dim is None else weight.chunk(ranks, dim)[rank])
 
     def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        group, config = parallel_state.get_context_parallel_group(), self.model.config
+        group, config = parallel_state.get_context_parallel_group(), cast(TransformerConfig, self.model.config)
         ranks, length = self.settings.context_parallel_size, tokens_BS.shape[1]
         slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
         padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
@@ -135,12 +135,13 @@ class MegatronPolicyWorker(PolicyWorker):
         """Means over data- and context-parallel ranks, and sums of what sequence parallelism spread."""
         finalize_model_grads([self._data_parallel])
         for parameter in self.model.parameters():
-            parameter.grad = parameter.main_grad
+            parameter.grad = cast(Any, parameter).main_grad
 
     def _clip_gradients(self, max_norm: float | None) -> float:
         squares = torch.zeros(2, device=self.device)  # of sharded weights, and of those that all ranks have
         parameters = list(self.model.parameters())
         for parameter in parameters:
+            assert parameter.grad is not None
             squares[0 if _is_sharded(parameter) else 1] += parameter.grad.norm() ** 2
         squares[0] = all_reduce(squares[0], self.mesh["tp"].get_group())
         norm = float(squares.sum().sqrt())
@@ -190,7 +191,7 @@ def _laid_out(name: str, parameter: Tensor, x: Tensor) -> tuple[Tensor, int | No
         return x, None
     if name.endswith("linear_fc1.weight"):
         return x.view(2, -1, *x.shape[1:]), 1
-    return x, parameter.partition_dim
+    return x, cast(Any, parameter).partition_dim
 
 
 def _packing(cu_seqlens: Tensor) -> PackedSeqParams:

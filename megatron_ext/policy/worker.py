@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,7 @@ class PolicyWorker(ABC):
 
     def _exports(self) -> dict[str, "Export"]:
         """The weights that generators get, by transformers' names."""
-        return {name: Export(x.shape, lambda x=x: whole(x)) for name, x in self._state().items()}
+        return {name: Export(x.shape, partial(whole, x)) for name, x in self._state().items()}
 
     def _as_global(self, name: str, x: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
