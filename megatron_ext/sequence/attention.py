@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
@@ -48,6 +48,9 @@ class Window:
             seen &= key <= query + self.right
         return seen
 
+
+# The torch function modes, if any, that put attention over all ranks in the place of SDPA.
+replacing_sdpa: list[TorchFunctionMode] = []
 
 EVERYTHING = Window()
 CAUSAL = Window(right=0)
@@ -129,8 +132,8 @@ def attend(
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
             lengths that the zigzag layout cannot split.
     """
-    if has_torch_function((q_SBHD, k_TBGD, v_TBGD)):
-        # A mode that replaces SDPA may see that this is attention already, and leave the calls below alone.
+    if replacing_sdpa and has_torch_function((q_SBHD, k_TBGD, v_TBGD)):
+        # The mode sees that this is attention over all ranks already, and leaves the calls below alone.
         return handle_torch_function(
             attend,
             (q_SBHD, k_TBGD, v_TBGD),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
-from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, attend
+from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, attend, replacing_sdpa
 from megatron_ext.sequence.zigzag import check_length, split_zigzag
 
 
@@ -57,6 +57,15 @@ class _AttendToAllRanks(TorchFunctionMode):
     def __init__(self, group: Group):
         super().__init__()
         self._group = group
+
+    def __enter__(self) -> "_AttendToAllRanks":
+        super().__enter__()
+        replacing_sdpa.append(self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        replacing_sdpa.remove(self)
+        super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # While this runs the mode is off: what `attend` calls, wherever it was called, comes through unchanged.
