@@ -14,7 +14,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
     package_data={"megatron_ext": ["py.typed"]},
     install_requires=["torch>=2.6"],

@@ -202,14 +202,14 @@ def _shard(
     offload_policy: OffloadPolicy,
     activation_checkpointing: bool,
 ) -> nn.Module:
+    tied = is_tied(model)
     if tp_mesh.size() > 1:
-        tied = is_tied(model)
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         parallelize_module(model, tp_mesh, plan)
         for name in frozen:  # replicated parameters come back as trainable ones
             model.get_parameter(name).requires_grad_(False)
-        if tied:  # each module has got a parameter of its own
-            tie(model)
+    if tied:  # sharding, like the meta device, gave each module a parameter of its own
+        tie(model)
     layers = text_model(model).layers
     # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
     inner_policy = dataclasses.replace(mp_policy, output_dtype=None)

@@ -223,7 +223,7 @@ class RayPolicy:
                 f"Ray has no room for {self.world_size} actors with {self._bundle} each; it has "
                 f"{ray.cluster_resources()}: add nodes, or ask for less"
             )
-        needs = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        needs: dict[str, Any] = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
         needs["runtime_env"] = {"env_vars": self._env_vars}
         places = [PlacementGroupSchedulingStrategy(self._placement, i) for i in range(self.world_size)]
         actor = ray.remote(_Actor)
@@ -290,9 +290,10 @@ class RayPolicy:
                 silent = [begun.index(ref) for ref in pending]
                 self._fail(f"ranks {silent} of {self.world_size} did not answer" + _told(errors))
         if errors:
-            rank, error = min(errors.items(), key=lambda item: isinstance(item[1], RuntimeError))
-            error.add_note(f"on rank {rank} of {self.world_size}")
-            raise error
+            # The rank that raised first has its own error, the others may have one that says so.
+            rank, cause = min(errors.items(), key=lambda item: isinstance(item[1], RuntimeError))
+            cause.add_note(f"on rank {rank} of {self.world_size}")
+            raise cause
         return [results[rank] for rank in range(len(begun))]
 
     def _fail(self, what: str) -> NoReturn:

@@ -185,14 +185,14 @@ def test_cpu_offload():
     assert get_grad_norm(model.parameters(), dp_cp.get_group()) == pytest.approx(norm / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied, tp", [(False, 2), (True, 2), (True, 1)])
 @ranks(2)
-def test_from_the_meta_device(tied):
+def test_from_the_meta_device(tied, tp):
     """Empty models on all ranks, weights from rank 0 alone; tied ones are one parameter again, and stay so."""
     from accelerate import init_empty_weights
 
     tokens = _tokens(2, 16)
-    mesh, dp_cp = meshes(tp=2)
+    mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
     full = make("gemma3", tied).state_dict()
     with init_empty_weights():
         empty = make("gemma3", tied)
