@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core.utils
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -208,14 +209,14 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def _drain_if_deferred(drain: Any) -> Any:
-    """The fused head defers no weight gradient; Megatron's function fails where there is none to compute."""
+def _drain_if_deferred(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
+    """The fused head defers no weight gradient; Megatron's function fails where there is none to compute.
 
-    def drain_if_deferred(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
-        if embedding_activation_buffer or grad_output_buffer:
-            drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs)
-
-    return drain_if_deferred
+    Which function that is, is looked up at each call: `substitute_tensor_parallel()` may have put ours in its place.
+    """
+    if embedding_activation_buffer or grad_output_buffer:
+        drain = getattr(megatron.core.utils, versions.DRAIN[1])
+        drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs)
 
 
 def _wrapper(original: Any, name: str, settings: Settings) -> Any:
@@ -223,7 +224,7 @@ def _wrapper(original: Any, name: str, settings: Settings) -> Any:
     make = {
         versions.FORWARD: lambda: forward_with_log_probs(original),
         versions.POSTPROCESS: lambda: _fused_postprocess(original, settings),
-        versions.DRAIN[1]: lambda: _drain_if_deferred(original),
+        versions.DRAIN[1]: lambda: functools.partial(_drain_if_deferred),
     }
     wrapper: Any = functools.wraps(original)(make[name]())
     wrapper.original, wrapper.settings = original, settings
@@ -251,8 +252,9 @@ def _guard_drain() -> None:
     """Megatron's schedules get their guard with the first patch and lose it with the last."""
     if _models or hasattr(vars(GPTModel)[versions.POSTPROCESS], "original"):
         _replace(*versions.DRAIN, Settings())
-    else:
-        _restore(*versions.DRAIN)
+    elif _original(getattr(*versions.DRAIN)) is not getattr(*versions.DRAIN):
+        owner, name = versions.DRAIN
+        setattr(owner, name, getattr(megatron.core.utils, name))
 
 
 def _as_list(model: Any) -> list[Any]:

@@ -232,17 +232,19 @@ def test_gradients_go_into_main_grad_and_none_is_deferred():
 def test_megatron_drains_what_was_deferred_and_nothing_else():
     """Its own function fails where there is nothing to compute, and the fused head defers nothing."""
     with model_parallel():
+        from megatron.core import utils
         from megatron.core.pipeline_parallel import schedules
 
-        stock, calls = schedules.drain_embedding_wgrad_compute, []
-        schedules.drain_embedding_wgrad_compute = record = lambda *arguments: calls.append(arguments)
+        stock, calls = utils.drain_embedding_wgrad_compute, []
         try:
             with patched():
+                # As substitution does it, before the patch or after.
+                utils.drain_embedding_wgrad_compute = record = lambda *arguments: calls.append(arguments)
                 schedules.drain_embedding_wgrad_compute("config", [], [], "weight", "group")
                 schedules.drain_embedding_wgrad_compute("config", ["input"], ["grad"], "weight", "group")
             assert schedules.drain_embedding_wgrad_compute is record
         finally:
-            schedules.drain_embedding_wgrad_compute = stock
+            utils.drain_embedding_wgrad_compute = schedules.drain_embedding_wgrad_compute = stock
         assert calls == [("config", ["input"], ["grad"], "weight", "group")]
 
 

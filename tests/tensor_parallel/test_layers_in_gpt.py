@@ -81,6 +81,31 @@ def test_gradients_fused_into_main_grad(sizes, limit, tied):
 
 
 @ranks(2)
+def test_deferred_gradients_while_another_model_is_patched():
+    """The patch guards Megatron's drain, and the guard finds ours whether it came before or after."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+    from megatron_ext.megatron.linear_ce import (
+        patch_gpt_model_forward_for_linear_ce_fusion as patch,
+    )
+    from megatron_ext.megatron.linear_ce import (
+        unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch,
+    )
+
+    deferred = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 0}
+    with model_parallel(pp=2):
+        loss, grads = run(True, tied=False)
+        with ours_everywhere():
+            other = tiny_gpt(gpt_block_spec, tied=False)
+        patch(model=other)
+        try:
+            guarded_loss, guarded_grads = run(True, tied=False, **deferred)
+        finally:
+            unpatch(model=other)
+    assert guarded_loss == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(guarded_grads, grads, rtol=1e-5, atol=1e-7)
+
+
+@ranks(2)
 def test_device_initialisation_gives_one_model_at_every_size():
     """The full weights of a model built on the device at TP 2 are those at TP 1, which are Megatron's own."""
 
