@@ -35,8 +35,13 @@ def allowed_bytes(layout):
     return 4 * (V // R) * D + (4 * full if layout == "replicated" else 4 * full // R + 2 * full + 2 * full)
 
 
+def slow(*values):
+    """Many small operations, counted one by one."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
-@pytest.mark.parametrize("cache, flops, logits_bytes", [(0, 8, 0.35), (0.5, 7, 1.35), (1, 6, 2.25)])
+@pytest.mark.parametrize("cache, flops, logits_bytes", [slow(0, 8, 0.35), slow(0.5, 7, 1.35), (1, 6, 2.25)])
 def test_full_size(layout, cache, flops, logits_bytes):
     found = costs(cache, layout)
     assert found.flops == flops * T * V * D // R

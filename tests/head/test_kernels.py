@@ -51,6 +51,7 @@ def test_the_head_itself_under_the_interpreter():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
     ask = "import torch; from megatron_ext.head import passes; print(passes._side(torch.zeros(1)).__name__)"
     for value, module in (("0", "megatron_ext.head.rows"), ("1", "megatron_ext.head.kernels.rows")):
