@@ -60,7 +60,7 @@ def _side(ours: bool, width: int, store: str, pipe) -> None:
     dist.destroy_process_group()
 
 
-def measure_layers(budget_s: float, width: int = 256) -> list[tuple[str, str, str, list[float]]]:
+def measure_layers(budget_s: float, width: int) -> list[tuple[str, str, str, list[float]]]:
     """Rows (impl, metric, unit, values): milliseconds, and the ratio of the two in each round."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []

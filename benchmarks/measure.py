@@ -142,7 +142,7 @@ def watched(step: Callable[[], Answer]) -> tuple[Answer, int]:
 
 
 def time_ms(step: Callable[[], object], device: str) -> float:
-    _barrier(device)
+    barrier(device)
     start = time.perf_counter()
     step()
     if device == "cuda":
@@ -160,7 +160,7 @@ def interleaved(
     found: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for round_ in range(20):
-        if round_ >= 2 and _any_rank(time.perf_counter() - start > budget_s, device):
+        if round_ >= 2 and any_rank(time.perf_counter() - start > budget_s, device):
             break
         for name, step in steps.items():
             found[name].append(float("nan") if name in slow and round_ % 2 else time_ms(step, device))
@@ -218,7 +218,7 @@ def measure_case(
             rows.append((impl.name, "peak of the allocator", "MiB", [peak / MIB]))
         rows.append((impl.name, "error / plain", "1", [found.worst]))
         reason = refusal(impl, found)
-        if _any_rank(reason is not None, case.device):
+        if any_rank(reason is not None, case.device):
             refused.append(reason or f"{impl.name}: wrong on another rank, so its time does not count")
         else:
             steps[impl.name] = lambda head=head: run_once(head, inputs)
@@ -232,14 +232,14 @@ def measure_case(
     return rows, refused
 
 
-def _barrier(device: str) -> None:
+def barrier(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
-def _any_rank(flag: bool, device: str) -> bool:
+def any_rank(flag: bool, device: str) -> bool:
     """Whether `flag` holds on any rank: ranks must decide alike, or they hang."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flag

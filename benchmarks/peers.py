@@ -15,10 +15,17 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 
 
-def _target(labels_T: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
+def own_target(labels_T: Tensor, start: int, columns: int) -> tuple[Tensor, Tensor]:
     """Each label's column in this shard (0 if another's), and whether it is this shard's."""
     own_T = (labels_T >= start) & (labels_T < start + columns)
     return (labels_T - start).where(own_T, 0), own_T
+
+
+def sharded_log_softmax(z_NV: Tensor, group: Group) -> Tensor:
+    """This rank's columns in fp32, by the usual way: two all-reduces, maximum and sum of exponentials."""
+    z_NV = z_NV.float()
+    z_NV = z_NV - collectives.all_reduce(z_NV.amax(1, keepdim=True), group, op="max")
+    return z_NV - collectives.all_reduce(z_NV.exp().sum(1, keepdim=True), group).log()
 
 
 class NemoRL(torch.autograd.Function):
@@ -34,28 +41,22 @@ class NemoRL(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, start: int, group: Group) -> Tensor:
         ctx.save_for_backward(x_TD, w_VD, labels_T)
         ctx.start, ctx.group = start, group
-        target_T, own_T = _target(labels_T, start, w_VD.shape[0])
+        target_T, own_T = own_target(labels_T, start, w_VD.shape[0])
         picked = []
         for x_ND, target_N in zip(x_TD.split(NemoRL.CHUNK), target_T.split(NemoRL.CHUNK), strict=True):
-            log_p_NV = NemoRL.log_softmax(x_ND, w_VD, group)
+            log_p_NV = sharded_log_softmax(x_ND @ w_VD.t(), group)
             picked.append(log_p_NV.gather(1, target_N[:, None]).squeeze(1))
             del log_p_NV
         return -collectives.all_reduce(torch.cat(picked) * own_T, group)
 
     @staticmethod
-    def log_softmax(x_ND: Tensor, w_VD: Tensor, group: Group) -> Tensor:
-        z_NV = (x_ND @ w_VD.t()).float()
-        z_NV = z_NV - collectives.all_reduce(z_NV.amax(1, keepdim=True), group, op="max")
-        return z_NV - collectives.all_reduce(z_NV.exp().sum(1, keepdim=True), group).log()
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor):
         x_TD, w_VD, labels_T = ctx.saved_tensors
-        target_T, own_T = _target(labels_T, ctx.start, w_VD.shape[0])
+        target_T, own_T = own_target(labels_T, ctx.start, w_VD.shape[0])
         wide_VD, dw_VD, dx = w_VD.float(), torch.zeros_like(w_VD, dtype=torch.float32), []
         chunks = (tensor.split(NemoRL.CHUNK) for tensor in (x_TD, grads[0], target_T, own_T))
         for x_ND, g_N, target_N, own_N in zip(*chunks, strict=True):
-            dz_NV = NemoRL.log_softmax(x_ND, w_VD, ctx.group).exp_()
+            dz_NV = sharded_log_softmax(x_ND @ w_VD.t(), ctx.group).exp_()
             dz_NV.scatter_add_(1, target_N[:, None], -own_N[:, None].float())
             dz_NV *= g_N[:, None]
             dx.append(dz_NV @ wide_VD)
@@ -76,7 +77,7 @@ class Verl(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, start: int, group: Group) -> Tensor:
-        target_T, own_T = _target(labels_T, start, w_VD.shape[0])
+        target_T, own_T = own_target(labels_T, start, w_VD.shape[0])
         peak_T = x_TD.new_full(labels_T.shape, -torch.inf, dtype=torch.float32)
         total_T, weighted_T, picked_T = (torch.zeros_like(peak_T) for _ in range(3))
         for first in range(0, w_VD.shape[0], Verl.BLOCK):

@@ -5,14 +5,18 @@ policy workers commonly do: the model's logits, made fp32, log-softmax over the 
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks import record
 from benchmarks.meter import measure
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, NLLLoss
 
 MIB = 2**20
+CASE = "policy"
+SIZES = {"rows": 4, "positions": 256, "vocab": 32000}
 
 
 def model_config(vocab: int) -> LlamaConfig:
@@ -82,15 +86,24 @@ def peaks_mib(rows: int, positions: int, vocab: int) -> dict[str, dict[str, floa
     return found
 
 
+def measure_policy(rows: int, positions: int, vocab: int) -> list[tuple[str, str, str, list[float]]]:
+    """Rows (impl, metric, unit, values)."""
+    found = peaks_mib(rows, positions, vocab)
+    return [(way, f"peak, {what}", "MiB", [peak]) for way, peaks in found.items() for what, peak in peaks.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("rows", 4), ("positions", 256), ("vocab", 32000)):
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
     options = parser.parse_args()
     logits_mib = options.rows * options.positions * options.vocab * 4 / MIB
     print(f"{options.rows} x {options.positions} tokens, {options.vocab} words: fp32 logits are {logits_mib:.0f} MiB")
-    for way, peaks in peaks_mib(options.rows, options.positions, options.vocab).items():
-        print(f"{way:18}", *(f"{what} {peak:8.1f} MiB" for what, peak in peaks.items()))
+    origin = record.Origin.here("cpu")
+    rows = [origin.row(CASE, *row) for row in measure_policy(options.rows, options.positions, options.vocab)]
+    record.write(options.out, rows)
+    print(record.table(rows))
 
 
 if __name__ == "__main__":

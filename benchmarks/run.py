@@ -1,6 +1,7 @@
 """`python -m benchmarks.run cpu` (or `gpu`): measures, writes benchmarks/results/*.csv, prints a table, draws.
 
-Exact counts at full size come first, from fake tensors; then the cases, all heads of one by turns; then the layers.
+Exact counts at full size come first, from fake tensors; then the cases, all heads of one by turns; then, on the CPU, a
+step of the layers, log-probabilities from logits and the memory of the policy worker: modules that also run alone.
 """
 
 import argparse
@@ -15,10 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import cases, plot, record
+from benchmarks import cases, layer_step, log_probs, plot, policy_memory, record
 from benchmarks.cases import Case
 from benchmarks.implementations import MODELS, OURS, STOCK, available
-from benchmarks.layer_step import measure_layers
 from benchmarks.measure import (
     Inputs,
     counts,
@@ -79,7 +79,7 @@ def main() -> None:
     quiet()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", choices=["cpu", "gpu"])
-    parser.add_argument("--seconds", type=float, default=30, help="for the times of one case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20, help="for the times of one case (default: %(default)s)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="CPU cases of other sizes")
     parser.add_argument("--out", type=Path, help="the CSV (default: benchmarks/results/, named for the machine)")
     options = parser.parse_args()
@@ -105,8 +105,17 @@ def main() -> None:
             take(case.name, found)
             remarks += [f"{case.name}: {line}" for line in said]
     if device == "cpu":
-        print("layers ...", flush=True)
-        take("layers, GPT of 4", measure_layers(min(20, options.seconds)))
+        seconds = min(15, options.seconds)
+        for width in layer_step.BATCHES:
+            print(f"{layer_step.case_name(width)} ...", flush=True)
+            take(layer_step.case_name(width), layer_step.measure_layers(seconds, width))
+        print("log-probs ...", flush=True)
+        log_prob_rows, refused = log_probs.measure_log_probs(min(log_probs.SECONDS, seconds))
+        for case_name, row in log_prob_rows:
+            take(case_name, [row])
+        remarks += refused
+        print("policy ...", flush=True)
+        take(policy_memory.CASE, policy_memory.measure_policy(**policy_memory.SIZES))
 
     kind = "cpu" if device == "cpu" else re.sub(r"\W+", "-", origin.device.lower())
     out = options.out or record.RESULTS / f"{kind}.csv"

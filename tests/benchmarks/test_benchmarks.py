@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks import record
 from benchmarks.cases import COUNTED_CASE, MEGATRON, Case
-from benchmarks.implementations import MODELS, Implementation, ours, pytorch_chunked
+from benchmarks.implementations import MODELS, PYTORCH_CHUNKED, Implementation, ours
 from benchmarks.measure import (
     Inputs,
     errors,
@@ -37,16 +38,16 @@ def known():
     return true, errors(run_once(plain, shard_of(whole, CASE, 0)), true)
 
 
-def judge(head, known):
+def judge(impl, known):
     true, baseline = known
-    results = run_once(head, shard_of(whole_inputs(CASE), CASE, 0))
-    return refusal(Implementation("it", lambda case, group: head), parity(results, true, baseline))
+    results = run_once(impl.build(CASE, None), shard_of(whole_inputs(CASE), CASE, 0))
+    return refusal(impl, parity(results, true, baseline))
 
 
 def test_right_heads_are_timed(known):
     for impl in (ours(1), ours(0.5), ours(0), *MODELS):
-        assert judge(impl.build(CASE, None), known) is None
-    assert judge(pytorch_chunked(CASE, None), known) is None  # gives the mean only
+        assert judge(impl, known) is None
+    assert judge(PYTORCH_CHUNKED, known) is None  # gives the mean only
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,16 @@ def test_right_heads_are_timed(known):
     ],
 )
 def test_wrong_heads_are_refused(wrong, known):
-    assert "its time does not count" in judge(wrong, known)
+    assert "its time does not count" in judge(Implementation("it", lambda case, group: wrong), known)
+
+
+def test_the_wider_limit_of_a_mean_still_refuses_a_wrong_one(known):
+    for wrong in (
+        lambda x, w, y: plain(x, w, y).mean() + 1e-4,
+        lambda x, w, y: plain(x, w.detach(), y).mean() + 0 * w.sum(),
+        lambda x, w, y: plain(x.bfloat16().float(), w, y).mean(),
+    ):
+        assert judge(replace(PYTORCH_CHUNKED, build=lambda case, group, wrong=wrong: wrong), known)
 
 
 def test_a_refused_head_has_no_time(known):
