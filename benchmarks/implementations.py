@@ -117,8 +117,7 @@ MODELS = [
     Implementation("nemo-rl's algorithm", model_of(peers.NemoRL), slow=True),
     Implementation("verl's algorithm", model_of(peers.Verl), slow=True),
 ]
-# It gives the mean, whose own rounding in fp32 is a few times a token's error, and documents that its default adds up
-# the weight's gradient in the weight's dtype, chunk by chunk.
+# It gives the mean alone, whose own rounding in fp32 is a few times a token's error.
 PYTORCH_CHUNKED = Implementation("pytorch chunked", pytorch_chunked, error_limit=32.0, slow=True)
 STOCK = [
     Implementation(MEGATRON, lambda case, group: megatron(case, group, fused=False)),
