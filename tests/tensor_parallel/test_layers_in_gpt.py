@@ -62,7 +62,12 @@ def test_experts():
 @ranks(2)
 @pytest.mark.parametrize(
     "sizes,limit,tied",
-    [({"pp": 2}, 0, False), ({"pp": 2}, 1, True), ({"pp": 2, "vp": 2}, 0, False), ({"tp": 2}, 0, False)],
+    [
+        ({"pp": 2}, 0, False),
+        pytest.param({"pp": 2}, 1, True, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "vp": 2}, 0, False, marks=pytest.mark.slow),
+        ({"tp": 2}, 0, False),
+    ],
     ids=str,
 )
 def test_gradients_fused_into_main_grad(sizes, limit, tied):
