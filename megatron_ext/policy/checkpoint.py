@@ -83,9 +83,21 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, it is incomplete or damaged, or holds other tensors. Nothing has changed.
     """
+    facts = check(path)
+    must_hold(path, tensors)
+    read(path, tensors)
+    return facts
+
+
+def check(path: str | Path) -> dict[str, Any]:
+    """The facts of a checkpoint, once all of its files were found whole.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is incomplete or damaged.
+    """
     path = Path(path)
 
-    def check() -> dict[str, Any]:
+    def verify() -> dict[str, Any]:
         complete = _complete(path)
         try:
             found = json.loads((complete / FACTS).read_text())
@@ -102,15 +114,24 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
                 f"the checkpoint {path} is damaged: {', '.join(wrong or sorted(strange))} is not what was written; "
                 f"load another one"
             )
-        _check_tensors(path, metadata, tensors)
         return found["facts"]
 
-    facts = agree(check)[_rank()]
+    return agree(verify)[_rank()]
+
+
+def must_hold(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless the checkpoint, which `check` found whole, has these tensors in their shapes."""
+    path = Path(path)
+    agree(lambda: _check_tensors(path, _read_index(_complete(path)), tensors))
+
+
+def read(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+    """Reads into `tensors`, in place, what `must_hold` found there."""
+    path = Path(path)
     try:
         dcp.load(dict(tensors), storage_reader=_Reader(_complete(path)), no_dist=_alone())
     except CheckpointException as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {error}") from None
-    return facts
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -332,9 +332,16 @@ class PolicyWorker(ABC):
         Raises:
             ValueError, OSError: on every rank.
         """
+        if tokenizer_path is not None and self.tokenizer is None:
+            raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
         save_policy(self, weights_path, optimizer_path)
-        if tokenizer_path is not None and self.rank == 0:
-            self.tokenizer.save_pretrained(tokenizer_path)
+
+        def save_tokenizer() -> None:
+            if self.rank == 0:
+                self.tokenizer.save_pretrained(tokenizer_path)
+
+        if tokenizer_path is not None:
+            agree(save_tokenizer)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Reads what `save_checkpoint` wrote, in this or another layout. Executes nothing of it.
@@ -411,7 +418,7 @@ class PolicyWorker(ABC):
             loss, found = log_probs.sum() * 0.0, None
             if real and fault is None:
                 try:
-                    loss, found = loss_fn(log_probs, micro_batch, *counts)
+                    loss, found = _validated(*loss_fn(log_probs, micro_batch, *counts))
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
@@ -425,9 +432,8 @@ class PolicyWorker(ABC):
         """FSDP2 averages gradients over the data-parallel ranks, whose losses add up."""
         (loss * self.dp_size).backward()
 
-    def _note(self, metrics: defaultdict[str, list[float]], found: dict[str, Any], step: Step, steps: int) -> None:
+    def _note(self, metrics: defaultdict[str, list[float]], numbers: dict[str, float], step: Step, steps: int) -> None:
         """Adds a micro-batch's metrics, unless no row of it counts."""
-        numbers = {name: float(value) for name, value in found.items()}
         valid = numbers.pop("num_valid_samples", 1.0)
         if valid <= 0:
             return
@@ -492,6 +498,13 @@ class PolicyWorker(ABC):
         if self._held is not None:
             self._held.free()
             self._held = None
+
+
+def _validated(loss: Tensor, metrics: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """What a loss function returned, if it can be trained on and its metrics are numbers."""
+    if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
+        raise ValueError("loss_fn's loss must be a 0-d tensor with a gradient to the log-probabilities; reduce it")
+    return loss, {name: float(value) for name, value in metrics.items()}
 
 
 def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:

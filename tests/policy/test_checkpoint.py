@@ -92,6 +92,29 @@ def damage(folder, how):
         shutil.rmtree(folder)
 
 
+def moments(worker):
+    return list(whole({str(i): x for i, x in enumerate(_tensors(worker))}).values())
+
+
+def _tensors(worker):
+    return [x for s in worker.optimizer.state.values() for x in s.values()]
+
+
+@ranks(1)
+def test_a_save_before_the_first_step_changes_nothing():
+    folder = shared_folder()
+    paths = str(folder / "weights"), str(folder / "optimizer")
+    worker, other = worker_of(), worker_of()
+    worker.save_checkpoint(*paths)
+    assert not worker.optimizer.state
+    true = [train(other, seed) for seed in (0, 1)]
+    assert [train(worker, seed) for seed in (0, 1)] == true
+    worker.load_checkpoint(*paths)
+    assert not worker.optimizer.state
+    assert [train(worker, seed) for seed in (0, 1)] == true
+    shutil.rmtree(folder)
+
+
 @pytest.mark.parametrize("how", ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"])
 @ranks(2)
 def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(how):
@@ -101,12 +124,14 @@ def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(how):
     worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
     train(worker, 1)
     before = whole(worker._state())
+    state = moments(worker)
     if dist.get_rank() == 0:
         damage(folder / "weights", how)
     dist.barrier()
     with pytest.raises(ValueError, match="incomplete or damaged|is damaged"):
         worker.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
     assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    assert all(torch.equal(x, y) for x, y in zip(moments(worker), state, strict=True))
     train(worker, 2)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)

@@ -101,6 +101,36 @@ def test_a_loss_that_is_none_changes_nothing(how):
 
 
 @dataclass(frozen=True)
+class Malformed:
+    """A loss that returns what is none, on rank 1."""
+
+    loss: bool
+
+    def __call__(self, log_probs_BS, data, *counts):
+        loss, metrics = NLLLoss()(log_probs_BS, data, *counts)
+        if dist.get_rank() == 0:
+            return loss, metrics
+        return (loss[None], metrics) if self.loss else (loss, {"loss": "much"})
+
+
+@pytest.mark.parametrize("loss", [False, True])
+@ranks(2)
+def test_what_a_loss_returns_is_checked_on_every_rank(loss):
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    data = shard(tiny_batch(), worker)
+    with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError):
+        worker.train(data, Malformed(loss))
+    worker.train(data, NLLLoss())
+
+
+@ranks(2)
+def test_a_tokenizer_that_is_not_there_is_an_error_before_anything_is_written():
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    with pytest.raises(ValueError, match="without a tokenizer"):
+        worker.save_checkpoint("/nowhere/weights", None, "/nowhere/tokenizer")
+
+
+@dataclass(frozen=True)
 class Steep:
     """A finite loss with a gradient that is not."""
 
