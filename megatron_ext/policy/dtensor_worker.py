@@ -57,6 +57,8 @@ class DTensorPolicyWorker(PolicyWorker):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, whole, options=options)
         tie_word_embeddings(model)
+        if settings.cpu_offload:  # what the state dict made lies on the device of the process group
+            model.to("cpu")
         move_buffers(model, self.device)
         return model
 

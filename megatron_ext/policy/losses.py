@@ -99,7 +99,7 @@ class ClippedPGLoss:
             return _divide(_row_means(x_BS, mask_BS).sum(), global_valid_seqs)
 
         # Masked before the exponential: what stands at padding must not overflow into 0 * inf.
-        change_BS = (log_probs_BS - data["prev_logprobs"]) * mask_BS
+        change_BS = _counted(log_probs_BS - data["prev_logprobs"], mask_BS)
         ratio_BS = change_BS.exp()
         clipped_BS = ratio_BS.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         loss_BS = torch.maximum(-advantages_BS * ratio_BS, -advantages_BS * clipped_BS)
@@ -107,11 +107,11 @@ class ClippedPGLoss:
             bounded_BS = torch.minimum(loss_BS, -advantages_BS * self.ratio_clip_c)
             loss_BS = bounded_BS.where(advantages_BS < 0, loss_BS)
         if self.use_importance_sampling_correction:
-            drift_BS = (data["prev_logprobs"] - data["generation_logprobs"]) * mask_BS
+            drift_BS = _counted(data["prev_logprobs"] - data["generation_logprobs"], mask_BS)
             loss_BS = loss_BS * drift_BS.exp()
         loss, kl = mean(loss_BS), torch.zeros((), device=log_probs_BS.device)
         if self.reference_policy_kl_penalty:
-            distance_BS = (data["reference_policy_logprobs"] - log_probs_BS) * mask_BS
+            distance_BS = _counted(data["reference_policy_logprobs"] - log_probs_BS, mask_BS)
             kl = mean(distance_BS.exp() - distance_BS - 1)
             loss = loss + self.reference_policy_kl_penalty * kl
         was_clipped_BS = (ratio_BS < 1 - self.ratio_clip_min) | (ratio_BS > 1 + self.ratio_clip_max)
@@ -181,6 +181,11 @@ def _mask(data: Mapping[str, Any]) -> Tensor:
     """fp32 `[B, S]`: the weight of each token, 0 for the first one."""
     mask_BS = data["token_mask"].float() * data["sample_mask"].float()[:, None]
     return mask_BS.index_fill(1, torch.zeros(1, dtype=torch.int64, device=mask_BS.device), 0.0)
+
+
+def _counted(x_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """`x` where a token counts, 0 elsewhere, whatever stands there: infinite differences too."""
+    return x_BS.where(mask_BS > 0, 0.0)
 
 
 def _row_means(x_BS: Tensor, mask_BS: Tensor) -> Tensor:

@@ -149,6 +149,16 @@ class MegatronPolicyWorker(PolicyWorker):
             clip_grad_by_total_norm_(parameters, max_norm, norm)
         return norm
 
+    def _move_model(self, device: torch.device) -> None:
+        """Megatron's data parallelism hangs its hooks on gradient accumulators, which a parameter that moves to another
+        device loses: it is made anew then."""
+        moved = next(self.model.parameters()).device.type != device.type
+        super()._move_model(device)
+        if moved and self._data_parallel is not None:
+            self._data_parallel = None
+            for parameter in self.model.parameters():
+                del cast(Any, parameter).main_grad
+
     def _zero_grad(self) -> None:
         super()._zero_grad()
         if self._data_parallel is None and torch.is_grad_enabled():

@@ -169,9 +169,11 @@ class RayPolicy:
                 f"refit() on {socket.gethostname()}, the actors on {sorted(set(device))}: the model must be on a host "
                 f"of theirs; use init_collective elsewhere"
             )
-        for names in _buckets(sizes, budget):
-            load_weights(model, self.get_weights_ipc_handles(names)[here[0]])
-        self.get_weights_ipc_handles([])
+        try:
+            for names in _buckets(sizes, budget):
+                load_weights(model, self.get_weights_ipc_handles(names)[here[0]])
+        finally:
+            self.get_weights_ipc_handles([])  # frees the last one
 
     def prepare_for_lp_inference(self) -> None:
         self._all("prepare_for_lp_inference")
@@ -186,8 +188,11 @@ class RayPolicy:
         self._all("offload_after_refit")
 
     def is_alive(self) -> bool:
-        """Whether every actor answers."""
-        return all(self._all("is_alive"))
+        """Whether every actor answers. Where one is dead, all are ended."""
+        try:
+            return all(self._all("is_alive"))
+        except RuntimeError:
+            return False
 
     def get_gpu_info(self) -> list[dict[str, Any]]:
         """Each rank's device and memory."""
@@ -205,10 +210,14 @@ class RayPolicy:
         self._start(weights_path, optimizer_path)
 
     def shutdown(self) -> None:
-        """Ends the actors and gives their resources back."""
-        if self._actors and self._failure is None:
-            self._all("shutdown")
-        self._kill()
+        """Ends the actors and gives their resources back, whatever they are doing."""
+        try:
+            if self._actors and self._failure is None:
+                self._collect(self._begin("shutdown"), _GRACE_S)
+        except RuntimeError:  # stuck or dead; they are ended anyway
+            pass
+        finally:
+            self._kill()
 
     def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
         from ray.util.placement_group import placement_group
@@ -224,7 +233,9 @@ class RayPolicy:
                 f"{ray.cluster_resources()}: add nodes, or ask for less"
             )
         needs: dict[str, Any] = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
-        needs["runtime_env"] = {"env_vars": self._env_vars}
+        # Ray does not hide GPUs from actors that ask for none.
+        hidden = {} if self._bundle.get("GPU") else {"CUDA_VISIBLE_DEVICES": ""}
+        needs["runtime_env"] = {"env_vars": hidden | self._env_vars}
         places = [PlacementGroupSchedulingStrategy(self._placement, i) for i in range(self.world_size)]
         actor = ray.remote(_Actor)
         self._actors = [actor.options(scheduling_strategy=place, **needs).remote() for place in places]
@@ -248,7 +259,8 @@ class RayPolicy:
         own = -(-batch.size // self.dp_size)
         # A rank with no rows left takes part with the last one.
         starts = [min(own * i, max(batch.size - 1, 0)) for i in range(self.dp_size)]
-        shards = [batch.slice(start, start + own) for start in starts]
+        # Copies: of a view the whole would be sent.
+        shards = [batch.select_indices(range(start, min(start + own, batch.size))) for start in starts]
         found = BatchedDataDict.from_batches(self._each(method, shards, micro_batch_size))
         return found.slice(0, batch.size)
 

@@ -274,26 +274,41 @@ class PolicyWorker(ABC):
         return {memory.device_id(self.device): self._held.handle}
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
-        """Rank 0 joins the generators, who call `join_collective`, in a group of `world_size`, as its rank 0."""
-        if self.rank == 0:
-            self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
+        """Rank 0 joins the generators, who call `join_collective`, in a group of `world_size`, as its rank 0.
+
+        Raises:
+            RuntimeError: they did not all come in time; on every rank.
+        """
+
+        def join() -> None:
+            if self.rank == 0:
+                self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
+
+        agree(join)
 
     @torch.no_grad()
     def broadcast_weights_for_collective(self) -> None:
         """Sends all weights to the generators, who call `receive_weights`.
 
         Communicates: the all-gathers that make each weight whole; one broadcast for each bucket of weights, of
-        `refit_buffer_bytes` at most.
+        `refit_buffer_bytes` at most; two collectives of a few bytes.
+
+        Raises:
+            ValueError: before `init_collective`; on every rank.
         """
+
+        def joined() -> None:
+            if self.rank == 0 and self._to_generators is None:
+                raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
+
+        agree(joined)
         weights = ((name, x.make()) for name, x in self._exports().items())
-        if self._to_generators is not None:
-            refit.send_weights(
-                weights, self.prepare_refit_info(), self._to_generators, self.settings.refit_buffer_bytes
-            )
-        elif self.rank == 0:
-            raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
-        else:
-            for _ in weights:
+        try:
+            if self._to_generators is not None:
+                budget = self.settings.refit_buffer_bytes
+                refit.send_weights(weights, self.prepare_refit_info(), self._to_generators, budget)
+        finally:
+            for _ in weights:  # the other ranks need this one's part, also where the generators are gone
                 pass
 
     def prepare_for_lp_inference(self) -> None:

@@ -177,11 +177,17 @@ def test_what_a_worker_was_made_without():
         worker.train(data, NLLLoss())
     with pytest.raises(ValueError, match="init_reference_model=False"):
         worker.get_reference_policy_logprobs(data)
-    with pytest.raises(ValueError, match="init_collective"):
-        worker.broadcast_weights_for_collective()
     with pytest.raises(ValueError, match="no weights"):
         worker.get_weights_ipc_handles(["nothing"])
     assert worker.train(data, NLLLoss(), eval_mode=True)["grad_norm"] is None
+
+
+@ranks(2)
+def test_weights_are_sent_to_nobody():
+    worker = DTensorPolicyWorker(tiny_config(), init_optimizer=False, init_reference_model=False)
+    with pytest.raises(ValueError, match="init_collective"):
+        worker.broadcast_weights_for_collective()
+    assert worker.get_logprobs(tiny_batch())["logprobs"].isfinite().all()  # no rank waits for another
 
 
 @ranks(2)

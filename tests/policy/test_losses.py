@@ -127,3 +127,15 @@ def test_large_differences_at_padding_do_no_harm():
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ClippedPGLoss(**wrong)
+
+
+def test_what_stands_at_padding_does_not_matter():
+    log_probs, data = problem()
+    loss_fn = ClippedPGLoss(reference_policy_kl_penalty=0.3, use_importance_sampling_correction=True)
+    found = whole_loss(loss_fn, log_probs, data)
+    outside = (data["token_mask"] * data["sample_mask"][:, None]) == 0
+    for name in ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs"):
+        data[name] = data[name].masked_fill(outside, -torch.inf)
+    masked = whole_loss(loss_fn, log_probs, data)
+    assert masked.item() == found.item()
+    assert torch.autograd.grad(masked, log_probs)[0].isfinite().all()

@@ -110,6 +110,7 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
         assert time.monotonic() - start < 15, "the other rank waits in a collective, and nobody should wait for it"
         with pytest.raises(RuntimeError, match=r"rank 1 of 2 died.*restart"):
             policy.get_logprobs(data)
+        assert not policy.is_alive()
         policy.restart(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(policy.train(data, NLLLoss())["global_loss"], goes_on, rtol=1e-6, atol=1e-6)
