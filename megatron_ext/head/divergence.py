@@ -74,7 +74,7 @@ class Divergence(ReadOut):
                 pulled = (q * (student - teacher - value_t[at].unsqueeze(1))).where(q > 0, 0.0)
             else:
                 pulled = q - teacher.exp_()
-            out_tV[at, :counted] = pulled * g_t1[at]
+            out_tV[at, :counted] = (pulled * g_t1[at]).where(g_t1[at] != 0, 0.0)  # an infinite divergence left out
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """What is weighed by, as a logarithm, and what is weighed."""

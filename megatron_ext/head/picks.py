@@ -28,13 +28,13 @@ class _Picks(ReadOut):
 
     def picked(self, z_TK: Tensor, ids_TK: Tensor, stats_RKT: Tensor, own_KT: Tensor):
         """Results, and what `pull` wants, of logits as they are."""
-        values_TK = z_TK / self.options.temperature
+        values_TK = z_TK * (1.0 / self.options.temperature)  # as the statistics do
         if not self.normalised:
             return [values_TK, ids_TK], [ids_TK]
         stats = statistics.combine(stats_RKT[:, :OWN], own_KT[:OWN], self.options)
         reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         log_probs_TK = values_TK.sub_(reference_T.unsqueeze(1)).sub_(stats.log_sum.unsqueeze(1))
-        alpha_T = (stats.peak - stats.largest - stats.log_sum).exp()
+        alpha_T = (stats.peak - stats.largest - stats.log_sum).clamp(max=0).exp()  # see gradient.py
         return [log_probs_TK, ids_TK], [ids_TK, stats.peak, alpha_T]
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):

@@ -218,3 +218,20 @@ def test_a_fault_of_one_rank_is_raised_on_all():
     ids = torch.zeros(4 * group_size(group), 2).long()
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3\)" if rank == 1 else "another rank"):
         linear_gather_log_probs(own, w, ids, group, "sequence")
+
+
+@ranks(2)
+def test_a_shard_that_is_masked_whole_has_no_gradient():
+    """Its maximum is -inf; what stands for it must not make infinity times 0 of the others' logits."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    whole = torch.full((3, 8), -100.0)
+    whole[:, :4] = -torch.inf
+    mine = whole[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
+    ids = torch.tensor([[5, 6], [7, 4], [5, 5]])
+    leaf = whole.clone().requires_grad_()
+    leaf.log_softmax(-1).gather(1, ids).sum().backward()
+    for found in (gather_log_probs(mine, ids, group).sum(), token_log_probs(mine, ids[:, 0], group).sum()):
+        (grad,) = torch.autograd.grad(found, mine)
+        assert grad.isfinite().all()
+    (grad,) = torch.autograd.grad(gather_log_probs(mine, ids, group).sum(), mine)
+    torch.testing.assert_close(grad, leaf.grad[:, 4 * rank : 4 * rank + 4])
