@@ -18,7 +18,7 @@ from torch import nn
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
-from megatron_ext.policy.refit import WeightsHandle, load_weights
+from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
 
 _POLL_S = 0.5
 # How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
@@ -161,7 +161,7 @@ class RayPolicy:
 
         Memory beside both models: one bucket of `refit_buffer_bytes`.
         """
-        sizes, budget = self.prepare_weights_for_ipc()
+        _, budget = self.prepare_weights_for_ipc()
         device = self._all("report_device_id")
         here = [name for name in device if name.endswith(socket.gethostname()) or name.startswith("GPU")]
         if not here:
@@ -170,7 +170,8 @@ class RayPolicy:
                 f"of theirs; use init_collective elsewhere"
             )
         try:
-            for names in _buckets(sizes, budget):
+            for bucket in buckets(self.prepare_refit_info(), int(budget)):
+                names = [row.name for row in bucket.rows]
                 load_weights(model, self.get_weights_ipc_handles(names)[here[0]])
         finally:
             self.get_weights_ipc_handles([])  # frees the last one
@@ -379,18 +380,6 @@ def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int
             f"model; change it, or the parallel sizes"
         )
     return copies
-
-
-def _buckets(sizes: list[tuple[str, int]], budget: float) -> Iterator[list[str]]:
-    names: list[str] = []
-    taken = 0
-    for name, nbytes in sizes:
-        if names and taken + nbytes > budget:
-            yield names
-            names, taken = [], 0
-        names, taken = [*names, name], taken + nbytes
-    if names:
-        yield names
 
 
 def _first_line(error: BaseException) -> str:
