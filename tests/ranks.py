@@ -48,7 +48,8 @@ def _work(rank, world_size, store, jobs, replies):
         world_size=world_size,
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
-    gc.freeze()  # what was imported before the fork: collecting after each test must not look at it
+    gc.freeze()  # what was imported before the fork: collecting after a test must not look at it
+    threads = _threads()
     while (job := jobs.get()) is not None:
         module, name, kwargs = job
         torch.manual_seed(0)
@@ -57,8 +58,24 @@ def _work(rank, world_size, store, jobs, replies):
             replies.put((rank, None))
         except BaseException:  # also SystemExit: a rank must always answer
             replies.put((rank, traceback.format_exc()))
-        gc.collect()  # models hold groups, in cycles, and a group has threads that wake 100 times a second
+        threads = _collect_groups(threads)
     dist.destroy_process_group()
+
+
+def _threads():
+    """The threads of this process, -1 where that is not known."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else -1
+
+
+def _collect_groups(threads):
+    """Free groups that a test left in cycles (models hold them): a group has threads that wake 100 times a second.
+
+    Collecting takes longer than most tests, so only where there are other threads than before the test.
+    """
+    if (now := _threads()) == -1 or now != threads:
+        gc.collect()
+    return _threads()
 
 
 class _Pool:
