@@ -33,12 +33,12 @@ def model_parallel(
 ) -> Iterator[None]:
     """Emulation and Megatron's groups over the ranks of this world; the rest of the ranks are data parallel.
 
-    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed.
+    `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
     """
     with megatron_on_cpu():
         from megatron.core import num_microbatches_calculator, parallel_state
         from megatron.core.transformer.moe import moe_utils
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
         groups = set(dist.distributed_c10d._world.pg_map)
         try:
@@ -58,6 +58,8 @@ def model_parallel(
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
+            for scaler in MTPLossAutoScaler, moe_utils.MoEAuxLossAutoScaler:  # a schedule's, 1 / micro-batches
+                scaler.set_loss_scale(torch.ones([]))
             # Autograd keeps a hook of DDP alive for good, and with it model and groups, each with threads that wake
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
