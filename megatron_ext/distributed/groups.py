@@ -28,6 +28,15 @@ def group_rank(group: Group) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether `group` was not destroyed."""
+    try:
+        dist.get_rank(group)
+    except ValueError:  # also where torch.distributed was shut down as a whole
+        return False
+    return True
+
+
 def check_group(group: Group, argument: str = "tp_group") -> Group:
     """`group` itself, once it is known to hold this rank.
 

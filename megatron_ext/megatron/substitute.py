@@ -18,6 +18,7 @@ from unittest.mock import NonCallableMock
 
 import megatron.core
 
+from megatron_ext.distributed.groups import is_registered
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.process_rng import Process
@@ -176,13 +177,16 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
 
 
 def _in_use(kinds: tuple[type, ...]) -> list[Any]:
-    """Objects of these kinds that a running function or a module can still reach.
+    """Objects of these kinds that a running function or a module can still reach, and use.
 
     Others may be left in memory: Megatron's data parallelism hangs its hooks on autograd nodes, where Python's garbage
-    collector does not see that nobody needs them.
+    collector does not see that nobody needs them. Only where there are some whose process group still stands, the
+    objects that can be reached are walked through, which takes seconds in a large process.
     """
+    if not any(map(_has_its_group, _instances(kinds))):
+        return []
     gc.collect()
-    if not any(issubclass(type(thing), kinds) for thing in gc.get_objects()):
+    if not any(map(_has_its_group, _instances(kinds))):
         return []
     found: list[Any] = []
     seen: set[int] = set()
@@ -194,9 +198,23 @@ def _in_use(kinds: tuple[type, ...]) -> list[Any]:
     while reached:
         new = list({id(thing): thing for thing in reached if id(thing) not in seen}.values())
         seen.update(map(id, new))
-        found.extend(thing for thing in new if issubclass(type(thing), kinds))
+        found.extend(thing for thing in new if issubclass(type(thing), kinds) and _has_its_group(thing))
         reached = gc.get_referents(*new)
     return found
+
+
+def _instances(kinds: tuple[type, ...]) -> list[Any]:
+    """All objects of these kinds that are in memory: each refers to its class."""
+    classes: list[type] = list(kinds)
+    for kind in classes:  # which grows meanwhile
+        classes.extend(type.__subclasses__(kind))
+    return [thing for thing in gc.get_referrers(*classes) if issubclass(type(thing), kinds)]
+
+
+def _has_its_group(layer: Any) -> bool:
+    """False for what is left of a model whose process groups were destroyed: it cannot run any more."""
+    group = getattr(layer, "tp_group", None)
+    return group is None or is_registered(group)
 
 
 def _refuse_half_way(pairs: dict[str, tuple[Any, Any]], lacking: list[str]) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -93,6 +94,33 @@ def test_refuses_while_megatrons_layers_are_in_use():
         assert references() == before
         assert restore_tensor_parallel() is None
         assert all(type(m).__module__.startswith("megatron.") for m in chunks[0].modules() if "Linear" in str(type(m)))
+
+
+@ranks(1)
+def test_models_that_cannot_run_again_are_not_in_use():
+    """Gone but for Megatron's hooks, which keep their memory; or there, but without the groups that they ran on."""
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+    from megatron_ext.megatron.substitute import _in_use
+
+    with model_parallel():
+        from megatron.core.tensor_parallel import layers
+
+        stock = layers.ColumnParallelLinear, layers.RowParallelLinear
+        chunks = tiny_gpt(stock_spec, num_layers=1)
+        train_steps(chunks, tiny_batches(steps=1))
+        assert len(_in_use(stock)) == 5
+        kept = list(chunks[0].decoder.layers)
+        del chunks[:]
+        assert _in_use(stock)
+        del kept
+        assert not _in_use(stock)
+        chunks = tiny_gpt(stock_spec, num_layers=1)
+    with model_parallel(), mock.patch("gc.get_referents", side_effect=AssertionError("a walk through all objects")):
+        try:
+            substitute_tensor_parallel()
+        finally:
+            restore_tensor_parallel()
+    assert chunks
 
 
 def in_a_new_process(code):
