@@ -59,7 +59,7 @@ def model_parallel(
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
             for scaler in MTPLossAutoScaler, moe_utils.MoEAuxLossAutoScaler:  # a schedule's, 1 / micro-batches
-                scaler.set_loss_scale(torch.ones([]))
+                scaler.set_loss_scale(torch.ones(1))
             # Autograd keeps a hook of DDP alive for good, and with it model and groups, each with threads that wake
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
