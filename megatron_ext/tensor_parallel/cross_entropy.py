@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.head.calls import on_logits
+from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 
 
 def vocab_parallel_cross_entropy(

@@ -13,6 +13,14 @@ from megatron_ext.tensor_parallel.initialization import (
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
 )
+from megatron_ext.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 from megatron_ext.tensor_parallel.parameters import (
     _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
     copy_tensor_model_parallel_attributes,
@@ -20,7 +28,13 @@ from megatron_ext.tensor_parallel.parameters import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
+from megatron_ext.tensor_parallel.process_rng import get_cuda_rng_tracker
+from megatron_ext.tensor_parallel.rng_tracker import get_expert_parallel_rng_tracker_name
 from megatron_ext.tensor_parallel.row import RowParallelLinear
+from megatron_ext.tensor_parallel.utils import VocabUtility, divide
+
+# Whether gradient accumulation fusion can be asked for: always, since it needs no Apex here.
+_grad_accum_fusion_available = True
 
 __all__ = [
     "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS",
@@ -29,14 +43,25 @@ __all__ = [
     "LinearWithGradAccumulationAndAsyncCommunication",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "VocabUtility",
+    "_grad_accum_fusion_available",
     "_initialize_affine_weight_cpu",
     "_initialize_affine_weight_gpu",
     "copy_tensor_model_parallel_attributes",
+    "copy_to_tensor_model_parallel_region",
+    "divide",
     "drain_embedding_wgrad_compute",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "get_cuda_rng_tracker",
+    "get_expert_parallel_rng_tracker_name",
     "linear_with_frozen_weight",
     "linear_with_grad_accumulation_and_async_allreduce",
     "padded_vocab_size",
     "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
     "set_defaults_if_not_set_tensor_model_parallel_attributes",
     "set_tensor_model_parallel_attributes",
 ]

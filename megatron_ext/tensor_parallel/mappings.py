@@ -47,16 +47,24 @@ from megatron_ext.tensor_parallel.pieces import (
     listed_sizes,
     same,
 )
+from megatron_ext.tensor_parallel.utils import split_tensor_along_last_dim as split_tensor_along_last_dim
 
 
 class _Mapping(Function):
-    """An autograd function of what its class names `run(input_, group)` and, as gradient, `dual(gradient, group)`."""
+    """An autograd function of what its class names `run(input_, group)` and, as gradient, `dual(gradient, group)`.
+
+    `symbolic`, of all mappings, is what an exporter calls in the place of `forward`. It and the names in `ctx` are
+    Megatron's, for those who call the parts by themselves.
+    """
 
     run: Callable[..., Tensor]
     dual: Callable[..., Tensor]
 
     def __init_subclass__(cls) -> None:
         run, dual = cls.run, cls.dual
+
+        def symbolic(graph, input_, group):
+            return run(input_, group)
 
         def forward(ctx, input_, group):
             ctx.group = group
@@ -65,6 +73,7 @@ class _Mapping(Function):
         def backward(ctx, grad_output):
             return dual(grad_output, ctx.group), None
 
+        cls.symbolic = staticmethod(symbolic)  # type: ignore[attr-defined]
         cls.forward, cls.backward = staticmethod(forward), staticmethod(backward)  # type: ignore[method-assign]
 
 
@@ -93,9 +102,15 @@ class _ReduceScatterToTensorParallelRegion(_Mapping):
     run, dual = _reduce_scatter_along_last_dim, lambda *gradient: _AllGatherFromTensorParallelRegion.apply(*gradient)
 
 
-class _ScatterToSequenceParallelRegion(Function):
+class _ScatterToSequenceParallelRegion(_Mapping):
+    run, dual = _split_along_first_dim, lambda *gradient: _GatherFromSequenceParallelRegion.apply(*gradient, False)
+
+
+class _ScatterUnevenly(Function):
+    """As `_ScatterToSequenceParallelRegion`, each rank as many rows as the split sizes say."""
+
     @staticmethod
-    def forward(ctx, input_, group, input_split_sizes=None):
+    def forward(ctx, input_, group, input_split_sizes):
         ctx.group, ctx.sizes = group, input_split_sizes
         return _split_along_first_dim(input_, group, input_split_sizes)
 
@@ -106,39 +121,59 @@ class _ScatterToSequenceParallelRegion(Function):
 
 class _GatherFromSequenceParallelRegion(Function):
     @staticmethod
+    def symbolic(
+        graph, input_, group, tensor_parallel_output_grad=True, output_split_sizes=None, use_global_buffer=False
+    ):
+        return _gather_along_first_dim(input_, group, output_split_sizes)
+
+    @staticmethod
     def forward(ctx, input_, group, tensor_parallel_output_grad=True, output_split_sizes=None, use_global_buffer=False):
-        ctx.group, ctx.sizes = group, listed_sizes(output_split_sizes)
-        ctx.dual = (
-            _ReduceScatterToSequenceParallelRegion if tensor_parallel_output_grad else _ScatterToSequenceParallelRegion
-        )
-        return _gather_along_first_dim(input_, group, ctx.sizes)
+        ctx.group, ctx.output_split_sizes = group, listed_sizes(output_split_sizes)
+        ctx.tensor_parallel_output_grad = tensor_parallel_output_grad
+        return _gather_along_first_dim(input_, group, ctx.output_split_sizes)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return ctx.dual.apply(grad_output, ctx.group, ctx.sizes), None, None, None, None
+        group, sizes = ctx.group, ctx.output_split_sizes
+        if ctx.tensor_parallel_output_grad:
+            gradient = _ReduceScatterToSequenceParallelRegion.apply(grad_output, group, sizes)
+        elif sizes is None:
+            gradient = _ScatterToSequenceParallelRegion.apply(grad_output, group)
+        else:
+            gradient = _ScatterUnevenly.apply(grad_output, group, sizes)
+        return gradient, None, None, None, None
 
 
 class _ReduceScatterToSequenceParallelRegion(Function):
     @staticmethod
+    def symbolic(graph, input_, group, input_split_sizes=None, use_global_buffer=False):
+        return _reduce_scatter_along_first_dim(input_, group, input_split_sizes)
+
+    @staticmethod
     def forward(ctx, input_, group, input_split_sizes=None, use_global_buffer=False):
-        ctx.group, ctx.sizes = group, listed_sizes(input_split_sizes)
-        return _reduce_scatter_along_first_dim(input_, group, ctx.sizes)
+        ctx.group, ctx.input_split_sizes = group, listed_sizes(input_split_sizes)
+        return _reduce_scatter_along_first_dim(input_, group, ctx.input_split_sizes)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, True, ctx.sizes), None, None, None
+        gradient = _GatherFromSequenceParallelRegion.apply(grad_output, ctx.group, True, ctx.input_split_sizes)
+        return gradient, None, None, None
 
 
 class _AllToAll(Function):
     @staticmethod
     def forward(ctx, group, input, output_split_sizes, input_split_sizes):
-        received, sent = listed_sizes(output_split_sizes), listed_sizes(input_split_sizes)
-        ctx.group, ctx.sizes = group, (sent, received)
-        return exchange(group, input, received, sent)
+        ctx.group = group
+        ctx.output_split_sizes, ctx.input_split_sizes = (
+            listed_sizes(output_split_sizes),
+            listed_sizes(input_split_sizes),
+        )
+        return exchange(group, input, ctx.output_split_sizes, ctx.input_split_sizes)
 
     @staticmethod
     def backward(ctx, *grad_output):
-        return None, _AllToAll.apply(ctx.group, *grad_output, *ctx.sizes), None, None
+        gradient = _AllToAll.apply(ctx.group, *grad_output, ctx.input_split_sizes, ctx.output_split_sizes)
+        return None, gradient, None, None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:

@@ -40,6 +40,7 @@ from megatron_ext.tensor_parallel.rng_tracker import (
 )
 from megatron_ext.tensor_parallel.seeding import model_parallel_cuda_manual_seed
 from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
+from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 __all__ = [
     "_DATA_PARALLEL_RNG_TRACKER_NAME",
@@ -59,6 +60,7 @@ __all__ = [
     "_unset_checkpointing",
     "checkpoint",
     "convert_cuda_rng_state",
+    "gather_split_1d_tensor",
     "get_all_rng_states",
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
@@ -67,6 +69,7 @@ __all__ = [
     "is_checkpointing",
     "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
+    "split_tensor_into_1d_equal_chunks",
 ]
 
 

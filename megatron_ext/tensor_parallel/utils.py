@@ -9,6 +9,20 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_rank, group_size, require_tensor_parallel_group
 
 
+def divide(numerator: int, denominator: int) -> int:
+    """`numerator / denominator`.
+
+    Raises:
+        ValueError: it has a remainder.
+    """
+    if numerator % denominator:
+        raise ValueError(
+            f"numerator is {numerator}: it must divide by the denominator {denominator}; "
+            f"pad it to {padded_length(numerator, denominator)}"
+        )
+    return numerator // denominator
+
+
 def padded_length(length: int, ranks: int) -> int:
     """The next multiple of `ranks` from `length` on."""
     return -(-length // ranks) * ranks

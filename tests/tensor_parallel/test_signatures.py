@@ -22,7 +22,6 @@ MODULES = ["cross_entropy", "data", "inference_layers", "layers", "mappings", "r
 
 IMPORT = "an alias or flag of Megatron's own imports"
 AUTOGRAD = "`apply` takes the same arguments; what is behind it is not for calling"
-ONNX = "torch's old ONNX exporter calls it with a graph, on which no collective can run"
 INNER = "an inner step of a method that is made otherwise here"
 SIZES = "uneven pieces, as the gradient of an uneven gather"
 DEVICE = "the device is the caller's choice"
@@ -38,7 +37,6 @@ ON_PURPOSE = {
     "inference_layers.InferenceLayerNormColumnParallelLinear._all_gather": INNER,
     "inference_layers.InferenceRowParallelLinear._matmul_reduce_scatter": INNER,
     "layers.HAVE_TE": IMPORT,
-    "layers._grad_accum_fusion_available": "the fusion needs no Apex",
     "layers.custom_fwd": IMPORT,
     "layers.custom_bwd": IMPORT,
     "layers.dist_all_gather_func": IMPORT,
@@ -49,21 +47,6 @@ ON_PURPOSE = {
     "mappings.dist_all_gather_func": IMPORT,
     "mappings.dist_reduce_scatter_func": IMPORT,
     "mappings._split_along_first_dim": SIZES,
-    "mappings._ScatterToSequenceParallelRegion.forward": SIZES,
-    **{
-        f"mappings._{name}.symbolic": ONNX
-        for name in (
-            "CopyToModelParallelRegion",
-            "ReduceFromModelParallelRegion",
-            "ScatterToModelParallelRegion",
-            "GatherFromModelParallelRegion",
-            "ScatterToSequenceParallelRegion",
-            "GatherFromSequenceParallelRegion",
-            "ReduceScatterToSequenceParallelRegion",
-            "AllGatherFromTensorParallelRegion",
-            "ReduceScatterToTensorParallelRegion",
-        )
-    },
     "random.CudaRNGStatesTracker.__init__": DEVICE,
     "random.initialize_rng_tracker": DEVICE,
     "random.model_parallel_cuda_manual_seed": "a stream of its own for every coordinate, where asked for; " + DEVICE,
@@ -80,7 +63,8 @@ def source(module):
 
 
 def definitions(body, prefix):
-    """(dotted name, its node) of functions, classes, methods and variables, whatever `if` or `try` they are in."""
+    """(dotted name, its node) of functions, classes, methods and variables, whatever `if` or `try` they are in, and of
+    what a module takes from another of the package: people import it from there too."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             branches = [node.body, node.orelse, *(handler.body for handler in getattr(node, "handlers", []))]
@@ -95,6 +79,8 @@ def definitions(body, prefix):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
                     yield prefix + target.id, node
+        elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module in MODULES:
+            yield from ((prefix + alias.name, node) for alias in node.names)
 
 
 def find(name):
@@ -215,6 +201,17 @@ def test_the_package_has_every_name_of_megatrons():
     assert len(names) > 30
     assert not {name for name in names if not hasattr(tensor_parallel, name)}
     assert names <= set(tensor_parallel.__all__)
+
+
+def test_what_megatron_takes_from_its_package_is_in_ours():
+    """By `from megatron.core.tensor_parallel.utils import divide`, say, where the package itself only imports it."""
+    taken = set()
+    for file in SOURCE.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())) if file.parent != SOURCE else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core.tensor_parallel"):
+                taken.update((node.module.removeprefix("megatron.core."), alias.name) for alias in node.names)
+    assert len(taken) > 30
+    assert not [name for name in taken if not hasattr(importlib.import_module(f"megatron_ext.{name[0]}"), name[1])]
 
 
 def test_the_table_in_the_docs_is_this_one():

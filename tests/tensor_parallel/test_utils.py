@@ -59,6 +59,12 @@ def test_chunks_of_a_group():
         utils.gather_split_1d_tensor(x)
 
 
+def test_divide():
+    assert utils.divide(12, 4) == 3
+    with pytest.raises(ValueError, match="numerator is 13: it must divide by the denominator 4; pad it to 16"):
+        utils.divide(13, 4)
+
+
 def test_vocab_utility():
     assert utils.VocabUtility.vocab_range_from_per_partition_vocab_size(16, 3, 4) == (48, 64)
     assert utils.VocabUtility.vocab_range_from_global_vocab_size(64, 1, 4) == (16, 32)
