@@ -3,21 +3,21 @@
     PATH/__0_0.distcp ...   tensors, by torch.distributed.checkpoint (DCP): each rank writes its own, cut as they are
     PATH/.metadata          DCP's own index, a pickle, for other tools; never read here
     PATH/index.json         the same index as JSON
-    PATH/facts.json         everything that is no tensor, and the size and CRC-32 of each file: written last
+    PATH/facts.json         everything that is no tensor, the size and CRC-32 of each file, and which save wrote it
 
 A pickle executes what its writer wants, and DCP unpickles its index and whatever the index calls no tensor. Here the
 index is JSON that can name tensors only, and those go through `torch.load(weights_only=True)`.
 
-A checkpoint is written beside `PATH` and takes its name once it is complete; what was there before is removed then.
+What is saved together is loaded together; see `megatron_ext.policy.folders`.
 Every function is called by all ranks, which share the file system, and raises on all of them if it does on one.
 """
 
 import json
-import shutil
+import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,45 +34,66 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_ext.policy import folders
 from megatron_ext.policy.agreement import agree
+from megatron_ext.policy.folders import FACTS
 
-INDEX, FACTS = "index.json", "facts.json"
+INDEX = "index.json"
+
+
+class Part(NamedTuple):
+    """A folder to write: `tensors` are DTensors or replicated ones, `facts` JSON, the same on every rank."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
+class Found(NamedTuple):
+    """A complete folder: the path that was asked for, where it lies, and its facts."""
+
+    path: Path
+    folder: Path
+    facts: dict[str, Any]
 
 
 def save(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes `tensors` (DTensors or replicated ones) and `facts` (JSON, the same on every rank) under `path`.
+    """`save_together` of one folder."""
+    save_together(Part(Path(path), tensors, facts))
+
+
+def save_together(*parts: Part) -> None:
+    """Writes folders that `find` gives together only.
 
     Raises:
-        ValueError: `facts` is no JSON.
-        OSError: the files cannot be written; what `path` held before is still there.
+        ValueError: facts are no JSON, or a path lies in another one or holds something else.
+        OSError: the files cannot be written. What the paths held before is still there.
     """
-    path = Path(path)
-    new, old = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
+    paths = [part.path for part in parts]
     lead = _rank() == 0
 
-    def begin() -> None:
-        json.dumps(facts)
-        if lead:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir(parents=True)
+    def begin() -> str:
+        json.dumps([part.facts for part in parts])
+        folders.check_free(paths)
+        for path in paths if lead else ():
+            folders.begin(path)
+        return uuid.uuid4().hex
 
-    agree(begin)
-    try:
-        dcp.save(dict(tensors), storage_writer=_Writer(new), no_dist=_alone())
-    except CheckpointException as error:
-        raise OSError(f"the checkpoint {path} was not written: {error}") from None
-    files = sorted(file.name for file in new.iterdir())
-    sums = agree(lambda: _checksums(new, files[_rank() :: _ranks()]))
+    which = agree(begin)[0]
+    for path, tensors, _ in parts:
+        try:
+            dcp.save(dict(tensors), storage_writer=_Writer(folders.new(path)), no_dist=_alone())
+        except CheckpointException as error:
+            raise OSError(f"the checkpoint {path} was not written: {error}") from None
+    new = [folders.new(path) for path in paths]
+    sums = agree(lambda: [_checksums(folder, _own_share(file.name for file in folder.iterdir())) for folder in new])
 
     def finish() -> None:
+        for i, part in enumerate(parts) if lead else ():
+            listed = {name: entry for found in sums for name, entry in found[i].items()}
+            (new[i] / FACTS).write_text(json.dumps({"save": which, "files": listed, "facts": part.facts}))
         if lead:
-            listed = {name: entry for part in sums for name, entry in part.items()}
-            (new / FACTS).write_text(json.dumps({"files": listed, "facts": facts}))
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
+            folders.publish(paths)
 
     agree(finish)
 
@@ -83,55 +104,57 @@ def load(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         ValueError: there is no checkpoint, it is incomplete or damaged, or holds other tensors. Nothing has changed.
     """
-    facts = check(path)
-    must_hold(path, tensors)
-    read(path, tensors)
-    return facts
+    [found] = find(path)
+    must_hold(found, tensors)
+    read(found, tensors)
+    return found.facts
 
 
-def check(path: str | Path) -> dict[str, Any]:
-    """The facts of a checkpoint, once all of its files were found whole.
+def find(*paths: str | Path) -> list[Found]:
+    """The folders of one save, all files of which were found whole.
 
     Raises:
-        ValueError: there is no checkpoint, or it is incomplete or damaged.
+        ValueError: one is not there, incomplete or damaged, or they are of different saves.
     """
-    path = Path(path)
+    places = [Path(path) for path in paths]
 
-    def verify() -> dict[str, Any]:
-        complete = _complete(path)
-        try:
-            found = json.loads((complete / FACTS).read_text())
-            listed = found["files"]
-            own = sorted(listed)[_rank() :: _ranks()]
-            sums = _checksums(complete, own)
-            metadata = _read_index(complete)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the checkpoint {path} is incomplete or damaged ({error}); load another one") from None
-        wrong = [name for name in own if sums[name] != listed[name]]
-        strange = {info.relative_path for info in metadata.storage_data.values()} - set(listed)
-        if wrong or strange:
-            raise ValueError(
-                f"the checkpoint {path} is damaged: {', '.join(wrong or sorted(strange))} is not what was written; "
-                f"load another one"
-            )
-        return found["facts"]
+    def verify() -> list[Found]:
+        return [_verified(path, folder) for path, folder in zip(places, folders.of_one_save(places), strict=True)]
 
     return agree(verify)[_rank()]
 
 
-def must_hold(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the checkpoint, which `check` found whole, has these tensors in their shapes."""
-    path = Path(path)
-    agree(lambda: _check_tensors(path, _read_index(_complete(path)), tensors))
+def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless the checkpoint has these tensors in their shapes."""
+    agree(lambda: _check_tensors(found.path, _read_index(found.folder), tensors))
 
 
-def read(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
+def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
     """Reads into `tensors`, in place, what `must_hold` found there."""
-    path = Path(path)
     try:
-        dcp.load(dict(tensors), storage_reader=_Reader(_complete(path)), no_dist=_alone())
+        dcp.load(dict(tensors), storage_reader=_Reader(found.folder), no_dist=_alone())
     except CheckpointException as error:
-        raise ValueError(f"the checkpoint {path} cannot be read: {error}") from None
+        raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from None
+
+
+def _verified(path: Path, folder: Path) -> Found:
+    """Each rank looks at its share of the files."""
+    try:
+        said = json.loads((folder / FACTS).read_text())
+        listed, facts = said["files"], said["facts"]
+        own = _own_share(listed)
+        sums = _checksums(folder, own)
+        metadata = _read_index(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the checkpoint {path} is incomplete or damaged ({error}); load another one") from None
+    wrong = [name for name in own if sums[name] != listed[name]]
+    strange = {info.relative_path for info in metadata.storage_data.values()} - set(listed)
+    if wrong or strange:
+        raise ValueError(
+            f"the checkpoint {path} is damaged: {', '.join(wrong or sorted(strange))} is not what was written; "
+            f"load another one"
+        )
+    return Found(path, folder, facts)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -188,12 +211,6 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _complete(path: Path) -> Path:
-    """`path`, or what it held before where its successor never took its name."""
-    old = path.with_name(path.name + ".old")
-    return old if not path.exists() and old.exists() else path
-
-
 def _check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         entry = metadata.state_dict_metadata.get(name)
@@ -216,6 +233,10 @@ def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
                 checksum, size = zlib.crc32(block, checksum), size + len(block)
         found[name] = [size, checksum]
     return found
+
+
+def _own_share(names: Iterable[str]) -> list[str]:
+    return sorted(names)[_rank() :: _ranks()]
 
 
 def _alone() -> bool:

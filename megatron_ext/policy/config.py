@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Sizes of Megatron's that the worker's mesh does not have.
+_ONLY_ONE = ("pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 _ABSENT = object()
 
 
@@ -70,6 +72,12 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
     parallel = config.get(parallel_key) or {}
+    for key in _ONLY_ONE:
+        if (size := _positive(parallel, key, parallel_key, 1)) > 1:
+            raise ValueError(
+                f"{parallel_key}.{key} is {size}: a policy is data, tensor and context parallel only; set it to 1, and "
+                f"raise the tensor parallel size for a larger model"
+            )
     tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
     rows = _positive(config, "train_micro_batch_size", "config")
     temperature = float((config.get("generation") or {}).get("temperature", 1.0))

@@ -1,7 +1,7 @@
 """A factor on the loss that keeps fp16 gradients from vanishing."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -18,6 +18,13 @@ class LossScale:
     def __init__(self, dynamic: bool):
         self.value = 2.0**14 if dynamic else 1.0
         self._dynamic, self._good_steps = dynamic, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if self._dynamic:
+            self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides the gradients by it, in place."""

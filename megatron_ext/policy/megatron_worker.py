@@ -2,6 +2,7 @@
 
 import math
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -24,8 +25,9 @@ from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.policy import megatron_llama as llama
+from megatron_ext.policy.backend import Export, whole
 from megatron_ext.policy.factories import model_factories
-from megatron_ext.policy.worker import Export, PolicyWorker, whole
+from megatron_ext.policy.worker import PolicyWorker
 from megatron_ext.sequence.parts import SequenceParts
 
 
@@ -39,15 +41,12 @@ class MegatronPolicyWorker(PolicyWorker):
 
     parallel_key = "megatron_cfg"
 
-    def _build_model(self) -> nn.Module:
-        self._open = ExitStack()
-        try:
-            return self._build()
-        except BaseException:
-            self._open.close()
-            raise
+    @cached_property
+    def _open(self) -> ExitStack:
+        """What `shutdown()` closes."""
+        return ExitStack()
 
-    def _build(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         settings = self.settings
         if settings.cpu_offload or settings.custom_parallel_plan is not None:
             raise ValueError(

@@ -34,6 +34,13 @@ def device_id(device: torch.device) -> str:
     return f"CPU-{platform.node()}"
 
 
+def visible_devices() -> dict[str, torch.device]:
+    """The devices of this process by `device_id`, the CPU first."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+    return {device_id(device): device for device in devices}
+
+
 def device_info(device: torch.device) -> dict[str, Any]:
     """The device by name, and its memory in MiB; on the CPU without."""
     info: dict[str, Any] = {"device": str(device), "device_id": device_id(device), "node": platform.node()}

@@ -7,17 +7,20 @@ Legend: B rows, S positions. Global ranks go through the mesh (dp, cp, tp), tp f
 """
 
 import os
+import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
+from megatron_ext.policy.memory import device_id, visible_devices
 from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
 
 _POLL_S = 0.5
@@ -137,10 +140,12 @@ class RayPolicy:
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         return self._all("prepare_weights_for_ipc")[0]
 
-    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, WeightsHandle]:
-        """The handles of every device, by its id; see the worker's."""
+    def get_weights_ipc_handles(
+        self, keys: Iterable[str], devices: Collection[str] | None = None
+    ) -> dict[str, WeightsHandle]:
+        """The handles of all devices, or of these, by their ids; see the worker's."""
         found: dict[str, WeightsHandle] = {}
-        for handles in self._all("get_weights_ipc_handles", list(keys)):
+        for handles in self._all("get_weights_ipc_handles", list(keys), devices):
             found |= handles
         return found
 
@@ -159,22 +164,22 @@ class RayPolicy:
     def refit(self, model: nn.Module) -> None:
         """Copies the policy's weights into a plain model of this process, which must run on an actor's host.
 
-        Memory beside both models: one bucket of `refit_buffer_bytes`.
+        They come from the actor on the model's own device, or on another one that this process sees.
+
+        Memory beside both models: one bucket of `refit_buffer_bytes`, on that device alone.
+
+        Raises:
+            ValueError: no actor is on a device of this process.
         """
         _, budget = self.prepare_weights_for_ipc()
-        device = self._all("report_device_id")
-        here = [name for name in device if name.endswith(socket.gethostname()) or name.startswith("GPU")]
-        if not here:
-            raise ValueError(
-                f"refit() on {socket.gethostname()}, the actors on {sorted(set(device))}: the model must be on a host "
-                f"of theirs; use init_collective elsewhere"
-            )
+        device = self._nearest(next(model.parameters()).device)
         try:
             for bucket in buckets(self.prepare_refit_info(), int(budget)):
                 names = [row.name for row in bucket.rows]
-                load_weights(model, self.get_weights_ipc_handles(names)[here[0]])
+                load_weights(model, self.get_weights_ipc_handles(names, [device])[device])
         finally:
-            self.get_weights_ipc_handles([])  # frees the last one
+            if self._failure is None:
+                self.get_weights_ipc_handles([])  # frees the last one
 
     def prepare_for_lp_inference(self) -> None:
         self._all("prepare_for_lp_inference")
@@ -253,6 +258,18 @@ class RayPolicy:
         except BaseException:
             self._kill()
             raise
+
+    def _nearest(self, own: torch.device) -> str:
+        """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
+        actors = self.get_gpu_info()
+        shared = [device for device in visible_devices() if (platform.node(), device) in map(_where, actors)]
+        if not shared:
+            raise ValueError(
+                f"refit() on {platform.node()} sees {', '.join(visible_devices())}, the actors are on "
+                f"{', '.join(sorted({f'{device} of {host}' for host, device in map(_where, actors)}))}: the model must "
+                f"be on a device of theirs; use init_collective elsewhere"
+            )
+        return device_id(own) if device_id(own) in shared else shared[0]
 
     def _score(self, method: str, data: Mapping[str, Any], micro_batch_size: int | None) -> BatchedDataDict:
         """`method` for all rows, an equal share of them on each data-parallel rank."""
@@ -380,6 +397,10 @@ def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int
             f"model; change it, or the parallel sizes"
         )
     return copies
+
+
+def _where(info: Mapping[str, Any]) -> tuple[str, str]:
+    return info["node"], info["device_id"]
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,26 +3,25 @@
 Weights are laid into buckets: one-dimensional byte buffers of at most `buffer_bytes` (a larger weight gets one of its
 own), with a row that says where in it each weight lies. A bucket travels in one of three ways:
 
-    same host, CPU     a block of shared memory, unlinked by its owner
+    same host, CPU     a block of shared memory
     same GPU           a CUDA IPC handle of the buffer
     elsewhere          a broadcast over a group of both jobs
 
 Both sides make the same buckets from names, shapes and dtypes alone.
 """
 
+import inspect
 import math
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from megatron_ext.distributed.between_jobs import JobsGroup
+from megatron_ext.policy.memory import device_id, visible_devices
+from megatron_ext.policy.shared_block import BlockAddress, SharedBlock, map_block
 
 WeightInfo = Mapping[str, tuple[torch.Size, torch.dtype]]
 _ALIGNMENT_BYTES = 64
@@ -69,63 +68,77 @@ def buckets(info: WeightInfo, buffer_bytes: int) -> list[Bucket]:
 
 
 @dataclass(frozen=True)
+class CudaAddress:
+    """A buffer on the GPU of this id: what opens it, and with what."""
+
+    device: str
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class WeightsHandle:
-    """What another process needs to read a bucket. `where` is a name of shared memory, or a CUDA IPC handle."""
+    """What another process needs to read a bucket."""
 
     rows: tuple[Row, ...]
-    where: Any
+    where: BlockAddress | CudaAddress
 
 
 class HeldWeights:
-    """One bucket, laid open for other processes until `free()`, which its owner must call."""
+    """One bucket, laid open for other processes until `free()`, or the end of this one."""
 
     def __init__(self, bucket: Bucket, device: torch.device):
-        self._memory: SharedMemory | None = None
+        self._block: SharedBlock | None = None
         if device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            self.buffer: Tensor | None = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
-            where: Any = reduce_tensor(self.buffer)
+            self.buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            where: BlockAddress | CudaAddress = CudaAddress(device_id(device), *reduce_tensor(self.buffer))
         else:
-            self._memory = SharedMemory(create=True, size=max(1, bucket.nbytes))
-            self.buffer = torch.frombuffer(self._memory.buf, dtype=torch.uint8)[: bucket.nbytes]
-            where = self._memory.name
+            self._block = SharedBlock(bucket.nbytes)
+            self.buffer, where = self._block.buffer, self._block.address
         self.handle = WeightsHandle(bucket.rows, where)
 
     def write(self, row: Row, weight: Tensor) -> None:
-        assert self.buffer is not None
         row.view(self.buffer).copy_(weight)
 
     def finish(self) -> None:
         """Waits for the device: other processes do not."""
-        if self.buffer is not None and self.buffer.device.type == "cuda":
+        if self.buffer.device.type == "cuda":
             torch.cuda.synchronize(self.buffer.device)
 
     def free(self) -> None:
-        self.buffer = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
-            self._memory = None
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        if self._block is not None:
+            self._block.free()
 
 
 def read_weights(handle: WeightsHandle) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights of a bucket of another process on this host.
+    """Names and weights of a bucket of another process on this host: views of its memory.
 
-    From shared memory they are copies, one at a time; on a GPU they look into the owner's buffer.
+    Ends when the GPU has done what was begun with them, since their owner may then use that memory for others.
+
+    Raises:
+        ValueError: they are gone, or lie on another host or on a GPU that this process does not see.
     """
-    if not isinstance(handle.where, str):
-        rebuild, arguments = handle.where
-        buffer = rebuild(*arguments)
-        yield from ((row.name, row.view(buffer)) for row in handle.rows)
-        return
-    memory = _attach(handle.where)
-    try:
-        buffer = torch.frombuffer(memory.buf, dtype=torch.uint8)
-        for row in handle.rows:
-            yield row.name, row.view(buffer).clone()  # a tensor does not keep the block mapped
-    finally:
-        memory.close()
+    where = handle.where
+    buffer = _on_this_gpu(where) if isinstance(where, CudaAddress) else map_block(where)
+    yield from ((row.name, row.view(buffer)) for row in handle.rows)
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+
+
+def _on_this_gpu(where: CudaAddress) -> Tensor:
+    """The owner's number of its GPU is not this process's."""
+    seen = visible_devices()
+    if where.device not in seen:
+        raise ValueError(
+            f"the weights lie on {where.device}, and this process sees {', '.join(seen)}: run it on that GPU, or send "
+            f"them by a broadcast"
+        )
+    call = inspect.signature(where.rebuild).bind(*where.arguments)
+    call.arguments["storage_device"] = seen[where.device].index
+    return where.rebuild(*call.args, **call.kwargs)
 
 
 @torch.no_grad()
@@ -190,11 +203,3 @@ def _copy(state: Mapping[str, Tensor], name: str, weight: Tensor) -> None:
             f"build the generator's from the policy's config"
         )
     state[name].copy_(weight)
-
-
-def _attach(name: str) -> SharedMemory:
-    """Another process's block. Its owner unlinks it; before Python 3.13 our resource tracker would do so, too."""
-    if sys.version_info >= (3, 13):
-        return SharedMemory(name, track=False)
-    with mock.patch.object(resource_tracker, "register"):
-        return SharedMemory(name)

@@ -1,5 +1,7 @@
 """A worker's weights and optimizer as named tensors and JSON, and back: what its checkpoints hold."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from megatron_ext.policy import checkpoint
+from megatron_ext.policy.checkpoint import Found, Part
 
 if TYPE_CHECKING:
     from megatron_ext.policy.worker import PolicyWorker
@@ -20,57 +23,87 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str | None) -> None:
+    """Writes both, or leaves what the paths held."""
+    parts = [Part(Path(weights_path), worker._state(), {})]
     if optimizer_path is not None:
         optimizer = _optimizer(worker)
-        facts: dict[str, Any] = {"scheduler": worker.scheduler.state_dict() if worker.scheduler else None}
+        tensors: dict[str, Tensor] = {}
+        assert worker.scheduler is not None
+        facts: dict[str, Any] = {
+            "scheduler": worker.scheduler.state_dict(),
+            "loss_scale": worker._loss_scale.state_dict(),
+        }
         if optimizer.state:
             tensors, facts["numbers"] = _optimizer_state(worker)
         else:  # DCP would take a step to have something to save
-            groups = [{k: x for k, x in group.items() if k != "params"} for group in optimizer.param_groups]
-            tensors, facts["groups"] = {}, groups
-    checkpoint.save(weights_path, worker._state(), {})
-    if optimizer_path is not None:
-        checkpoint.save(optimizer_path, _as_global(worker, tensors), facts)
+            facts["groups"] = _groups(optimizer)
+        parts.append(Part(Path(optimizer_path), _as_global(worker, tensors), facts))
+    checkpoint.save_together(*parts)
 
 
 @torch.no_grad()
 def load_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str | None) -> None:
-    """Both folders are checked before either is read."""
+    """Both folders are checked, and compared with the worker, before either is read."""
     weights = worker._state()
     if optimizer_path is None:
         checkpoint.load(weights_path, weights)
         return
     optimizer = _optimizer(worker)
-    facts = checkpoint.check(optimizer_path)
-    checkpoint.check(weights_path)
-    checkpoint.must_hold(weights_path, weights)
+    saved, saved_optimizer = checkpoint.find(weights_path, optimizer_path)
+    facts = saved_optimizer.facts
+    checkpoint.must_hold(saved, weights)
+    assert worker.scheduler is not None
+    _same_keys(optimizer_path, "schedule", facts["scheduler"], worker.scheduler.state_dict())
     if "groups" in facts:
-        checkpoint.read(weights_path, weights)
+        _same_groups(optimizer_path, facts["groups"], _groups(optimizer))
+        checkpoint.read(saved, weights)
         optimizer.state.clear()
-        for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
-            group.update(saved)
+        for group, values in zip(optimizer.param_groups, facts["groups"], strict=True):
+            group.update(values)
     else:
-        _load_both(worker, optimizer, facts, weights_path, optimizer_path)
-    if worker.scheduler is not None:
-        worker.scheduler.load_state_dict(facts["scheduler"])
+        _load_both(worker, optimizer, saved, saved_optimizer)
+    worker.scheduler.load_state_dict(facts["scheduler"])
+    worker._loss_scale.load_state_dict(facts["loss_scale"])
 
 
-def _load_both(
-    worker: "PolicyWorker", optimizer: Optimizer, facts: dict[str, Any], weights_path: str, optimizer_path: str
-) -> None:
+def _load_both(worker: "PolicyWorker", optimizer: Optimizer, weights: Found, state: Found) -> None:
     fresh = not optimizer.state
     try:
-        tensors, _ = _optimizer_state(worker)
+        tensors, numbers = _optimizer_state(worker)
+        _same_keys(state.path, "optimizer", state.facts["numbers"], numbers)
         parts = _as_global(worker, tensors)
-        checkpoint.must_hold(optimizer_path, parts)
-        checkpoint.read(weights_path, worker._state())
-        checkpoint.read(optimizer_path, parts)
+        checkpoint.must_hold(state, parts)
+        checkpoint.read(weights, worker._state())
+        checkpoint.read(state, parts)
     except ValueError:
         if fresh:
             optimizer.state.clear()
         raise
-    flat: Any = {**tensors, **facts["numbers"]}
+    flat: Any = {**tensors, **state.facts["numbers"]}
     set_optimizer_state_dict(worker.model, optimizer, flat, options=_FLAT)
+
+
+def _same_groups(path: str, saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    if len(saved) != len(own):
+        raise ValueError(
+            f"the checkpoint {path} has {len(saved)} groups of parameters and this optimizer {len(own)}: they must be "
+            f"the same optimizer; change the configuration, or load the weights alone"
+        )
+    for there, here in zip(saved, own, strict=True):
+        _same_keys(path, "optimizer", there, here)
+
+
+def _same_keys(path: str | Path, what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """What does not fit on one rank does not on any: all have the same."""
+    if odd := sorted(saved.keys() ^ own.keys()):
+        raise ValueError(
+            f"the checkpoint {path} is of another {what}: only one of them has {', '.join(odd[:3])}; change the "
+            f"configuration, or load the weights alone"
+        )
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _optimizer(worker: "PolicyWorker") -> Optimizer:

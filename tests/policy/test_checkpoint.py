@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, checkpoint
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, checkpoint, folders
+from megatron_ext.policy import state as state_module
 from tests.policy.problems import largest_error, shard, shared_folder, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import ranks
 
@@ -115,9 +116,14 @@ def test_a_save_before_the_first_step_changes_nothing():
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"])
+DAMAGES = ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"]
+
+
+@pytest.mark.parametrize(
+    "part, how", [*(("weights", how) for how in DAMAGES), ("optimizer", "one bit"), ("optimizer", "no folder")]
+)
 @ranks(2)
-def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(how):
+def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
     folder = shared_folder()
     worker = worker_of()
     train(worker, 0)
@@ -126,7 +132,7 @@ def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(how):
     before = whole(worker._state())
     state = moments(worker)
     if dist.get_rank() == 0:
-        damage(folder / "weights", how)
+        damage(folder / part, how)
     dist.barrier()
     with pytest.raises(ValueError, match="incomplete or damaged|is damaged"):
         worker.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
@@ -168,6 +174,94 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint():
     worker.load_checkpoint(path)
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@ranks(2)
+def test_weights_and_optimizer_of_different_saves_are_refused():
+    """Also those that a save which died between the two left: there the last whole save is loaded."""
+    folder = shared_folder()
+    paths = str(folder / "weights"), str(folder / "optimizer")
+    worker = worker_of()
+    train(worker, 0)
+    worker.save_checkpoint(*paths)
+    saved, state = whole(worker._state()), moments(worker)
+    train(worker, 1)
+    publish = folders.publish
+
+    def dies(paths):
+        for path in paths:
+            path.rename(folders._old(path))
+        folders.new(paths[0]).rename(paths[0])
+        raise OSError("killed")
+
+    folders.publish = dies
+    with pytest.raises(OSError, match="killed"):
+        worker.save_checkpoint(*paths)
+    folders.publish = publish
+    dist.barrier()
+    assert sorted(entry.name for entry in folder.iterdir()) == [
+        "optimizer.new",
+        "optimizer.old",
+        "weights",
+        "weights.old",
+    ]
+    worker.load_checkpoint(*paths)
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in saved.items())
+    assert all(torch.equal(x, y) for x, y in zip(moments(worker), state, strict=True))
+    train(worker, 1)
+    worker.save_checkpoint(*paths)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["optimizer", "weights"]
+    worker.load_checkpoint(*paths)
+
+    train(worker, 2)
+    worker.save_checkpoint(paths[0])
+    before, state = whole(worker._state()), moments(worker)
+    train(worker, 3)
+    now = whole(worker._state())
+    with pytest.raises(ValueError, match="are of different saves"):
+        worker.load_checkpoint(*paths)
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in now.items())
+    worker.load_checkpoint(paths[0])
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def two_groups(worker):
+    *most, last = worker.model.parameters()
+    worker.optimizer = torch.optim.AdamW([{"params": most}, {"params": [last]}], lr=1e-2)
+
+
+def another_optimizer(worker):
+    worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=1e-2)
+
+
+def another_schedule(worker):
+    worker.scheduler = torch.optim.lr_scheduler.ConstantLR(worker.optimizer)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@ranks(1)
+def test_another_optimizer_is_refused_before_anything_is_read(trained):
+    folder = shared_folder()
+    paths = str(folder / "weights"), str(folder / "optimizer")
+    worker = worker_of()
+    if trained:
+        train(worker, 0)
+    worker.save_checkpoint(*paths)
+    cases = [(another_optimizer, "is of another optimizer"), (another_schedule, "is of another schedule")]
+    if not trained:  # else the state goes by the names of weights, whatever the groups
+        cases.append((two_groups, "has 1 groups of parameters and this optimizer 2"))
+    for change, message in cases:
+        other = worker_of()
+        train(other, 5)
+        change(other)
+        before, groups = whole(other._state()), state_module._groups(other.optimizer)
+        with pytest.raises(ValueError, match=message):
+            other.load_checkpoint(*paths)
+        assert all(torch.equal(whole(other._state())[name], x) for name, x in before.items())
+        assert state_module._groups(other.optimizer) == groups
+    shutil.rmtree(folder)
 
 
 class Planted:

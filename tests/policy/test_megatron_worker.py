@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from megatron_ext.policy import ClippedPGLoss, NLLLoss, load_weights
+from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
 from tests.dtensor.models import SIZES
 from tests.policy.problems import (
     batching,
@@ -29,6 +29,7 @@ LAYOUTS = {
     "tp": {"tensor_model_parallel_size": 2},
     "tp_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
+    "recompute": {"tensor_model_parallel_size": 2, "activation_checkpointing": True},
     "cp_tp_sp": {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
 }
 
@@ -41,8 +42,6 @@ def model_config(kind="llama", tied=False):
 
 @contextmanager
 def worker_of(model, layout, **overrides):
-    from megatron_ext.policy import MegatronPolicyWorker
-
     worker = MegatronPolicyWorker(tiny_config(model, **overrides) | {"megatron_cfg": LAYOUTS[layout]})
     try:
         yield worker
@@ -75,6 +74,11 @@ def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), **overrid
 @ranks(2)
 def test_log_probs_and_training(layout):
     check(layout)
+
+
+@ranks(2)
+def test_activation_checkpointing():
+    check("recompute", kinds=["fixed"])
 
 
 @pytest.mark.slow
@@ -135,6 +139,30 @@ def test_temperature_and_precision():
         error = (worker.get_logprobs(data)["logprobs"] - true).norm()
         assert 0 < error <= 1.5 * (plain - true).norm()
         worker.train(data, NLLLoss())
+
+
+@pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+@ranks(2)
+def test_layouts_that_a_policy_has_not(size):
+    with pytest.raises(ValueError, match=f"megatron_cfg.{size} is 2: .* set it to 1"):
+        MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": {size: 2}})
+
+
+@ranks(2)
+def test_a_worker_that_cannot_be_made_leaves_nothing_open():
+    """Neither the emulation of CUDA nor Megatron's groups: the next one finds none."""
+    from megatron.core import parallel_state
+
+    config = tiny_config(model_config()) | {"megatron_cfg": LAYOUTS["tp"]}
+    allocated = torch.cuda.current_device
+    with pytest.raises(ValueError, match="/nowhere"):
+        MegatronPolicyWorker(config, None, "/nowhere/weights")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        MegatronPolicyWorker(config | {"optimizer": {"name": "torch.optim.Nothing"}})
+    with pytest.raises(ValueError, match="without weights_path"):
+        MegatronPolicyWorker(config, None, None, "/nowhere/optimizer")
+    assert not parallel_state.model_parallel_is_initialized()
+    assert torch.cuda.current_device is allocated
 
 
 @ranks(1)

@@ -1,6 +1,9 @@
 """A policy as Ray actors: what one worker computes, errors that name the rank, and life after death."""
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, NLLLoss, RayPolicy
 from megatron_ext.policy.ray_policy import local_ray
+from megatron_ext.policy.refit import read_weights
 from tests.policy.problems import tiny_batch, tiny_config
 
 pytestmark = pytest.mark.slow  # each actor is a process that imports torch and transformers
@@ -40,35 +44,43 @@ class Mortal(DTensorPolicyWorker):
         return self.rank
 
 
-def truth(data, loss_fn, steps):
-    """What one process makes of the same batches: log-probs before, losses, log-probs after."""
-    import subprocess
-    import sys
+def wait_until(true, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
+
+@pytest.fixture(scope="module")
+def truth():
+    """What one process makes of the same batches: log-probs before, losses of two steps, log-probs after."""
     code = (
         "import sys, torch\n"
-        "from megatron_ext.policy import DTensorPolicyWorker\n"
-        "from tests.policy.problems import tiny_config\n"
+        "from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker\n"
+        "from tests.policy.problems import tiny_batch, tiny_config\n"
         "torch.set_num_threads(1)\n"
-        "data, loss_fn, steps = torch.load(sys.argv[1], weights_only=False)\n"
-        "worker = DTensorPolicyWorker(tiny_config())\n"
+        "data, worker = tiny_batch(), DTensorPolicyWorker(tiny_config())\n"
         "before = worker.get_logprobs(data)['logprobs']\n"
-        "losses = [worker.train(data, loss_fn)['global_loss'] for _ in range(steps)]\n"
+        "losses = [worker.train(data, ClippedPGLoss())['global_loss'] for _ in range(2)]\n"
         "torch.save((before, torch.cat(losses), worker.get_logprobs(data)['logprobs']), sys.argv[1])\n"
     )
-    import tempfile
-
     with tempfile.NamedTemporaryFile() as file:
-        torch.save((data, loss_fn, steps), file.name)
         subprocess.run([sys.executable, "-c", code, file.name], check=True)
-        return torch.load(file.name, weights_only=False)
+        return torch.load(file.name)
+
+
+@pytest.fixture(scope="module")
+def policy(ray):
+    """One that the tests leave as it was."""
+    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
+        yield policy
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_as_one_worker(ray, tp, tmp_path):
+def test_as_one_worker(ray, truth, tp):
     data, loss_fn = tiny_batch(), ClippedPGLoss()
-    before, losses, after = truth(data, loss_fn, 2)
-    with RayPolicy(tiny_config(tp=tp), WORKERS) as policy:
+    before, losses, after = truth
+    with RayPolicy(tiny_config(tp=tp), WORKERS, cpus_per_worker=0.5) as policy:
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], before, rtol=1e-5, atol=1e-5)
         found = [policy.train(data, loss_fn) for _ in range(2)]
         torch.testing.assert_close(torch.cat([step["global_loss"] for step in found]), losses, rtol=1e-5, atol=1e-6)
@@ -86,24 +98,25 @@ def test_as_one_worker(ray, tp, tmp_path):
         logits = model(tokens).logits.log_softmax(-1)
         own = logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(own, after[:1, 1:], rtol=1e-4, atol=1e-4)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("psm_")]
 
 
-def test_rows_that_do_not_divide_are_scored(ray):
+def test_rows_that_do_not_divide_are_scored(policy):
     data = tiny_batch(rows=5)
-    with RayPolicy(tiny_config(), WORKERS, init_optimizer=False) as policy:
-        found = policy.get_logprobs(data)["logprobs"]
-        alone = policy.get_logprobs(data.slice(4, 5))["logprobs"]
+    found = policy.get_logprobs(data)["logprobs"]
+    alone = policy.get_logprobs(data.slice(4, 5))["logprobs"]
     torch.testing.assert_close(found[4:], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_a_dead_actor_and_life_after(ray, tmp_path):
     data = tiny_batch()
-    with RayPolicy(tiny_config(), WORKERS, Mortal) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
         policy.train(data, NLLLoss())
         policy.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         saved = policy.get_logprobs(data)["logprobs"]
         goes_on = policy.train(data, NLLLoss())["global_loss"]
+        shared = set(os.listdir("/dev/shm"))
+        [handle] = policy.get_weights_ipc_handles(list(policy.prepare_refit_info())).values()
+        assert next(read_weights(handle))[1].isfinite().all()
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
             policy._all("die", 1)
@@ -111,21 +124,24 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
         with pytest.raises(RuntimeError, match=r"rank 1 of 2 died.*restart"):
             policy.get_logprobs(data)
         assert not policy.is_alive()
+        wait_until(lambda: not os.path.exists(handle.where.path))  # rank 0, who held it, was ended
+        with pytest.raises(ValueError, match="their owner has died"):
+            next(read_weights(handle))
+        assert set(os.listdir("/dev/shm")) <= shared
         policy.restart(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(policy.train(data, NLLLoss())["global_loss"], goes_on, rtol=1e-6, atol=1e-6)
 
 
-def test_errors_keep_their_type_and_say_the_rank(ray):
-    with RayPolicy(tiny_config(), WORKERS, Mortal) as policy:
-        with pytest.raises(ValueError, match="had enough") as caught:
-            policy._all("fail", 1)
-        assert caught.value.__notes__ == ["on rank 1 of 2"]
-        with pytest.raises(ValueError, match="token_mask"):
-            policy.train({k: v for k, v in tiny_batch().items() if k != "token_mask"}, NLLLoss())
-        with pytest.raises(ValueError, match="rows"):
-            policy.train(tiny_batch(rows=7), NLLLoss())
-        assert policy.is_alive()  # none of it ended the group
+def test_errors_keep_their_type_and_say_the_rank(policy):
+    with pytest.raises(ValueError, match="had enough") as caught:
+        policy._all("fail", 1)
+    assert caught.value.__notes__ == ["on rank 1 of 2"]
+    with pytest.raises(ValueError, match="token_mask"):
+        policy.train({k: v for k, v in tiny_batch().items() if k != "token_mask"}, NLLLoss())
+    with pytest.raises(ValueError, match="rows"):
+        policy.train(tiny_batch(rows=7), NLLLoss())
+    assert policy.is_alive()  # none of it ended the group
 
 
 def test_wrong_sizes(ray):
@@ -133,3 +149,9 @@ def test_wrong_sizes(ray):
         RayPolicy(tiny_config(tp=2), 3)
     with pytest.raises(RuntimeError, match="no room for 64 actors"):
         RayPolicy(tiny_config(), 64, start_timeout_s=2)
+
+
+def test_a_model_on_no_device_of_the_actors_is_refused(policy, monkeypatch):
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    with pytest.raises(ValueError, match=r"refit\(\) on elsewhere sees CPU-elsewhere, the actors are on CPU-"):
+        policy.refit(torch.nn.Linear(1, 1))

@@ -1,16 +1,22 @@
 """Weights arrive whole and equal in another process that holds the plain Hugging Face model, and nothing is left."""
 
+import inspect
+import multiprocessing
 import os
+import signal
 import socket
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights, refit
 from megatron_ext.policy.refit import buckets
+from megatron_ext.policy.shared_block import SharedBlock, map_block
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import ranks
 
@@ -26,6 +32,11 @@ def trained_worker(model, tp=1, **overrides):
 def plain_with_other_weights(model):
     torch.manual_seed(99)
     return AutoModelForCausalLM.from_config(model)
+
+
+def is_open(address):
+    """Whether the block still has its descriptor; another file may have the number now."""
+    return os.path.exists(address.path) and os.stat(address.path).st_ino == address.inode
 
 
 def groups_of(sizes, budget):
@@ -60,10 +71,10 @@ def test_shared_memory(tied, tp):
         [(device, handle)] = shared[0].items()
         assert device == worker.report_device_id()
         assert [row.name for row in handle.rows] == keys
-        assert all(name not in os.listdir("/dev/shm") for name in seen)  # one buffer at a time
+        assert not any(is_open(address) for address in seen)  # one buffer at a time
         seen.append(handle.where)
-        assert handle.where in os.listdir("/dev/shm")
-        assert os.stat(f"/dev/shm/{handle.where}").st_size <= BUFFER_BYTES + 64 * len(keys)
+        assert is_open(handle.where)
+        assert os.stat(handle.where.path).st_size <= BUFFER_BYTES + 64 * len(keys)
         if dist.get_rank() == 1:
             load_weights(plain, handle)
         dist.barrier()
@@ -72,7 +83,7 @@ def test_shared_memory(tied, tp):
         assert not torch.equal(plain.model.norm.weight, plain_with_other_weights(model).model.norm.weight)
     worker.offload_after_refit()
     dist.barrier()
-    assert all(name not in os.listdir("/dev/shm") for name in seen)
+    assert not any(is_open(address) for address in seen)
     true = whole(worker._state())
     if dist.get_rank() == 1:
         assert all(torch.equal(plain.state_dict()[name], x) for name, x in true.items())
@@ -144,4 +155,81 @@ def test_a_model_of_other_shape_is_refused():
     with pytest.raises(ValueError, match=r"the model has it as \[64, 32\]"):
         load_weights(other, handle)
     worker.shutdown()
-    assert handle.where not in os.listdir("/dev/shm")
+    assert not is_open(handle.where)
+
+
+@ranks(2)
+def test_only_the_devices_that_are_asked_for():
+    worker = DTensorPolicyWorker(tiny_config(), init_optimizer=False, init_reference_model=False)
+    names, here = list(worker.prepare_refit_info()), worker.report_device_id()
+    assert worker.get_weights_ipc_handles(names, ["GPU-of-another-host"]) == {}
+    assert worker._held is None
+    found = worker.get_weights_ipc_handles(names, [here, "GPU-of-another-host"])
+    assert list(found) == [here] * (dist.get_rank() == 0)
+    worker.shutdown()
+
+
+def test_a_gpu_is_found_by_its_id_not_its_number(monkeypatch):
+    """The owner's GPU is its number 0, and number 1 of the reader."""
+    seen = {"CPU-here": torch.device("cpu"), "GPU-a": torch.device("cuda", 0), "GPU-b": torch.device("cuda", 1)}
+    monkeypatch.setattr(refit, "visible_devices", lambda: seen)
+
+    def rebuild(size, storage_device, storage_handle):
+        return size, storage_device, storage_handle
+
+    address = refit.CudaAddress("GPU-b", rebuild, (7, 0, b"handle"))
+    assert refit._on_this_gpu(address) == (7, 1, b"handle")
+    with pytest.raises(ValueError, match="lie on GPU-c, and this process sees CPU-here, GPU-a, GPU-b"):
+        refit._on_this_gpu(refit.CudaAddress("GPU-c", rebuild, (7, 0, b"handle")))
+
+
+@pytest.mark.gpu
+def test_what_torch_calls_the_number_of_a_gpu():
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    rebuild, arguments = reduce_tensor(torch.ones(3, device="cuda"))
+    assert inspect.signature(rebuild).bind(*arguments).arguments["storage_device"] == 0
+
+
+def test_a_shared_block_is_mapped_by_its_host_while_it_lasts():
+    block = SharedBlock(5)
+    block.buffer.copy_(torch.arange(5))
+    other = map_block(block.address)
+    assert other.tolist() == list(range(5))
+    other[0] = 9  # stays here
+    assert block.buffer[0] == 0
+    with pytest.raises(ValueError, match="laid open cannot be mapped"):
+        map_block(replace(block.address, host="elsewhere"))
+    block.free()
+    assert other.tolist() == [9, 1, 2, 3, 4]
+    descriptor = os.memfd_create("another one, with the same number")
+    assert descriptor == block.address.descriptor
+    with pytest.raises(ValueError, match="were freed"):
+        map_block(block.address)
+    os.close(descriptor)
+    with pytest.raises(ValueError, match="were freed"):
+        map_block(block.address)
+    block.free()
+
+
+def _lay_open(pipe):
+    held = refit.HeldWeights(buckets({"w": (torch.Size([3]), torch.float32)}, 1024)[0], torch.device("cpu"))
+    pipe.send(held.handle)
+    time.sleep(60)
+
+
+def test_nothing_is_left_of_a_process_that_was_killed():
+    before = set(os.listdir("/dev/shm"))
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    owner = context.Process(target=_lay_open, args=(there,))
+    owner.start()
+    handle = here.recv()
+    assert is_open(handle.where)
+    assert [name for name, _ in refit.read_weights(handle)] == ["w"]
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.join()
+    assert not is_open(handle.where)
+    assert set(os.listdir("/dev/shm")) <= before
+    with pytest.raises(ValueError, match="their owner has died"):
+        next(refit.read_weights(handle))

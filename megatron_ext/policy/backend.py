@@ -1,0 +1,109 @@
+"""What the two backends of a policy worker fill in: the model on this rank, its gradients, its weights by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.policy import memory
+from megatron_ext.policy.config import Settings, read_config
+from megatron_ext.policy.loss_scale import LossScale
+from megatron_ext.policy.optimization import make_optimizer, make_scheduler
+from megatron_ext.policy.plan import Place
+
+
+class Export(NamedTuple):
+    """A weight for generators: its whole shape, and a function that makes it, which all ranks call."""
+
+    shape: torch.Size
+    make: Callable[[], Tensor]
+
+
+class Backend(ABC):
+    """A policy's model, optimizer and reference model, as far as they lie on this rank. See `PolicyWorker`."""
+
+    parallel_key: str  # the part of the configuration with the parallel sizes
+
+    def __init__(self, config: Mapping[str, Any], init_optimizer: bool = True, init_reference_model: bool = True):
+        self.cfg = config
+        self.settings = read_config(config, self.parallel_key)
+        self.device = memory.join_world()
+        self.rank = dist.get_rank()
+        self.mesh = _mesh(self.settings, self.device)
+        self.dp_rank, self.dp_size = self.mesh["dp"].get_local_rank(), self.mesh["dp"].size()
+        self.model = self._build_model()
+        self.reference = memory.copies_on_cpu(self._state().items()) if init_reference_model else None
+        self.optimizer = make_optimizer(self.model.parameters(), self.settings.optimizer) if init_optimizer else None
+        self.scheduler = None if self.optimizer is None else make_scheduler(self.optimizer, self.settings.scheduler)
+        self._loss_scale = LossScale(dynamic=self.settings.dtype == torch.float16)
+
+    @abstractmethod
+    def _build_model(self) -> nn.Module:
+        """The sharded model, with weights."""
+
+    @abstractmethod
+    def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """fp32 `[B, S]`: of each position's next token; differentiable. See `dtensor.causal_lm_log_probs`."""
+
+    @abstractmethod
+    def _end_inference(self) -> None:
+        """Called after passes without backward, which may leave whole weights behind."""
+
+    @abstractmethod
+    def _reduce_gradients(self) -> None:
+        """What is left of summing gradients over the ranks, after the last backward pass."""
+
+    @abstractmethod
+    def _clip_gradients(self, max_norm: float | None) -> float:
+        """The norm of all gradients, which are scaled down to `max_norm`."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, Tensor]:
+        """The weights by name, each once: DTensors, or the same on all ranks. They share the model's memory."""
+
+    def _exports(self) -> dict[str, Export]:
+        """The weights that generators get, by transformers' names."""
+        return {name: Export(x.shape, partial(whole, x)) for name, x in self._state().items()}
+
+    def _as_global(self, name: str, x: Tensor) -> Tensor:
+        """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
+        return x
+
+    def _zero_grad(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def _move_model(self, device: torch.device) -> None:
+        memory.move_buffers(self.model, device)
+        if not self.settings.cpu_offload:
+            self.model.to(device)
+
+    @property
+    def _place(self) -> Place:
+        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size)
+
+    @property
+    def _places_multiple(self) -> int:
+        """Under context parallelism each sequence is cut into two pieces a rank."""
+        ranks = self.settings.context_parallel_size
+        return 2 * ranks if ranks > 1 else 1
+
+
+def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
+    world, tp, cp = dist.get_world_size(), settings.tensor_parallel_size, settings.context_parallel_size
+    if world % (tp * cp):
+        raise ValueError(
+            f"{world} ranks with tensor_parallel_size {tp} and context_parallel_size {cp}: the ranks must be a "
+            f"multiple of {tp * cp}"
+        )
+    return init_device_mesh(device.type, (world // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor, on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

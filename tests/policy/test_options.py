@@ -1,0 +1,188 @@
+"""Options of the worker, each against one process: recomputation, offloading, a plan, a folder, low precision."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy.losses import valid_counts
+from tests.policy.problems import (
+    largest_error,
+    plain_log_probs,
+    plain_model,
+    plain_train,
+    shard,
+    shared_folder,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    whole,
+)
+from tests.ranks import ranks
+
+TOLERANCE = 3e-5  # as in test_train: fp32 in another order
+MLP_ALONE = {
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(),
+}
+
+
+def config_with(tp=1, **options):
+    config = tiny_config(tp=tp)
+    config["dtensor_cfg"] |= options
+    return config
+
+
+def check_trains(worker, config, steps=2):
+    """Log-probabilities, losses and weights of `steps` global batches."""
+    data = tiny_batch(8 * steps)
+    with torch.no_grad():
+        data["true"] = plain_log_probs(plain_model(tiny_model()), data)
+    mine = shard(data, worker)
+    torch.testing.assert_close(worker.get_logprobs(mine)["logprobs"], mine["true"], rtol=2e-5, atol=2e-5)
+    losses, _, weights = plain_train(config | {"model_name": tiny_model()}, data, NLLLoss())
+    found = worker.train(mine, NLLLoss())
+    torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
+    assert largest_error(whole(worker._state()), weights) < TOLERANCE
+
+
+def forward_calls(worker):
+    """Counts calls of the first layer's MLP."""
+    calls = []
+    layer = worker.model.model.layers[0]
+    getattr(layer, "_checkpoint_wrapped_module", layer).mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@ranks(2)
+def test_activation_checkpointing(recompute):
+    config = config_with(activation_checkpointing=recompute)
+    worker = DTensorPolicyWorker(config)
+    calls = forward_calls(worker)
+    data = shard(tiny_batch(), worker)
+    worker.train(data, NLLLoss(), eval_mode=True)
+    once = len(calls)
+    assert once > 0
+    worker.train(data, NLLLoss())
+    assert len(calls) == (3 if recompute else 2) * once
+    check_trains(DTensorPolicyWorker(config), config)
+
+
+@ranks(2)
+def test_cpu_offload():
+    config = config_with(cpu_offload=True)
+    worker = DTensorPolicyWorker(config)
+    check_trains(worker, config)
+    worker.prepare_for_lp_inference()
+    worker.prepare_for_training()
+    assert {p.device.type for p in worker.model.parameters()} == {"cpu"}
+    assert {x.device.type for s in worker.optimizer.state.values() for x in s.values()} == {"cpu"}
+
+
+@ranks(2)
+def test_custom_plan():
+    config = config_with(tp=2, custom_parallel_plan=f"{__name__}.MLP_ALONE")
+    worker = DTensorPolicyWorker(config)
+    cut = {name for name, x in worker._state().items() if x.to_local().shape != x.shape}
+    assert cut == {f"model.layers.{i}.mlp.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")}
+    check_trains(worker, config)
+
+
+@ranks(2)
+def test_local_folder():
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        plain_model(tiny_model()).save_pretrained(folder)
+    dist.barrier()
+    config = tiny_config(str(folder), tp=2, seed=99)  # nothing is drawn
+    check_trains(DTensorPolicyWorker(config), config)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def gradients_of(worker, data, loss_fn):
+    found = {}
+
+    def take(*_):
+        found.update(whole({name: p.grad for name, p in worker.model.named_parameters()}))
+
+    worker.optimizer.register_step_pre_hook(take)
+    worker.train(data, loss_fn)
+    return found
+
+
+def plain_gradients(data, loss_fn, dtype=torch.float32, scale=1.0):
+    """One process, all of it in `dtype`, with the loss scaled in between."""
+    model = plain_model(tiny_model()).to(dtype)
+    loss, _ = loss_fn(plain_log_probs(model, data).float(), data, *(torch.tensor(n) for n in valid_counts(data)))
+    (loss * scale).backward()
+    return {name: p.grad.float() / scale for name, p in model.named_parameters()}
+
+
+def distance(found, true):
+    return float(sum((found[name] - x).square().sum() for name, x in true.items()).sqrt())
+
+
+class Faint(NLLLoss):
+    """Gradients that are 0 in fp16 unless they are scaled."""
+
+    def __call__(self, *arguments):
+        loss, metrics = super().__call__(*arguments)
+        return 1e-7 * loss, metrics
+
+
+@pytest.mark.parametrize("precision, loss_fn", [("bfloat16", NLLLoss()), ("float16", NLLLoss()), ("float16", Faint())])
+@ranks(2)
+def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss_fn):
+    """The error that rounding makes in one process is the measure."""
+    data, dtype = tiny_batch(), getattr(torch, precision)
+    scale = 2.0**14 if precision == "float16" else 1.0
+    true = plain_gradients(data, loss_fn)
+    plain = plain_gradients(data, loss_fn, dtype, scale)
+    worker = DTensorPolicyWorker(tiny_config(precision=precision, max_grad_norm=None))
+    found = gradients_of(worker, shard(data, worker), loss_fn)
+    assert all(x.dtype == torch.float32 for x in found.values())
+    assert 0 < distance(found, true) <= 1.5 * distance(plain, true)
+    assert distance(plain, true) < 0.1 * distance(true, {name: torch.zeros_like(x) for name, x in true.items()})
+
+
+@ranks(2)
+def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
+    worker = DTensorPolicyWorker(tiny_config(precision="float16"))
+    data = shard(tiny_batch(), worker)
+    before = whole(worker._state())
+    worker._loss_scale.value = 2.0**40
+    result = worker.train(data, NLLLoss())
+    assert not result["grad_norm"].isfinite().any()
+    assert worker._loss_scale.value == 2.0**39
+    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    worker._loss_scale.value = 2.0**13
+    assert worker.train(data, NLLLoss())["grad_norm"].isfinite().all()
+    folder = shared_folder()
+    paths = str(folder / "weights"), str(folder / "optimizer")
+    worker.save_checkpoint(*paths)
+    other = DTensorPolicyWorker(tiny_config(precision="float16"), None, *paths)
+    assert other._loss_scale.state_dict() == {"value": 2.0**13, "good_steps": 1}
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    assert any(not torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+
+
+def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
+    from megatron_ext.policy.loss_scale import GROWTH_STEPS, LossScale
+
+    scale = LossScale(dynamic=True)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), scale.value)
+    scale.unscale([parameter])
+    assert parameter.grad.item() == 1
+    assert not any(scale.overflowed(1.0) for _ in range(GROWTH_STEPS))
+    assert scale.value == 2.0**15
+    assert [scale.overflowed(float("inf")) for _ in range(16)] == [True] * 15 + [False]
+    assert not LossScale(dynamic=False).overflowed(float("nan"))
