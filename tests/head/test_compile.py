@@ -1,0 +1,86 @@
+"""torch.compile takes the whole head, forward and backward, in one graph: the numbers of the plain run."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+from megatron_ext import (
+    linear_cross_entropy,
+    linear_log_probs,
+    reference,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from tests.head.problems import Problem
+from tests.ranks import ranks
+
+BENDS = {"softcap": 2.0, "temperature": 0.7}
+EVERYTHING = {**BENDS, "label_smoothing": 0.1, "z_loss": 0.01}
+# Each function with its options: all that change what is computed, or none.
+CALLS = {
+    "linear_cross_entropy": (linear_cross_entropy, {**EVERYTHING, "cache": 0.5, "chunk_tokens": 10}),
+    "linear_log_probs": (linear_log_probs, {"return_entropy": True, "return_hits": True, "cache": 1}),
+    "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, {**EVERYTHING, "chunk_tokens": 10}),
+    "token_log_probs": (token_log_probs, {**BENDS, "return_entropy": True, "return_hits": True}),
+}
+
+
+def call(name, problem, group, layout, *leaves):
+    """Results of the function: of hidden states, weight and bias, or of the logits they make."""
+    function, options = CALLS[name]
+    options = {**options, "vocab": problem.shard(group)}
+    if name.startswith("linear"):
+        return function(*leaves[:2], problem.labels, group, layout, bias=leaves[2], **options)
+    return function(reference.logits(*leaves), problem.labels, group, **options)
+
+
+def run(function, leaves):
+    """Results and gradients."""
+    results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    differentiable = [x for x in results if x.requires_grad]
+    torch.manual_seed(0)
+    grads = torch.autograd.grad(differentiable, leaves, [torch.randn_like(x) for x in differentiable])
+    return [*(x.detach() for x in results), *grads]
+
+
+def check(name, layout, dtype, backend, group):
+    torch._dynamo.reset()
+    problem = Problem(dtype=dtype, options={"bias": True, "size": 37})
+    function, leaves = partial(call, name, problem, group, layout), problem.mine(group, layout)
+    found = run(torch.compile(function, fullgraph=True, backend=backend), leaves)
+    close = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
+    torch.testing.assert_close(found, run(function, leaves), **close)
+
+
+# Few here, each takes seconds; all below, among the slow ones.
+@ranks(2)
+@pytest.mark.parametrize(
+    "name, layout", [("linear_cross_entropy", "sequence"), ("token_log_probs", "replicated")], ids=lambda x: x
+)
+def test_whole_graph(name, layout):
+    check(name, layout, torch.float32, "aot_eager", dist.group.WORLD)
+
+
+@pytest.mark.slow
+@ranks(1, 2, timeout_s=300)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_code(name, dtype, layout):
+    if layout == "replicated" or name.startswith("linear"):
+        check(name, layout, dtype, "inductor", dist.group.WORLD)
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+def test_each_pass_is_one_operator_of_the_graph():
+    """What is compiled runs the passes that fit the device, as the plain run does: Triton's on CUDA."""
+    backend = AotEagerAndRecordGraphs()
+    check("vocab_parallel_cross_entropy", "replicated", torch.float32, backend, group=None)
+    (forward,), (backward,) = backend.fw_graphs, backend.bw_graphs
+    assert "torch.ops.megatron_ext.row_statistics" in forward.code
+    assert "torch.ops.megatron_ext.row_gradient" in backward.code
+    assert "tanh" not in forward.code + backward.code
