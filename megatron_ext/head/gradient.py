@@ -71,11 +71,9 @@ def coefficients(
     return Coefficients(a, c, d, target, alpha)
 
 
-def target_bend(stats: Statistics, options: HeadOptions) -> Tensor | float:
-    """The softcap's slope at the label's logit, `1 - tanh^2`."""
-    if options.softcap is None:
-        return 1.0
-    return 1 - ((stats.target + stats.largest) * (options.temperature / options.softcap)).square()
+def target_bend(stats: Statistics) -> Tensor | float:
+    """The softcap's slope at the label's logit, where this shard owns it."""
+    return 1.0 if stats.bend is None else stats.bend
 
 
 def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | None = None) -> PassCoefficients:

@@ -75,7 +75,7 @@ class LinearHead(torch.autograd.Function):
 
 
 def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep):
-    """This rank's statistics `[K, T]`, the exponentials it keeps, and the labels' columns in its shard."""
+    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and the labels' columns in its shard."""
     tokens, columns, dtype = labels_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
@@ -89,6 +89,8 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
         for rows in chunks(span, cached, options.chunk_tokens, columns, hidden_TD.device):
             kept = exp_TV[rows] if rows.stop <= cached else None
             z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, kept)
+            if kept is not None and _keeps_logits(options, x_TD):
+                kept = None if z_TV.dtype == kept.dtype else kept.copy_(z_TV)
             row_statistics(
                 z_TV,
                 target_T[rows],
@@ -117,6 +119,16 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
     return stats_KT, exp_TV, target_T
 
 
+def _keeps_logits(options, x_TD) -> bool:
+    """Whether forward keeps logits, not their exponentials: those cannot tell the softcap's slope where it is small.
+
+    Where forward has fp32 logits and keeps 16 bits of them (16-bit operands on CUDA), and a wide softcap leaves them
+    large, that would cost more digits of the probabilities than it saves of the slope.
+    """
+    rounds = x_TD.is_cuda and x_TD.element_size() == 2
+    return options.softcap is not None and (not rounds or options.softcap < 16)
+
+
 class _Gradient(NamedTuple):
     """The logits' gradient `[T, V]` by its parts: `scale * G`, plus `target` at the label, plus `offset` everywhere.
 
@@ -139,7 +151,7 @@ def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gr
     target, through = coef.target, None
     if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
-        target = target * gradient.target_bend(stats, options)
+        target = target * gradient.target_bend(stats)
     # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
     # is 1, which no rounding touches.
     others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
@@ -235,7 +247,7 @@ def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> T
             continue
         row_gradient(
             source_TV,
-            kept,
+            kept and not _keeps_logits(options, x_TD),
             target_T[rows],
             grad.shift[rows],
             None if scale is None else scale[rows],

@@ -65,7 +65,7 @@ class LogitsHead(torch.autograd.Function):
         stats = statistics.Statistics(*rest)
         coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
         scale, slope, offset = gradient.pass_coefficients(stats, coef)
-        value = (coef.target if offset is None else coef.target + offset) * gradient.target_bend(stats, options)
+        value = (coef.target if offset is None else coef.target + offset) * gradient.target_bend(stats)
         dz_TV = z_TV.detach() if ctx.into_logits else torch.empty_like(z_TV)
         for rows in chunks(slice(0, z_TV.shape[0]), 0, options.chunk_tokens, z_TV.shape[1], z_TV.device):
             row_gradient(

@@ -25,9 +25,9 @@ _FAR = -1e4
 _CPU_BLOCK = 1 << 18
 
 
-def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool) -> int:
-    """Number of rows K that `row_statistics` writes."""
-    return 3 + 2 * with_mean + with_entropy + with_hits
+def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
+    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
+    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -57,7 +57,8 @@ def row_statistics(
             m (-inf if there are none), sum exp(z - m), z of the target (-inf if not owned);
             with_mean: sum (z - m) and count, both over the columns that are not -inf;
             with_entropy: sum exp(z - m) (z - m);
-            with_hits: 1 where the first column that reaches m is the target, else 0.
+            with_hits: 1 where the first column that reaches m is the target, else 0;
+            with a softcap: its slope at the target, 0 if not owned.
         exp_TV: written, any floating dtype: exp(z - m), 0 at the target and in the columns that do not count.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
@@ -73,6 +74,8 @@ def row_statistics(
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
     stats_KT[TARGET] = at_target.where(owned, -torch.inf).squeeze(1)
+    if softcap is not None:
+        stats_KT[-1] = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0).squeeze(1)
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype
     blocks = _blocks(z_TV)
@@ -82,7 +85,7 @@ def row_statistics(
         z = transformed(z_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
         if with_hits:
             peak, first = z.max(1)
-            stats_KT[-1, rows] = first == target_T[rows]
+            stats_KT[3 + 2 * with_mean + with_entropy, rows] = first == target_T[rows]
         else:
             peak = z.amax(1)
         stats_KT[MAX, rows] = peak
@@ -121,7 +124,8 @@ def row_gradient(
 
     With u = z - shift, each column that counts becomes
         (exp(u) * (scale + slope * u) + offset) * (1 - tanh((z0 + bias) / softcap)^2)
-    where the last factor is 1 without a softcap and `offset` reaches only columns that are not -inf. The target's
+    where the last factor, the softcap's slope, is 1 without one (from exponentials it is as inexact as their rounding
+    over the softcap) and `offset` reaches only columns that are not -inf. The target's
     column becomes `value` (0 if None) instead, columns that do not count become 0. The temperature's own factor is the
     caller's, inside the coefficients.
 
@@ -137,7 +141,6 @@ def row_gradient(
     if counted == 0:
         return
     dtype = shift_T.dtype
-    bends = slope_T is not None or softcap is not None
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = out_TV.dtype == dtype
     blocks = _blocks(source_TV)
@@ -150,13 +153,17 @@ def row_gradient(
         offset = None if offset_T is None else offset_T[rows].unsqueeze(1)
         if source_is_exp:
             grad = work.copy_(source_TV[rows, :counted])
+            bends = slope is not None or softcap is not None
             u = grad.clamp(min=torch.finfo(dtype).tiny).log_() if bends else grad
+            factor = None if softcap is None else 1 - (u + shift).mul_(temperature / softcap).square_()
             finite = None  # the caller knows that all columns are
         else:
-            z = transformed(source_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
+            z = source_TV[rows, :counted]
+            factor = None if softcap is None else bend(z, bias_V, softcap, dtype)
+            z = transformed(z, bias_V, softcap, temperature, dtype, work)
             grad = torch.sub(z, shift, out=work)
             finite = None if offset is None else grad > -torch.inf
-            u = grad.clone() if bends else grad
+            u = grad.clone() if slope is not None else grad
             grad.exp_()
         if slope is not None:
             grad.mul_(u.clamp(min=_FAR).mul_(slope).add_(0.0 if scale is None else scale))
@@ -164,9 +171,8 @@ def row_gradient(
             grad.mul_(scale)
         if offset is not None:
             grad.add_(offset if finite is None else offset * finite)
-        if softcap is not None:
-            tanh = u.add_(shift).mul_(temperature / softcap)
-            grad.mul_(tanh.square_().neg_().add_(1.0))
+        if factor is not None:
+            grad.mul_(factor)
         if not in_place:
             out_TV[rows, :counted] = grad
     owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
@@ -193,6 +199,14 @@ def transformed(
     if temperature != 1.0:
         out.mul_(1.0 / temperature)
     return out
+
+
+def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
+    """The softcap's slope `1 - tanh^2` at `z + bias`, as `1 / cosh^2`: near 1 tanh has no digit to spare."""
+    x = z.to(dtype, copy=True)
+    if bias is not None:
+        x.add_(bias)
+    return x.mul_(1.0 / softcap).cosh_().reciprocal_().square_()
 
 
 def _blocks(z_TV: Tensor) -> list[slice]:

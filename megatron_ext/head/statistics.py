@@ -33,6 +33,7 @@ class Statistics(NamedTuple):
     columns: Tensor | None  # how many those are
     expected: Tensor | None  # E_p[z - M]
     hits: Tensor | None  # bool: the label has the largest logit, the lowest id among equals
+    bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
 
     @property
     def log_prob(self) -> Tensor:
@@ -47,7 +48,8 @@ def new_statistics(
     tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0
 ) -> Tensor:
     """`[K, T + 1]`: room for what `row_statistics` writes and `more` rows, and the column that says whose it is."""
-    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits) + more
+    with_bend = options.softcap is not None
+    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend) + more
     stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
     stats_KT[:, -1] = 0
     stats_KT[SIZE, -1], stats_KT[COUNTED, -1] = options.vocab.size, options.vocab.counted
@@ -89,9 +91,11 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
     if options.hits:
         first = (peaks_RT == largest).to(torch.int8).argmax(0, keepdim=True)
         hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
+        extra += 1
+    bend = own_KT[extra] if options.softcap is not None else None
     target = stats_RKT[:, TARGET].amax(0) - reference
     peak = _finite(own_KT[MAX])
-    return Statistics(largest, total.log(), target, peak, mean, columns, expected, hits)
+    return Statistics(largest, total.log(), target, peak, mean, columns, expected, hits, bend)
 
 
 def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:

@@ -33,7 +33,7 @@ def cases(draw, ranks_):
         "size": draw(st.integers(2, columns)),
         "label_smoothing": draw(st.sampled_from([0.0, 0.1, 0.9])),
         "z_loss": draw(st.sampled_from([0.0, 0.01])),
-        "softcap": draw(st.sampled_from([None, 5.0, 30.0])),
+        "softcap": draw(st.sampled_from([None, 2.0, 5.0, 30.0])),
         "temperature": draw(st.sampled_from([1.0, 0.7, 3.0])),
         "ignore_index": draw(st.sampled_from([-100, 1])),
     }

@@ -1,14 +1,17 @@
 """The Triton row passes against the plain ones. A module of its own: the interpreter is chosen when triton is imported.
 
-`TRITON_INTERPRET=1 python -m tests.head.twins` runs the comparison on CPU; tests call `compare` on CUDA.
+`TRITON_INTERPRET=1 python -m tests.head.twins` runs the comparison on CPU, with `few` a small part of it and the head
+itself on the Triton passes; tests call `compare` on CUDA.
 """
 
 import itertools
+import sys
 
 import torch
 
 from megatron_ext.head import rows as plain
 from megatron_ext.head.kernels import rows as twin
+from tests.head.problems import OPTIONS, Problem
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -41,7 +44,7 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     if counted == 0:
         target.fill_(-1)
     bias = draw(columns) if with_bias else None
-    shape = plain.statistics_rows(with_mean, with_entropy, with_hits), TOKENS
+    shape = plain.statistics_rows(with_mean, with_entropy, with_hits, softcapped), TOKENS
     found = []
     for side in (plain, twin):
         stats, exp = torch.empty(shape, dtype=wide, device=device), torch.empty_like(z)
@@ -93,5 +96,16 @@ def main(device: str = "cpu") -> None:
     print(f"{done} comparisons")
 
 
+def few() -> None:
+    """Every flag at once in each dtype, and the head with every option at once: values and gradients."""
+    for seed, dtype in enumerate(DTYPES):
+        compare("cpu", dtype, 37, 30, (True,) * 6, seed)
+    problem = Problem((3,), options=OPTIONS["all"])
+    for what, cache in (("loss", 0), ("loss", 1), ("log_probs", 0.5)):
+        results, grads = problem.ours(what, None, cache=cache)
+        torch.testing.assert_close([*results, *grads], [x for kind in problem.truth(what) for x in kind])
+    print(f"{len(DTYPES) + 3} comparisons")
+
+
 if __name__ == "__main__":
-    main()
+    few() if sys.argv[1:] == ["few"] else main()

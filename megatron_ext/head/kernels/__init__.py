@@ -1,1 +1,1 @@
-"""Triton twins of the two row passes. No autograd: `rows.py` chooses between them and plain PyTorch."""
+"""Triton twins of the two row passes. No autograd: `passes.py` chooses between them and plain PyTorch."""

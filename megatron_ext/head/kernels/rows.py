@@ -23,6 +23,22 @@ def _tanh(x):
 
 
 @triton.jit
+def _bend(x):
+    """1 - tanh^2, to fp32's precision where tanh is near 1."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _raw(z_ptr, bias_ptr, columns, inside, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """The logits of some columns of one token with their bias; -inf where not `inside`."""
+    z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(DTYPE)
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+    return z
+
+
+@triton.jit
 def _logits(
     z_ptr,
     bias_ptr,
@@ -36,9 +52,7 @@ def _logits(
 ):
     """The logits of some columns of one token, transformed; -inf where they do not count."""
     inside = columns < counted
-    z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(DTYPE)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+    z = _raw(z_ptr, bias_ptr, columns, inside, HAS_BIAS, DTYPE)
     if HAS_SOFTCAP:
         z = softcap * _tanh(z / softcap)
     z = z / temperature
@@ -119,6 +133,11 @@ def _statistics_kernel(
         extra_ptr += stats_stride_k
     if WITH_HITS:
         tl.store(extra_ptr, ((first == target) & (peak > float("-inf"))).to(DTYPE))
+        extra_ptr += stats_stride_k
+    if HAS_SOFTCAP:
+        owned = target >= 0
+        bend = _bend(_raw(z_ptr, bias_ptr, target, owned, HAS_BIAS, DTYPE) / softcap)
+        tl.store(extra_ptr, tl.where(owned, bend, zero))
 
     if HAS_EXP:
         base = tl.where(peak == float("-inf"), zero, peak)
@@ -170,10 +189,15 @@ def _gradient_kernel(
         u = exp
         if HAS_SLOPE or HAS_SOFTCAP:
             u = tl.log(tl.maximum(exp, tiny))
+        if HAS_SOFTCAP:
+            tanh = (u + shift) * (temperature / softcap)
+            bend = 1.0 - tanh * tanh
     else:
         z = _logits(source_ptr, bias_ptr, columns, counted, softcap, temperature, HAS_BIAS, HAS_SOFTCAP, DTYPE)
         u = z - shift
         exp = tl.exp(u)
+        if HAS_SOFTCAP:
+            bend = _bend(_raw(source_ptr, bias_ptr, columns, inside, HAS_BIAS, DTYPE) / softcap)
     grad = exp
     if HAS_SLOPE:
         near = tl.maximum(u, -1e4)  # exp(-1e4) is 0, and 0 * -inf would be NaN
@@ -187,8 +211,7 @@ def _gradient_kernel(
         else:
             grad += tl.where(u > float("-inf"), offset, 0.0)
     if HAS_SOFTCAP:
-        bent = (u + shift) * (temperature / softcap)
-        grad = tl.where(u > float("-inf"), grad * (1.0 - bent * bent), 0.0)
+        grad = tl.where(u > float("-inf"), grad * bend, 0.0)
     value = tl.zeros([], DTYPE)
     if HAS_VALUE:
         value = tl.load(value_ptr + token)
