@@ -1,231 +1,25 @@
-"""Batches of context-parallel ranks, against what a loop over documents and tokens makes of them."""
+"""Context-parallel batches: what a rank gets inside the context, and that models train on it as on the whole."""
 
 import contextlib
-import sys
-import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, Packing, attend
 from megatron_ext.sequence.cp_utils import (
     _build_position_ids,
-    _shard_thd_chunk_for_te,
     create_context_parallel_ctx,
     get_train_context,
     make_cp_batch_and_ctx,
     make_cp_batch_for_te,
 )
-from megatron_ext.sequence.thd import partition_indices
 from megatron_ext.sequence.zigzag import gather_zigzag, split_zigzag
 from tests.ranks import ranks
-
-SENTINEL = -1000
-PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
-
-
-class Mesh:
-    """What the functions that communicate nothing ask of a context-parallel mesh."""
-
-    def __init__(self, ranks, rank):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def get_local_rank(self):
-        return self._rank
-
-
-def cp_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-
-
-def packed_batch(rows, sentinel=SENTINEL):
-    """From rows of documents (tokens, places); tokens from 1 up, 0 on padding, labels 1000 higher."""
-    most = max(len(row) for row in rows)
-    batch = {name: [] for name in ("input_ids", "seq_lens", "seq_lens_padded")}
-    token = 1
-    for row in rows:
-        ids = []
-        for n, places in row:
-            ids += [*range(token, token + n)] + [0] * (places - n)
-            token += n
-        filler = [sentinel] * (most - len(row))
-        batch["input_ids"].append(ids)
-        batch["seq_lens"].append([n for n, _ in row] + filler)
-        batch["seq_lens_padded"].append([places for _, places in row] + filler)
-    tensors = {name: torch.tensor(x) for name, x in batch.items()}
-    return tensors | {"labels": tensors["input_ids"] + 1000}
-
-
-def expected_line(rows, size, rank):
-    """What `rank` gets of the documents: ids, labels, positions and padding, by a loop over its two chunks of each."""
-    ids, positions, padding, token = [], [], [], 1
-    for n, places in [document for row in rows for document in row]:
-        chunk = places // (2 * size)
-        for c in (rank, 2 * size - 1 - rank):
-            for position in range(c * chunk, (c + 1) * chunk):
-                ids.append(token + position if position < n else 0)
-                positions.append(position)
-                padding.append(position >= n)
-        token += n
-    ids = torch.tensor(ids, dtype=torch.int64)
-    return ids, ids + 1000, torch.tensor(positions, dtype=torch.int64), torch.tensor(padding, dtype=torch.bool)
-
-
-@st.composite
-def packs(draw, multiple):
-    """Rows of documents that take as many places in each row."""
-    documents = st.integers(0, 3).flatmap(
-        lambda k: st.tuples(st.integers(0, multiple * k), st.just(multiple * k)),
-    )
-    rows = draw(st.lists(st.lists(documents, min_size=1, max_size=4), min_size=1, max_size=4))
-    places = max(1, *(sum(p for _, p in row) for row in rows), multiple)
-    filled = []
-    for row in rows:
-        rest = places - sum(p for _, p in row)
-        filled.append(row + ([(draw(st.integers(0, rest)), rest)] if rest else []))
-    return filled
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_each_rank_gets_its_chunks_of_every_document(size, data):
-    rows = data.draw(packs(2 * size))
-    batch = packed_batch(rows)
-    flat = [document for row in rows for document in row]
-    for rank in range(size):
-        part = make_cp_batch_for_te(Mesh(size, rank), batch)
-        for name, expected in zip(PER_TOKEN, expected_line(rows, size, rank), strict=True):
-            torch.testing.assert_close(part[name], expected, rtol=0, atol=0)
-        assert part["cu_seqlens"].tolist() == [0, *torch.tensor([n for n, _ in flat]).cumsum(0).tolist()]
-        assert part["cu_seqlens_padded"].tolist() == [0, *torch.tensor([p for _, p in flat]).cumsum(0).tolist()]
-        assert part["max_seqlen"].tolist() == max(p for _, p in flat)
-        assert part["cu_seqlens"].dtype == part["cu_seqlens_padded"].dtype == part["max_seqlen"].dtype == torch.int32
-        assert part["qkv_format"] == "thd"
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_chunks_are_lines_of_their_own(size):
-    rows = [[(4, 4), (3, 8), (4, 4)], [(16, 16)], [(0, 8), (5, 8)], [(1, 4), (11, 12)]]
-    batch = packed_batch(rows)
-    part = make_cp_batch_for_te(Mesh(size, size - 1), batch, num_chunks=2)
-    for i in (0, 1):
-        chunk = {name: x[2 * i : 2 * i + 2] for name, x in batch.items()}
-        expected = make_cp_batch_for_te(Mesh(size, size - 1), chunk)
-        for name, x in expected.items():
-            if name == "qkv_format":
-                assert part[name] == x
-            else:
-                torch.testing.assert_close(part[name][i][: len(x)] if x.dim() else part[name][i], x)
-    assert part["input_ids"].shape == (2, 32 // size)
-    # The second chunk has as many documents as the first; a third with fewer shows the sentinel.
-    fewer = make_cp_batch_for_te(
-        None, packed_batch([[(4, 4), (4, 4)], [(8, 8)]], sentinel=-7), num_chunks=2, seq_lens_padding_value=-7
-    )
-    assert fewer["cu_seqlens"].tolist() == [[0, 4, 8], [0, 8, -7]]
-    assert fewer["cu_seqlens_padded"].tolist() == [[0, 4, 8], [0, 8, -7]]
-    assert fewer["max_seqlen"].tolist() == [4, 8]
-
-
-def test_a_token_that_is_the_padding_token_counts_as_padding():
-    batch = packed_batch([[(3, 4)]])
-    assert make_cp_batch_for_te(None, batch)["padding_mask"].tolist() == [False, False, False, True]
-    assert make_cp_batch_for_te(None, batch, padding_token_id=2)["padding_mask"].tolist() == [False, True, False, True]
-
-
-def test_given_positions_are_kept_and_the_batch_is_not_touched():
-    batch = packed_batch([[(8, 8)], [(4, 4), (4, 4)]])
-    batch["position_ids"] = torch.arange(100, 108)[None]
-    before = {name: x.clone() for name, x in batch.items()}
-    part = make_cp_batch_for_te(Mesh(2, 1), batch)
-    assert part["position_ids"].tolist() == [102, 103, 104, 105, 101, 102, 105, 106]
-    for name, x in before.items():
-        torch.testing.assert_close(batch[name], x, rtol=0, atol=0)
-
-
-def test_embeddings_travel_with_their_gradient():
-    rows = [[(6, 8), (8, 8)], [(12, 16)]]
-    batch = packed_batch(rows)
-    ids = batch["input_ids"]
-    embeddings = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(16, 3, dtype=torch.float64)
-    part = make_cp_batch_for_te(Mesh(2, 0), batch | {"input_ids": embeddings})
-    places = make_cp_batch_for_te(Mesh(2, 0), batch | {"input_ids": torch.arange(32).view(ids.shape)})["input_ids"]
-    torch.testing.assert_close(part["input_ids"], embeddings.detach().flatten(0, 1)[places], rtol=0, atol=0)
-    assert part["padding_mask"].tolist() == expected_line(rows, 2, 0)[3].tolist()
-    (part["input_ids"] * weights).sum().backward()
-    expected = torch.zeros(32, 3, dtype=torch.float64).index_add(0, places, weights)
-    torch.testing.assert_close(embeddings.grad.flatten(0, 1), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"seq_lens": torch.tensor([[5, 4]])}, "must not outnumber the places"),
-        ({"seq_lens": torch.tensor([[-1, 4]])}, "must not outnumber the places"),
-        ({"seq_lens": torch.tensor([[4, SENTINEL]])}, "just where seq_lens_padded"),
-        ({"seq_lens_padded": torch.tensor([[4, 8]])}, "take all of its 8 places"),
-        ({"seq_lens": torch.tensor([[2, 4]]), "seq_lens_padded": torch.tensor([[2, 6]])}, "divide by 4"),
-        ({"seq_lens": torch.tensor([4, 4])}, r"have shapes \[2\] and \[1, 2\]"),
-        ({"labels": torch.zeros(1, 7)}, r"labels has shape \[1, 7\]"),
-        ({"position_ids": torch.zeros(1, 7)}, r"position_ids has shape \[1, 7\]"),
-        ({"input_ids": torch.zeros(8)}, r"input_ids has shape \[8\]"),
-    ],
-    ids=str,
-)
-def test_batches_that_do_not_fit_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        make_cp_batch_for_te(Mesh(2, 0), packed_batch([[(4, 4), (4, 4)]]) | change)
-
-
-def test_other_arguments_that_do_not_fit_are_refused():
-    batch = packed_batch([[(4, 4)], [(4, 4)]])
-    with pytest.raises(ValueError, match="qkv_format is 'bshd'"):
-        make_cp_batch_for_te(None, batch, qkv_format="bshd")
-    for chunks in (0, 3):
-        with pytest.raises(ValueError, match=f"num_chunks is {chunks}: .* divide the batch of 2 rows"):
-            make_cp_batch_for_te(None, batch, num_chunks=chunks)
-    for name in ("seq_lens", "seq_lens_padded", "labels", "input_ids"):
-        with pytest.raises(KeyError, match=f"has no {name}"):
-            make_cp_batch_for_te(None, {key: x for key, x in batch.items() if key != name})
-
-
-def test_a_line_made_elsewhere_is_sharded():
-    line = {
-        "input_ids": torch.tensor([5, 6, 0, 7, 8, 9, 4, 0]),
-        "labels": torch.arange(8),
-        "position_ids": torch.arange(8),
-        "cu_seqlens": torch.tensor([0, 4, 8, SENTINEL, SENTINEL]),
-    }
-    part = _shard_thd_chunk_for_te(line, Mesh(2, 1), "thd", SENTINEL, 0)
-    assert part["labels"].tolist() == [1, 2, 5, 6]
-    assert part["padding_mask"].tolist() == [False, True, False, False]
-    assert part["cu_seqlens"].tolist() == part["cu_seqlens_padded"].tolist() == [0, 4, 8, SENTINEL, SENTINEL]
-    assert part["max_seqlen"].tolist() == 4
-    with pytest.raises(ValueError, match="no cu_seqlens: it is in rows"):
-        _shard_thd_chunk_for_te({"input_ids": torch.zeros(1, 8)}, Mesh(2, 1), "thd", SENTINEL, 0)
-
-
-@pytest.mark.gpu
-def test_transformer_engine_partitions_where_it_is_installed(monkeypatch):
-    calls = []
-    engine = types.ModuleType("transformer_engine_torch")
-    engine.thd_get_partitioned_indices = lambda *args: calls.append(args) or torch.zeros(4, dtype=torch.int32)
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
-    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
-    partition_indices(cu_seqlens, 8, 2, 0)
-    assert [args[1:] for args in calls] == [(8, 2, 0)]
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
-    assert partition_indices(cu_seqlens, 8, 2, 0).tolist() == [0, 1, 6, 7]
+from tests.sequence.batches import TinyLM, check_sum_over_ranks, cp_mesh, expected_line, losses, packed_batch
 
 
 def test_positions_are_made_only_where_there_are_none():
@@ -388,42 +182,6 @@ def test_loss_parallel_is_entered_on_request():
     expected = F.cross_entropy(logits.full_tensor(), labels)
     with get_train_context(True, False):
         torch.testing.assert_close(F.cross_entropy(logits, labels).full_tensor(), expected)
-
-
-class TinyLM(torch.nn.Module):
-    """A language model of one attention layer that knows nothing of ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.tokens, self.places = torch.nn.Embedding(11, 8), torch.nn.Embedding(64, 8)
-        self.qkv, self.head = torch.nn.Linear(8, 24), torch.nn.Linear(8, 11)
-        self.double()
-
-    def forward(self, input_ids, position_ids, attention=None):
-        x = self.tokens(input_ids) + self.places(position_ids)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).movedim(-3, 0)  # [B, S, H, D] each
-        if attention is None:
-            out = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), is_causal=True)
-            out = out.transpose(1, 2)
-        else:
-            out = attention(q, k, v)
-        return self.head(x + out.flatten(-2))
-
-
-def losses(logits, labels):
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-
-
-def check_sum_over_ranks(model, loss, expected_loss, expected):
-    """The ranks' losses and gradients add up to those of the whole."""
-    loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected_loss.detach())
-    for parameter, grad in zip(model.parameters(), expected, strict=True):
-        dist.all_reduce(parameter.grad)
-        torch.testing.assert_close(parameter.grad, grad)
 
 
 @ranks(2, 4)
