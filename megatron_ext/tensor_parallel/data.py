@@ -104,10 +104,10 @@ def _exchange_descriptions(
 
 
 def _build_key_size_numel_dictionaries(
-    keys: Sequence[str], data: Any, tp_group: Group = None
+    keys: Iterable[str], data: Any, tp_group: Group = None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, int], int]:
     """The first rank's shapes, numbers of elements, and their sum. One broadcast."""
-    described = _exchange_descriptions(keys, data, None, require_tensor_parallel_group(tp_group))
+    described = _exchange_descriptions(list(keys), data, None, require_tensor_parallel_group(tp_group))
     numel = {key: prod(found.shape) for key, found in described.items()}
     return {key: found.shape for key, found in described.items()}, numel, sum(numel.values())
 
@@ -126,7 +126,7 @@ def _aligned(size_bytes: int) -> int:
 
 
 def broadcast_data(
-    keys: Sequence[str], data: Any, datatype: torch.dtype | None, tp_group: Group = None
+    keys: Iterable[str], data: Any, datatype: torch.dtype | None, tp_group: Group = None
 ) -> dict[str, Tensor]:
     """The tensors `data[key]` of the group's first rank, on every rank of it.
 
@@ -146,7 +146,7 @@ def broadcast_data(
     Raises:
         ValueError: on every rank, if a key is missing or is no dense tensor, or a dtype is not `datatype`.
     """
-    group = require_tensor_parallel_group(tp_group)
+    group, keys = require_tensor_parallel_group(tp_group), list(keys)
     if not keys:
         return {}
     described = _exchange_descriptions(keys, data, datatype, group)

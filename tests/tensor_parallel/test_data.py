@@ -10,7 +10,7 @@ from tests.ranks import ranks
 def batch(seed=0):
     g = torch.Generator().manual_seed(seed)
     return {
-        "text": torch.randint(1 << 40, (3, 17), generator=g),
+        "text": torch.randint(1 << 40, (3 + seed, 17), generator=g),
         "empty": torch.zeros(2, 0, 5, dtype=torch.int64),
         "scalar": torch.tensor(7),
         "deep": torch.randint(9, (1, 2, 1, 2, 1, 2, 3), generator=g),
@@ -74,9 +74,10 @@ def test_the_groups_first_rank_is_the_source():
     mine = expected if rank % 2 == 0 else batch(seed=99)
     same(data.broadcast_data(list(expected), mine, torch.int64, tp_group=groups[rank // 2]), expected)
     shapes, numel, total = data._build_key_size_numel_dictionaries(["text", "scalar"], mine, groups[rank // 2])
-    assert shapes == {"text": (3, 17), "scalar": ()}
-    assert numel == {"text": 51, "scalar": 1}
-    assert total == 52
+    rows = 3 + rank // 2
+    assert shapes == {"text": (rows, 17), "scalar": ()}
+    assert numel == {"text": 17 * rows, "scalar": 1}
+    assert total == 17 * rows + 1
 
 
 GOOD = {"a": torch.zeros(2, dtype=torch.int64), "b": torch.ones(3, dtype=torch.int64)}
@@ -105,7 +106,9 @@ def test_only_the_first_rank_sees_the_fault_and_all_raise_it(fault):
 
 def test_alone():
     expected = batch()
-    same(data.broadcast_data(list(expected), expected, torch.int64), expected)
+    for keys in (list(expected), expected.keys(), iter(expected)):
+        same(data.broadcast_data(keys, expected, torch.int64), expected)
+    assert data._build_key_size_numel_dictionaries(iter(["text"]), expected)[2] == 51
     data._check_data_types(["text"], expected, torch.int64)
     with pytest.raises(ValueError, match=r"data\['text'\] is torch.int64: it must be torch.float32"):
         data._check_data_types(["text"], expected, torch.float32)

@@ -1,9 +1,6 @@
 """The one linear function: every pair of layouts against torch.nn.functional.linear, and what it sends and saves."""
 
-import contextlib
-import gc
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ import torch.nn.functional as F
 from megatron_ext.distributed.collectives import start_all_gather
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import linear as module
-from megatron_ext.tensor_parallel.deferral import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.layers import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -22,7 +18,7 @@ from megatron_ext.tensor_parallel.layers import (
 )
 from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
+from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
 
 S, B, D, N = 8, 3, 20, 12  # sequence, batch, input features, output features, over all ranks
 DIM = {"replicated": None, "sequence": 0, "sharded": -1}  # the dimension of x and y that a layout cuts
@@ -248,82 +244,6 @@ def test_own_rows_before_the_gathered_ones():
         torch.testing.assert_close(y, full @ w if bias is None else torch.addmm(b, full, w), rtol=1e-6, atol=1e-5)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("source", ["replicated", "sequence"])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
-def test_autocast_as_torchs_linear(source, dtypes):
-    full, w, b = numbers(S, D, seed=0, dtype=dtypes[0]), numbers(N, D, seed=1), numbers(N, seed=2)
-    group, target = world(), "sharded"
-    results = []
-    for ours in (False, True):
-        x = (cut(full, source) if ours else full.clone()).requires_grad_()
-        shard, bias = (piece(t, 0).requires_grad_() for t in (w, b))
-        with torch.autocast("cpu", torch.bfloat16):
-            y = parallel_linear(x, shard, bias, Plan(group, source, target)) if ours else F.linear(x, shard, bias)
-            # Backward inside the region too: its own matmuls must keep to the dtypes of the forward pass.
-            (y.float() ** 2).sum().backward()
-        results.append([y.detach(), shard.grad, bias.grad, x.grad])
-    like, actual = results
-    dx = like[3].clone()
-    dist.all_reduce(dx)
-    like[3] = cut(dx, source)
-    for a, e in zip(actual, like, strict=True):
-        assert a.dtype == e.dtype
-        torch.testing.assert_close(a, e, rtol=2**-7, atol=2**-7 * e.abs().max().item())
-
-
-@ranks(1)
-def test_backward_under_autocast_keeps_full_precision():
-    x, w = torch.randn(5, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
-    y = parallel_linear(x, w, None, Plan())
-    dy = torch.randn_like(y)
-    with torch.autocast("cpu", torch.bfloat16):
-        y.backward(dy)
-    torch.testing.assert_close((x.grad, w.grad), (dy @ w.detach(), dy.t() @ x.detach()))
-
-
-@ranks(1)
-def test_float64_is_left_alone_by_autocast():
-    x, w = torch.randn(5, D, dtype=torch.float64), torch.randn(N, D, dtype=torch.float64)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = parallel_linear(x, w, None, Plan())
-        assert y.dtype == F.linear(x, w).dtype == torch.float64
-    torch.testing.assert_close(y, x @ w.t())
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_output_dtype_keeps_what_the_matmul_accumulated(sequence_parallel):
-    """16-bit operands, fp32 result: at the error of an fp32 matmul of the same numbers, without Transformer Engine."""
-    full, w, b = (numbers(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(S, 512), (N, 512), (N,)]))
-    source = "sequence" if sequence_parallel else "replicated"
-    for function in (linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight):
-        x, shard, bias = cut(full, source).requires_grad_(), piece(w, 0).requires_grad_(), piece(b, 0).requires_grad_()
-        y = function(
-            x,
-            shard,
-            bias,
-            False,
-            not sequence_parallel,
-            sequence_parallel,
-            tp_group=world(),
-            output_dtype=torch.float32,
-        )
-        wide = F.linear(full.float(), piece(w, 0).float(), piece(b, 0).float())
-        assert_as_good(y.detach(), wide, F.linear(full.double(), piece(w, 0).double(), piece(b, 0).double()))
-        dy = numbers(S, N, seed=9)
-        y.backward(piece(dy, -1))
-        assert x.grad.dtype == torch.bfloat16
-        dx = [
-            (dy.to(d).to(torch.bfloat16).to(d) @ w.to(d)).to(e)
-            for d, e in ((torch.float32, torch.bfloat16), (torch.float64,) * 2)
-        ]
-        assert_as_good(x.grad, cut(dx[0], source), cut(dx[1], source))
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 META = torch.device("meta")
@@ -363,143 +283,6 @@ def test_arguments_that_contradict_each_other():
         linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, True, False)
 
 
-# -- main_grad ---------------------------------------------------------------------------------------------------------
-
-
-def with_main_grad(weight, *, listened=True, **marks):
-    weight.requires_grad_()
-    weight.main_grad = torch.ones(weight.shape, dtype=marks.pop("dtype", torch.float32))
-    if listened:
-        weight.grad_added_to_main_grad = False
-    for name, value in marks.items():
-        setattr(weight, name, value)
-    return weight
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
-def test_weight_gradient_goes_into_main_grad(layouts, dtype):
-    """Two micro-batches, without Apex: main_grad grows by both gradients, and Megatron is told."""
-    source, target = layouts
-    dim = 0 if target == "sharded" else 1
-    w = with_main_grad(piece(numbers(N, D, seed=0, dtype=dtype), dim))
-    expected = {kind: torch.ones(w.shape, dtype=kind) for kind in (torch.float64, torch.float32)}
-    for step in range(2):
-        full, dy = numbers(S, D, seed=1 + step, dtype=dtype), numbers(S, N, seed=5 + step, dtype=dtype)
-        y = parallel_linear(cut(full, source), w, None, Plan(world(), source, target, fuse_main_grad=True))
-        y.backward(cut(dy, target))
-        for kind, sum_ in expected.items():
-            sum_ += piece((dy.to(kind).t() @ full.to(kind)).to(dtype if kind == torch.float32 else kind), dim)
-    assert_as_good(w.main_grad, expected[torch.float32], expected[torch.float64])
-    assert w.grad_added_to_main_grad is True
-    assert w.grad.shape == w.shape  # a dummy, for autograd's hooks
-    assert w.grad.dtype == dtype
-
-
-@ranks(1)
-def test_the_dummy_gradient_is_zero_where_megatron_adds_it():
-    w = with_main_grad(torch.randn(N, D), zero_out_wgrad=True)
-    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
-    assert torch.equal(w.grad, torch.zeros_like(w))
-
-
-@ranks(1)
-def test_no_dummy_gradient_where_nobody_listens():
-    w = with_main_grad(torch.randn(N, D), listened=False)
-    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
-    assert w.grad is None
-
-
-@ranks(1)
-def test_main_grad_of_16_bits():
-    x, w = torch.randn(4, D).bfloat16(), with_main_grad(torch.randn(N, D).bfloat16(), dtype=torch.bfloat16)
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).backward(torch.ones(4, N).bfloat16())
-    torch.testing.assert_close(w.main_grad, (1 + x.float().sum(0)).bfloat16().expand(N, D), rtol=2**-7, atol=2**-7)
-
-
-@ranks(1)
-def test_a_buffer_that_megatron_fsdp_lends_starts_at_zero():
-    w, x = torch.randn(N, D, requires_grad=True), torch.randn(4, D)
-    buffer = torch.full((N, D), torch.nan)
-    w.__fsdp_param__, w.get_main_grad = True, lambda: buffer
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
-    torch.testing.assert_close(buffer, x.sum(0).expand(N, D))
-
-
-@ranks(2)
-def test_missing_main_grad_is_named_before_anything_is_sent():
-    x, w = torch.randn(4, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
-    y = parallel_linear(x, w, None, Plan(world(), "replicated", "sharded", fuse_main_grad=True))
-    with count_collectives() as counts, pytest.raises(ValueError, match="weight.main_grad is missing"):
-        y.sum().backward()
-    assert not counts
-
-
-@ranks(1)
-def test_main_grad_with_saved_tensors_on_their_way_elsewhere():
-    """Hooks on saved tensors bring back copies, which have none of the parameter's attributes."""
-    w = with_main_grad(torch.randn(N, D))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
-        y = parallel_linear(torch.ones(4, D, requires_grad=True), w, None, Plan(fuse_main_grad=True))
-    y.sum().backward()
-    assert torch.equal(w.main_grad, torch.full((N, D), 5.0))
-
-
-# -- deferred weight gradients -----------------------------------------------------------------------------------------
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("limit", [0, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_deferred_weight_gradients(fused, limit, sequence_parallel):
-    """As many as the limit allows wait, the rest is computed at once; drained, the sum is that of all micro-batches."""
-    source = "sequence" if sequence_parallel else "replicated"
-    w = numbers(N, D, seed=0)
-    shard = with_main_grad(piece(w, 0)) if fused else piece(w, 0).requires_grad_()
-    inputs, grads, expected = [], [], torch.zeros(w.shape)
-    plan = Plan(world(), source, "sharded", fuse_main_grad=fused, deferral=Deferral(grads, inputs, limit))
-    for step in range(3):
-        full, dy = numbers(S, B, D, seed=1 + step), numbers(S, B, N, seed=5 + step)
-        expected += dy.flatten(0, 1).t() @ full.flatten(0, 1)
-        x = cut(full, source).requires_grad_()
-        with torch.no_grad():
-            parallel_linear(x, shard, None, plan)
-        y = parallel_linear(x, shard, None, plan)
-        assert len(inputs) == len(grads) == min(step, limit or 3)  # nothing waits before backward, or without one
-        y.backward(piece(dy, -1))
-        torch.testing.assert_close(x.grad, cut(dy @ w, source), rtol=1e-5, atol=1e-5)
-    assert len(inputs) == len(grads) == (limit or 3)
-    config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=fused)
-    with count_collectives() as counts:
-        drain_embedding_wgrad_compute(config, inputs, grads, shard, world())
-    gathers = (limit or 3) if sequence_parallel and dist.get_world_size() > 1 else 0
-    assert short(counts) == ({"allgather_base": gathers} if gathers else {})
-    assert inputs == grads == []
-    total = shard.main_grad - 1 if fused else shard.grad
-    torch.testing.assert_close(total, piece(expected, 0), rtol=1e-5, atol=1e-4)
-
-
-@ranks(1)
-def test_deferral_by_megatrons_argument():
-    grads = []
-    x, w = torch.randn(4, D), with_main_grad(torch.randn(N, D))
-    for _ in range(3):
-        y = linear_with_grad_accumulation_and_async_allreduce(x, w, None, True, False, False, grads, 2)
-        y.backward(torch.ones_like(y))
-    assert len(grads) == 2
-    torch.testing.assert_close(w.main_grad - 1, x.sum(0).expand(N, D), rtol=1e-5, atol=1e-5)  # of the third
-
-
-@ranks(1)
-def test_draining_unequal_or_empty_lists():
-    config, w = Config(gradient_accumulation_fusion=True), with_main_grad(torch.randn(N, D))
-    drain_embedding_wgrad_compute(config, [], [], w, None)
-    with pytest.raises(ValueError, match="embedding_activation_buffer has 1 tensors and grad_output_buffer 0"):
-        drain_embedding_wgrad_compute(config, [torch.randn(4, D)], [], w, None)
-
-
 # -- habits ------------------------------------------------------------------------------------------------------------
 
 
@@ -511,15 +294,3 @@ def test_no_warnings(layouts):
         for _ in range(2):
             x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)
             parallel_linear(x, w, None, Plan(world(), *layouts)).sum().backward()
-
-
-@ranks(1)
-def test_memory_is_given_back():
-    """Neither the input nor the weight is held once output and graph are gone."""
-    x, w = torch.randn(4, D, requires_grad=True), with_main_grad(torch.randn(N, D))
-    watched = [weakref.ref(x), weakref.ref(w)]
-    parallel_linear(x, w, None, Plan(fuse_main_grad=True)).sum().backward()
-    with contextlib.suppress(NameError):
-        del x, w
-    gc.collect()
-    assert [reference() for reference in watched] == [None, None]

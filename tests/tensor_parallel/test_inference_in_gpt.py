@@ -1,0 +1,66 @@
+"""The inference layers in Megatron's GPTModel, which hands residuals and norms from layer to layer."""
+
+import pytest
+import torch
+
+from megatron_ext.distributed.counting import count_collectives
+from tests.gpt import SEQUENCE, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.ranks import ranks
+
+LAYERS = 2
+
+
+def inference_spec(config, vp_stage=None):
+    """Our spec with the norms inside the linear layers that follow them."""
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+    from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
+    from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
+
+    block = gpt_block_spec(config, vp_stage)
+    plain = block.layer_specs[0]
+    attention = plain.submodules.self_attention
+    own = SelfAttentionSubmodules(
+        linear_qkv=Column,
+        core_attention=attention.submodules.core_attention,
+        linear_proj=Row,
+        q_layernorm=IdentityOp,
+        k_layernorm=IdentityOp,
+    )
+    submodules = type(plain.submodules)(
+        self_attention=ModuleSpec(module=attention.module, params=attention.params, submodules=own),
+        self_attn_bda=plain.submodules.self_attn_bda,
+        mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=Column, linear_fc2=Row)),
+        mlp_bda=plain.submodules.mlp_bda,
+    )
+    layer = ModuleSpec(module=plain.module, submodules=submodules)
+    return type(block)(layer_specs=[layer] * len(block.layer_specs), layer_norm=block.layer_norm)
+
+
+@torch.no_grad()
+def logits(spec, **options):
+    (model,) = tiny_gpt(spec, num_layers=LAYERS, normalization="RMSNorm", add_bias_linear=False, **options)
+    tokens_BS = tiny_batches()[0][:, :-1]
+    positions = torch.arange(SEQUENCE).expand_as(tokens_BS)
+    model.eval()
+    with count_collectives() as counts:
+        return model(tokens_BS, positions, causal_mask(SEQUENCE)), sum(counts.values())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_logits_of_plain_layers(fused):
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    size = torch.distributed.get_world_size()
+    with model_parallel(tp=size):
+        options = {"sequence_parallel": size > 1}
+        plain, sent = logits(gpt_block_spec, **options)
+        inference = {"transformer_impl": "inference_optimized", "inference_fuse_tp_communication": fused}
+        found, sent_too = logits(inference_spec, **options, **inference)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    assert sent_too == sent

@@ -1,0 +1,78 @@
+"""Layers of experts: whole or cut, and what they leave to the token dispatcher."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.gpt import model_parallel
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, numbers
+from tests.tensor_parallel.test_layers import D, N, S, init
+
+
+def expert_layers(config, **options):
+    up = ColumnParallelLinear(D, N, config=config, init_method=init, is_expert=True, bias=False)
+    down = RowParallelLinear(
+        *(N, D),
+        config=config,
+        init_method=init,
+        is_expert=True,
+        input_is_parallel=True,
+        **{"bias": False, "skip_bias_add": True, **options},
+    )
+    return up, down
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_experts_leave_communication_to_the_dispatcher(sequence_parallel):
+    with model_parallel(tp=2, expert_tensor_parallel_size=2):
+        config = Config(sequence_parallel=sequence_parallel)
+        up, down = expert_layers(config, bias=True, skip_bias_add=False)
+        with torch.no_grad():
+            down.bias.copy_(numbers(D, seed=5))
+        x, dy = numbers(S, D, seed=1).requires_grad_(), numbers(S, D, seed=2)
+        with count_collectives() as counts:
+            y, _ = down(torch.tanh(up(x)[0]))
+            y.backward(dy)
+        assert not counts
+        dist.all_reduce(y := y.detach())
+        dist.all_reduce(x.grad)
+    whole_x = x.detach().clone().requires_grad_()
+    w_up, w_down, bias = numbers(N, D, seed=7), numbers(D, N, seed=7), numbers(D, seed=5).requires_grad_()
+    whole = F.linear(torch.tanh(F.linear(whole_x, w_up)), w_down, bias)
+    whole.backward(dy)
+    torch.testing.assert_close(y, whole.detach(), rtol=1e-5, atol=1e-4)  # the bias once, not once a rank
+    torch.testing.assert_close(x.grad, whole_x.grad, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(down.bias.grad, bias.grad)
+    assert up.explicit_expert_comm
+    assert up.weight.allreduce is True  # no expert parallelism
+
+
+@ranks(2)
+def test_experts_of_expert_parallelism():
+    """Expert tensor parallel size 1 within tensor parallel size 2: whole experts, kept out of data-parallel sums."""
+    with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=1):
+        up, down = expert_layers(Config(expert_model_parallel_size=2), bias=True)
+        assert up.weight.shape == (N, D)
+        assert [p.allreduce for layer in (up, down) for p in layer.parameters()] == [False] * 3
+        dense = ColumnParallelLinear(D, N, config=Config(expert_model_parallel_size=2), init_method=init)
+        assert dense.weight.shape == (N // 2, D)
+        assert dense.weight.allreduce is True
+        assert not dense.explicit_expert_comm
+        x = torch.randn(S, D, requires_grad=True)
+        with count_collectives() as counts:
+            y, bias = down(up(x)[0])
+            y.sum().backward()
+        assert not counts
+        assert bias is down.bias
+
+
+@ranks(1)
+def test_expert_row_without_bias_needs_no_skip_bias_add():
+    with model_parallel(tp=1, ep=1):
+        _, down = expert_layers(Config(expert_model_parallel_size=2), skip_bias_add=False)
+        down(torch.randn(S, N))

@@ -1,0 +1,265 @@
+"""What Megatron and others ask of the layers beside the product: marks, copies, states, buffers, other methods."""
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from tests.gpt import model_parallel
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, numbers, piece, world
+from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("perform", [True, False])
+def test_attributes_are_always_there(perform, on_cpu):
+    config = Config(perform_initialization=perform, use_cpu_initialization=on_cpu)
+    for layer, dim in ((column(config=config, stride=2), 0), (row(config=config, stride=2), 1)):
+        weight, bias = layer.weight, layer.bias
+        assert (weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride) == (True, dim, 2)
+        assert weight.allreduce is bias.allreduce is True
+        assert getattr(bias, "tensor_model_parallel", False) == (dim == 0)
+        assert torch.isnan(weight).all() == (not perform)  # torch.empty is filled with NaN in tests
+    assert bias.sequence_parallel is False
+
+
+@ranks(2)
+def test_attribute_functions():
+    w, copy_of_w = torch.zeros(2), torch.zeros(2)
+    assert param_is_not_tensor_parallel_duplicate(w, world()) == (dist.get_rank() == 0)
+    set_tensor_model_parallel_attributes(w, True, 1, 3)
+    set_tensor_model_parallel_attributes(w, True, 1, 3)
+    assert param_is_not_tensor_parallel_duplicate(w, world())
+    with pytest.raises(ValueError, match="partition_dim of the tensor is already 1, not 0"):
+        set_tensor_model_parallel_attributes(w, True, 0, 3)
+    assert w.partition_dim == 1
+    w.is_qkv = True
+    copy_tensor_model_parallel_attributes(copy_of_w, w)
+    assert vars(copy_of_w) == vars(w)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(copy_of_w)
+    fresh = torch.zeros(2)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(fresh)
+    assert vars(copy_of_w) == {**vars(w), "expert_tp": False}
+    assert vars(fresh) == {
+        "expert_tp": False,
+        "is_qkv": False,
+        "tensor_model_parallel": False,
+        "partition_dim": -1,
+        "partition_stride": 1,
+    }
+
+
+@ranks(1, 2)
+def test_repr_is_true():
+    tp = dist.get_world_size()
+    for bias in (False, True):
+        for config in (Config(), Config(sequence_parallel=True)):
+            text = repr(column(bias=bias, config=config))
+            assert text.startswith(f"ColumnParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, ")
+            sent = "forward all-gather" if config.sequence_parallel else "backward all-reduce"
+            assert f"communication={'none' if tp == 1 else sent}" in text
+            text = repr(row(bias=bias, config=config))
+            assert text.startswith(f"RowParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, ")
+            sent = "forward reduce-scatter" if config.sequence_parallel else "forward all-reduce"
+            assert f"communication={'none' if tp == 1 else sent}" in text
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layer", [column, row], ids=["column", "row"])
+def test_deepcopy(layer):
+    original = layer(stride=2)
+    original.weight.main_grad = torch.zeros(3)
+    clone = copy.deepcopy(original)
+    assert clone.tp_group is original.tp_group
+    marks = {k: v for k, v in vars(original.weight).items() if k != "main_grad"}
+    assert vars(clone.weight) == marks
+    assert vars(clone.bias) == vars(original.bias)
+    x = torch.randn(4, 2, original.weight.shape[1])
+    torch.testing.assert_close(clone(x), original(x), rtol=0, atol=0)
+    with torch.no_grad():
+        clone.weight.zero_()
+    assert original.weight.any()
+    assert repr(clone) == repr(original)
+
+
+@ranks(1)
+def test_state_dict_has_the_extra_state_of_transformer_engines_layers():
+    layer, other = column(), column()
+    state = layer.state_dict(prefix="a.")
+    assert list(state) == ["a.weight", "a.bias", "a._extra_state"]
+    assert state["a._extra_state"] is None
+    with torch.no_grad():
+        layer.weight.add_(1)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items() if tensor is not None}
+    assert set(state) == {"weight", "bias"}
+    other.load_state_dict(state, strict=True)  # a checkpoint of plain linear layers
+    torch.testing.assert_close(other.weight, layer.weight)
+    other.load_state_dict({**state, "_extra_state": torch.zeros(3)}, strict=True)
+    assert set(state) == {"weight", "bias"}
+
+
+@ranks(1)
+def test_no_warnings_in_a_step():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            row()(column(config=Config())(torch.randn(S, D, requires_grad=True))[0][..., :D])[0].sum().backward()
+
+
+@ranks(1)
+def test_gradient_accumulation_fusion_without_apex():
+    config = Config(gradient_accumulation_fusion=True)
+    for layer in (column(config=config), row(config=config)):
+        layer.weight.main_grad = torch.ones(N, D)
+        x, dy = numbers(S, D, seed=1), numbers(S, N, seed=2)
+        layer(x)[0].backward(dy)
+        torch.testing.assert_close(layer.weight.main_grad, 1 + dy.t() @ x, rtol=1e-5, atol=1e-5)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_deferred_weight_gradient_of_the_output_layer(sequence_parallel):
+    """The buffers of GPTModel, an evaluation in between, and the layer's own way to finish."""
+    config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True)
+    config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 2
+    inputs, grads = [], []
+    layer = column(config=config, bias=False, embedding_activation_buffer=inputs, grad_output_buffer=grads)
+    other = column(config=config, bias=False)  # a layer without buffers defers nothing
+    layer.weight.main_grad, other.weight.main_grad = torch.zeros(layer.weight.shape), torch.zeros(layer.weight.shape)
+    for step in range(3):
+        full, dy = numbers(S, B, D, seed=step), numbers(S, B, N, seed=10 + step)
+        x = piece(full, 0) if sequence_parallel else full
+        with torch.no_grad():
+            layer(x)
+        for each in (layer, other):
+            each(x)[0].backward(piece(dy, -1))
+        assert len(inputs) == len(grads) == min(step + 1, 2)
+    assert not torch.allclose(layer.weight.main_grad, other.weight.main_grad)
+    layer.backward_dw()
+    assert inputs == grads == []
+    torch.testing.assert_close(layer.weight.main_grad, other.weight.main_grad, rtol=1e-5, atol=1e-4)
+    layer.backward_dw()  # nothing left to do
+
+
+@ranks(1)
+def test_marks_what_is_saved_for_an_offloading_context():
+    """Megatron's CPU offloading decides by an attribute of the saved tensor; Transformer Engine is not needed."""
+    saved = []
+    config = Config(_cpu_offloading_context=SimpleNamespace(inside_context=True), cpu_offloading_activations=True)
+    for layer in (column(config=config), row(config=config)):
+        x = torch.randn(S, D)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            layer(x)
+        assert saved[0] is x
+        assert saved[0].activation_offloading is True
+        saved.clear()
+    config._cpu_offloading_context.inside_context = False
+    x = torch.randn(S, D)
+    column(config=config)(x)
+    assert not hasattr(x, "activation_offloading")
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layer", [column, row], ids=["column", "row"])
+def test_saved_activations_may_leave_the_device(layer):
+    mine = layer()
+    shape = (S, mine.weight.shape[1])
+    x = torch.randn(shape, requires_grad=True)
+    mine(x)[0].square().sum().backward()
+    expected, mine.weight.grad, x.grad = (x.grad, mine.weight.grad), None, None
+    with torch.autograd.graph.save_on_cpu():
+        y = mine(x)[0]
+    y.square().sum().backward()
+    torch.testing.assert_close((x.grad, mine.weight.grad), expected, rtol=0, atol=0)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
+    """Quantisers and adapters replace Megatron's `_forward_impl`, on the class or the object: ours goes through it."""
+    base = ColumnParallelLinear if kind == "column" else RowParallelLinear
+    calls = []
+
+    class Doubling(base):
+        def _forward_impl(self, input, weight, *args, **kwargs):
+            calls.append(kwargs)
+            return super()._forward_impl(input, 2 * weight, *args, **kwargs)
+
+    config = Config(sequence_parallel=sequence_parallel)
+    more = {} if kind == "column" else {"input_is_parallel": True, "skip_bias_add": False}
+    options = {"config": config, "init_method": init, "bias": True, "tp_group": world(), **more}
+    x = numbers(S, B, D, seed=1)
+    if kind == "row" or sequence_parallel:
+        x = piece(x, -1 if kind == "row" else 0)
+
+    def results(layer):
+        own = x.clone().requires_grad_()
+        y, _ = layer(own)
+        y.square().sum().backward()
+        return y.detach(), own.grad, layer.bias.grad
+
+    plain, doubling, frozen = base(D, N, **options), Doubling(D, N, **options), Doubling(D, N, **options)
+    with torch.no_grad():
+        plain.weight.mul_(2)
+        plain.bias.fill_(3)
+        doubling.bias.fill_(3)
+        frozen.bias.fill_(3)
+    frozen.weight.requires_grad_(False)
+    expected = results(plain)
+    torch.testing.assert_close(results(doubling), expected)
+    torch.testing.assert_close(results(frozen), expected)
+    torch.testing.assert_close(doubling.weight.grad, 2 * plain.weight.grad)
+    alone = dist.get_world_size() == 1
+    assert len(calls) == 2
+    assert calls[0]["sequence_parallel"] == (kind == "column" and sequence_parallel and not alone)
+    assert calls[0]["allreduce_dgrad"] == (kind == "column" and not sequence_parallel and not alone)
+    assert calls[0].keys() >= {"bias", "gradient_accumulation_fusion", "grad_output_buffer", "tp_group"}
+
+    replaced = base(D, N, **options)
+    replaced._forward_impl = lambda input, weight, *args, **kwargs: input.new_ones(
+        S, B, N // (1 if kind == "row" else dist.get_world_size())
+    )
+    y, _ = replaced(x)
+    ranks_ = dist.get_world_size() if kind == "row" else 1
+    assert (y == ranks_).all()
+
+
+@ranks(2)
+def test_attributes_of_megatrons_layers():
+    """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
+    with model_parallel(tp=2):
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.tensor_parallel import layers as stock
+
+        from megatron_ext.tensor_parallel import layers as ours
+
+        config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
+        builders = {
+            "ColumnParallelLinear": lambda kind: kind(D, N, config=config, init_method=init),
+            "RowParallelLinear": lambda kind: kind(
+                D, N, config=config, init_method=init, bias=True, input_is_parallel=True, skip_bias_add=False
+            ),
+            "VocabParallelEmbedding": lambda kind: kind(N, D, config=config, init_method=init),
+        }
+        for name, build in builders.items():
+            theirs, mine = build(getattr(stock, name)), build(getattr(ours, name))
+            own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
+            assert own
+            for key, value in own.items():
+                assert getattr(mine, key) == value, (name, key)
+            for key in [*dir(type(theirs)), "weight", "bias"]:
+                assert hasattr(mine, key) or not hasattr(theirs, key), (name, key)

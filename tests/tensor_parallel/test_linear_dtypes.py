@@ -1,0 +1,88 @@
+"""Dtypes of the one linear function: autocast, float64, and results wider than their operands."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_ext.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
+from tests.ranks import ranks
+from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
+from tests.tensor_parallel.test_linear import D, N, S, cut
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("source", ["replicated", "sequence"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+def test_autocast_as_torchs_linear(source, dtypes):
+    full, w, b = numbers(S, D, seed=0, dtype=dtypes[0]), numbers(N, D, seed=1), numbers(N, seed=2)
+    group, target = world(), "sharded"
+    results = []
+    for ours in (False, True):
+        x = (cut(full, source) if ours else full.clone()).requires_grad_()
+        shard, bias = (piece(t, 0).requires_grad_() for t in (w, b))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = parallel_linear(x, shard, bias, Plan(group, source, target)) if ours else F.linear(x, shard, bias)
+            # Backward inside the region too: its own matmuls must keep to the dtypes of the forward pass.
+            (y.float() ** 2).sum().backward()
+        results.append([y.detach(), shard.grad, bias.grad, x.grad])
+    like, actual = results
+    dx = like[3].clone()
+    dist.all_reduce(dx)
+    like[3] = cut(dx, source)
+    for a, e in zip(actual, like, strict=True):
+        assert a.dtype == e.dtype
+        torch.testing.assert_close(a, e, rtol=2**-7, atol=2**-7 * e.abs().max().item())
+
+
+@ranks(1)
+def test_backward_under_autocast_keeps_full_precision():
+    x, w = torch.randn(5, D, requires_grad=True), torch.randn(N, D, requires_grad=True)
+    y = parallel_linear(x, w, None, Plan())
+    dy = torch.randn_like(y)
+    with torch.autocast("cpu", torch.bfloat16):
+        y.backward(dy)
+    torch.testing.assert_close((x.grad, w.grad), (dy @ w.detach(), dy.t() @ x.detach()))
+
+
+@ranks(1)
+def test_float64_is_left_alone_by_autocast():
+    x, w = torch.randn(5, D, dtype=torch.float64), torch.randn(N, D, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = parallel_linear(x, w, None, Plan())
+        assert y.dtype == F.linear(x, w).dtype == torch.float64
+    torch.testing.assert_close(y, x @ w.t())
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_output_dtype_keeps_what_the_matmul_accumulated(sequence_parallel):
+    """16-bit operands, fp32 result: at the error of an fp32 matmul of the same numbers, without Transformer Engine."""
+    full, w, b = (numbers(*s, seed=i, dtype=torch.bfloat16) for i, s in enumerate([(S, 512), (N, 512), (N,)]))
+    source = "sequence" if sequence_parallel else "replicated"
+    for function in (linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight):
+        x, shard, bias = cut(full, source).requires_grad_(), piece(w, 0).requires_grad_(), piece(b, 0).requires_grad_()
+        y = function(
+            x,
+            shard,
+            bias,
+            False,
+            not sequence_parallel,
+            sequence_parallel,
+            tp_group=world(),
+            output_dtype=torch.float32,
+        )
+        wide = F.linear(full.float(), piece(w, 0).float(), piece(b, 0).float())
+        assert_as_good(y.detach(), wide, F.linear(full.double(), piece(w, 0).double(), piece(b, 0).double()))
+        dy = numbers(S, N, seed=9)
+        y.backward(piece(dy, -1))
+        assert x.grad.dtype == torch.bfloat16
+        dx = [
+            (dy.to(d).to(torch.bfloat16).to(d) @ w.to(d)).to(e)
+            for d, e in ((torch.float32, torch.bfloat16), (torch.float64,) * 2)
+        ]
+        assert_as_good(x.grad, cut(dx[0], source), cut(dx[1], source))
