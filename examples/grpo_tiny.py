@@ -30,12 +30,23 @@ PLUS, EQUALS, VOCABULARY = 10, 11, 12
 def main() -> None:
     args = arguments()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # for one machine; Ray would write a token to the home folder
-    with local_ray(args.workers), RayPolicy(policy_config(args), args.workers, **checkpoint(args)) as policy:
-        rewards = train(policy, args)
-    tenth = max(1, len(rewards) // 10)
-    first, last = (sum(part) / tenth for part in (rewards[:tenth], rewards[-tenth:]))
+    with local_ray(args.workers):
+        rewards = learn(args)
+    first, last = tenths(rewards)
     plot(rewards, args.out / "reward.png")
     print(f"mean reward: first tenth {first:.3f}, last tenth {last:.3f}; curve in {args.out / 'reward.png'}")
+
+
+def learn(args: argparse.Namespace) -> list[float]:
+    """The rewards of a whole run, in Ray as it is running."""
+    with RayPolicy(policy_config(args), args.workers, **checkpoint(args)) as policy:
+        return train(policy, args)
+
+
+def tenths(rewards: list[float]) -> tuple[float, float]:
+    """The mean of the first and of the last tenth."""
+    tenth = max(1, len(rewards) // 10)
+    return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
 
 
 def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
@@ -163,7 +174,7 @@ def plot(rewards: list[float], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples")
@@ -176,7 +187,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/grpo"))
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     for name in ("steps", "prompts", "workers", "save_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must be at least 1")
