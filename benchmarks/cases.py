@@ -25,7 +25,7 @@ class Case:
 
     @property
     def unsharded(self) -> "Case":
-        return replace(self, ranks=1)
+        return replace(self, name="whole", ranks=1)
 
     @property
     def nvh(self) -> int:

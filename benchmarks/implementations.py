@@ -26,7 +26,7 @@ class Implementation:
     """`build(case, group)` gives a head `(x_TD, w_VD, labels_T) -> loss`, per token `[T]` or their mean.
 
     `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
-    `slow`: well above the reference's time, so it runs less often.
+    `slow`: its time is taken once.
     """
 
     name: str
@@ -117,19 +117,20 @@ MODELS = [
     Implementation("nemo-rl's algorithm", model_of(peers.NemoRL), slow=True),
     Implementation("verl's algorithm", model_of(peers.Verl), slow=True),
 ]
-# It gives the mean alone, whose own rounding in fp32 is a few times a token's error.
-PYTORCH_CHUNKED = Implementation("pytorch chunked", pytorch_chunked, error_limit=32.0, slow=True)
+# It gives the mean alone, made of chunks' means; its dW is a 16-bit running sum.
+PYTORCH_CHUNKED = Implementation("pytorch chunked", pytorch_chunked, error_limit=4.0, slow=True)
 STOCK = [
     Implementation(MEGATRON, lambda case, group: megatron(case, group, fused=False)),
     # Its gradient passes through bf16, whatever the dtype of the logits.
-    Implementation("megatron fused", lambda case, group: megatron(case, group, fused=True), error_limit=2e4),
+    Implementation("megatron fused", lambda case, group: megatron(case, group, fused=True), error_limit=2e4, slow=True),
 ]
 
 
 def available(case: Case) -> tuple[list[Implementation], list[str]]:
     """The heads that run this case here, and a line for each that does not."""
-    found, absent = STOCK + OURS + MODELS, []
-    if case.ranks == 1:  # these know no vocabulary shards
+    found, absent = STOCK + OURS, []
+    if case.ranks == 1:  # stock heads know no vocabulary shards; what the models send is counted at full size
+        found += MODELS
         if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
             found.append(PYTORCH_CHUNKED)
         else:

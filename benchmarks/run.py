@@ -1,7 +1,8 @@
 """`python -m benchmarks.run cpu` (or `gpu`): measures, writes benchmarks/results/*.csv, prints a table, draws.
 
-Exact counts at full size come first, from fake tensors; then the cases, all heads of one by turns; then, on the CPU, a
+Exact counts at full size come first, from fake tensors; then the heads, all of one case by turns; then, on the CPU, a
 step of the layers, log-probabilities from logits and the memory of the policy worker: modules that also run alone.
+Every case's rows are written once it is measured.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import re
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -50,17 +52,9 @@ def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
     return rows
 
 
-def true_and_baseline(case: Case, path: Path) -> None:
-    """Saves the fp64 results of the unsharded head, and plain PyTorch's errors against them."""
-    whole = whole_inputs(case)
-    true = truth(whole)
-    baseline = errors(run_once(plain, shard_of(whole, case.unsharded, 0)), true)
-    torch.save((true, baseline), path)
-
-
-def measure_world(case: Case, truth_path: Path, budget_s: float):
+def measure_world(case: Case, true_path: Path, baseline: tuple[float, float, float], budget_s: float):
     """On every rank of a world: all heads of one case."""
-    true, baseline = torch.load(truth_path, mmap=True, weights_only=False, map_location=case.device)
+    true = torch.load(true_path, mmap=True, weights_only=False, map_location=case.device)
     impls, absent = available(case)
     with megatron_on_cpu() if case.device == "cpu" else nullcontext():
         group = dist.group.WORLD if case.ranks > 1 else None
@@ -75,55 +69,85 @@ def quiet() -> None:
     os.environ["KINETO_LOG_LEVEL"] = "99"
 
 
+Found = tuple[
+    str, list[tuple[str, str, str, list[float]]], list[str]
+]  # case, rows (impl, metric, unit, values), remarks
+
+
+def counted(options: argparse.Namespace) -> Iterator[Found]:
+    yield cases.COUNTED_CASE.name, count_full_size(cases.COUNTED_CASE), []
+
+
+def heads(options: argparse.Namespace) -> Iterator[Found]:
+    device = DEVICES[options.machine]
+    known = cases.cpu_cases(*(options.shape or ())) if device == "cpu" else cases.GPU_CASES
+    baselines: dict[Case, tuple[float, float, float]] = {}  # plain PyTorch's errors
+    with tempfile.TemporaryDirectory() as folder:
+        for case in known:
+            true_path = Path(folder) / f"{case.tokens}-{case.width}-{case.vocab}.pt"
+            if not true_path.exists():
+                torch.save(truth(whole_inputs(case)), true_path)
+            whole = case.unsharded
+            if whole not in baselines:
+                true = torch.load(true_path, mmap=True, weights_only=False)
+                baselines[whole] = errors(run_once(plain, shard_of(whole_inputs(case), whole, 0)), true)
+            rows, remarks = run_world(
+                case.ranks, device, measure_world, case, true_path, baselines[whole], options.seconds
+            )
+            yield case.name, rows, remarks
+
+
+def layers(options: argparse.Namespace) -> Iterator[Found]:
+    for width in layer_step.BATCHES:
+        yield layer_step.case_name(width), layer_step.measure_layers(min(8, options.seconds), width), []
+
+
+def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
+    found, remarks = log_probs.measure_log_probs(min(log_probs.SECONDS, options.seconds))
+    for name in dict.fromkeys(name for name, _ in found):
+        yield name, [row for other, row in found if other == name], remarks
+        remarks = []
+
+
+def policy(options: argparse.Namespace) -> Iterator[Found]:
+    yield policy_memory.CASE, policy_memory.measure_policy(**policy_memory.SIZES), []
+
+
+DEVICES = {"cpu": "cpu", "gpu": "cuda"}
+PARTS = {"counted": counted, "heads": heads, "layers": layers, "log-probs": log_probs_of_logits, "policy": policy}
+GPU_PARTS = ["heads"]
+
+
 def main() -> None:
     quiet()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("machine", choices=["cpu", "gpu"])
+    parser.add_argument("machine", choices=list(DEVICES))
+    parser.add_argument("--only", choices=list(PARTS), nargs="+", help="these parts (default: all of the machine)")
     parser.add_argument("--seconds", type=float, default=20, help="for the times of one case (default: %(default)s)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="CPU cases of other sizes")
     parser.add_argument("--out", type=Path, help="the CSV (default: benchmarks/results/, named for the machine)")
     options = parser.parse_args()
     if options.machine == "gpu" and not torch.cuda.is_available():
         parser.error("gpu: torch finds no CUDA device here; `make bench` measures on the CPU")
-    device = "cuda" if options.machine == "gpu" else "cpu"
-    origin, began = record.Origin.here(device), time.perf_counter()
-    rows = [origin.row("machine", "-", "load average", "1", [os.getloadavg()[0]])]
-    remarks: list[str] = []
-
-    def take(case: str, found) -> None:
-        rows.extend(origin.row(case, *row) for row in found)
-
-    if device == "cpu":
-        take(cases.COUNTED_CASE.name, count_full_size(cases.COUNTED_CASE))
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases.cpu_cases(*(options.shape or ())) if device == "cpu" else cases.GPU_CASES:
-            print(f"{case.name} ...", flush=True)
-            path = Path(folder) / f"{case.tokens}-{case.width}-{case.vocab}-{case.dtype}.pt"
-            if not path.exists():
-                true_and_baseline(case, path)
-            found, said = run_world(case.ranks, device, measure_world, case, path, options.seconds)
-            take(case.name, found)
-            remarks += [f"{case.name}: {line}" for line in said]
-    if device == "cpu":
-        seconds = min(15, options.seconds)
-        for width in layer_step.BATCHES:
-            print(f"{layer_step.case_name(width)} ...", flush=True)
-            take(layer_step.case_name(width), layer_step.measure_layers(seconds, width))
-        print("log-probs ...", flush=True)
-        log_prob_rows, refused = log_probs.measure_log_probs(min(log_probs.SECONDS, seconds))
-        for case_name, row in log_prob_rows:
-            take(case_name, [row])
-        remarks += refused
-        print("policy ...", flush=True)
-        take(policy_memory.CASE, policy_memory.measure_policy(**policy_memory.SIZES))
-
-    kind = "cpu" if device == "cpu" else re.sub(r"\W+", "-", origin.device.lower())
+    origin, began = record.Origin.here(DEVICES[options.machine]), time.perf_counter()
+    kind = "cpu" if options.machine == "cpu" else re.sub(r"\W+", "-", origin.device.lower())
     out = options.out or record.RESULTS / f"{kind}.csv"
+    rows = [origin.row("machine", "-", "load average", "1", [os.getloadavg()[0]])]
     record.write(out, rows)
+    remarks: list[str] = []
+    parts = options.only or (list(PARTS) if options.machine == "cpu" else GPU_PARTS)
+    for part in parts:
+        for case, found, said in PARTS[part](options):
+            new = [origin.row(case, *row) for row in found]
+            record.write(out, new)  # at once: what comes after it may fail
+            rows += new
+            remarks += [line if line.startswith(case) else f"{case}: {line}" for line in said]
+            print(f"{time.perf_counter() - began:4.0f} s  {case}", flush=True)
+
     print("\n" + record.table(rows))
     print("\n".join(remarks))
     print(f"{len(rows)} rows in {out}, {time.perf_counter() - began:.0f} s")
-    if options.out is None:
+    if options.out is None and "heads" in parts:
         print(f"drawn: {plot.cache_figure(record.read(out))}")
 
 

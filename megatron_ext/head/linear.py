@@ -83,7 +83,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
     target_T = (labels_T.long() - options.vocab.start).where(mine_T, -1)
     stats_KT = statistics.new_statistics(tokens, options, dtype, hidden_TD.device)
     cached = cached_tokens(options, tokens, columns, hidden_TD) if keep else 0
-    exp_TV = hidden_TD.new_empty(cached, columns)
+    exp_TV = matmul.new_matrix(hidden_TD, cached, columns)
 
     def run(x_TD: Tensor, span: slice) -> None:
         for rows in chunks(span, cached, options.chunk_tokens, columns, hidden_TD.device):
@@ -237,7 +237,7 @@ def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> T
     inside = (target_T >= block.start) & (target_T < block.stop)
     target_T = (target_T - block.start).where(inside, -1)
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
-    g_TV = x_TD.new_empty(tile.stop - tile.start, width)
+    g_TV = matmul.new_matrix(x_TD, tile.stop - tile.start, width)
     scale, slope, offset = grad.inside or (None, None, None)
     for rows in chunks(tile, cached, None, width, x_TD.device):
         kept, out_TV = rows.stop <= cached, g_TV[rows.start - tile.start : rows.stop - tile.start]

@@ -21,8 +21,9 @@ MAX, SUM_EXP, TARGET = 0, 1, 2
 # exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
 _FAR = -1e4
 
-# Elements that a pass works on at a time on CPU: small enough to stay in a core's L2 cache from step to step.
-_CPU_BLOCK = 1 << 18
+# Elements that a pass works on at a time on CPU: few enough to stay in cache from step to step, and so many that the
+# start of the threads is no part of the time.
+_CPU_BLOCK = 1 << 19
 
 
 def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
@@ -102,7 +103,7 @@ def row_statistics(
             exp_TV[rows, :counted] = exp
     if exp_TV is not None:
         exp_TV[:, counted:] = 0
-        exp_TV.scatter_(1, column, exp_TV.gather(1, column).masked_fill_(owned, 0.0))
+        _write(exp_TV, target_T, 0.0)
 
 
 def row_gradient(
@@ -175,9 +176,7 @@ def row_gradient(
             grad.mul_(factor)
         if not in_place:
             out_TV[rows, :counted] = grad
-    owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
-    value = 0.0 if value_T is None else value_T.unsqueeze(1).to(out_TV.dtype)
-    out_TV.scatter_(1, column, torch.where(owned, value, out_TV.gather(1, column)))
+    _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype))
 
 
 def transformed(
@@ -201,6 +200,12 @@ def transformed(
     return out
 
 
+def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
+    """`value` in each owned target's column. Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while."""
+    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0)
+    out_TV.index_put_(at, torch.where(target_T >= 0, value_T, out_TV[at]))
+
+
 def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
     """The softcap's slope `1 - tanh^2` at `z + bias`, as `1 / cosh^2`: near 1 tanh has no digit to spare."""
     x = z.to(dtype, copy=True)
@@ -214,7 +219,7 @@ def _blocks(z_TV: Tensor) -> list[slice]:
     tokens, columns = z_TV.shape
     step = tokens
     if z_TV.device.type == "cpu" and not torch.compiler.is_compiling():
-        step = min((_CPU_BLOCK if has_values(z_TV) else 16 * _CPU_BLOCK) // max(columns, 1), tokens // 4)
+        step = min((_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1), tokens // 4)
     step = max(1, step)
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 

@@ -13,7 +13,7 @@ from megatron_ext.head.values import has_values
 _CHUNK = {"cpu": 1 << 24, "cuda": 1 << 24}
 _KEPT_CHUNK = {"cpu": 1 << 27, "cuda": 1 << 24}
 _BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 96 << 20}
-_BLOCK_SHARE = {"cpu": 16, "cuda": 8}
+_BLOCK_SHARE = {"cpu": 32, "cuda": 8}
 
 
 def chunks(span: slice, border: int, chunk_tokens: int | None, columns: int, device: torch.device) -> list[slice]:

@@ -4,11 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import record
+from benchmarks import record, run
 from benchmarks.cases import COUNTED_CASE, MEGATRON, Case
 from benchmarks.implementations import MODELS, PYTORCH_CHUNKED, Implementation, ours
 from benchmarks.measure import (
     Inputs,
+    Results,
     errors,
     interleaved,
     measure_case,
@@ -74,6 +75,20 @@ def test_the_wider_limit_of_a_mean_still_refuses_a_wrong_one(known):
         assert judge(replace(PYTORCH_CHUNKED, build=lambda case, group, wrong=wrong: wrong), known)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_mean_may_err_by_the_rounding_to_its_dtype_and_no_more(dtype):
+    case = replace(CASE, dtype=dtype)
+    whole = whole_inputs(case)
+    true = truth(whole)
+    exact = Results(true.loss.mean().to(dtype), *(grad.to(dtype) for grad in true[1:]))
+    baseline = (1e-30, *errors(exact, true)[1:])
+    assert parity(exact, true, baseline).worst <= 1
+    away = exact._replace(loss=exact.loss * (1 + 4 * torch.finfo(dtype).eps))
+    assert parity(away, true, baseline).loss > 4
+    by_token = exact._replace(loss=true.loss.to(dtype))
+    assert parity(by_token, true, baseline).loss > 1e9, "a loss per token is held to the baseline"
+
+
 def test_a_refused_head_has_no_time(known):
     wrong = Implementation("wrong", lambda case, group: lambda x, w, y: 2 * plain(x, w, y))
     stock = Implementation(MEGATRON, lambda case, group: plain)
@@ -116,7 +131,7 @@ def test_models_recompute_at_full_size():
         assert sum(costs.collectives.values()) == sent
 
 
-def test_slow_steps_miss_rounds():
+def test_slow_steps_run_once():
     times = interleaved({MEGATRON: lambda: None, "slow": lambda: None}, "cpu", 0.0, frozenset({"slow"}))
     assert len(times[MEGATRON]) == 2
     assert [math.isnan(ms) for ms in times["slow"]] == [False, True]
@@ -128,6 +143,23 @@ def test_the_allocator_is_watched():
     answer, peak = watched(lambda: (torch.ones(2**18).sum() + torch.ones(2**10).sum()).item())
     assert answer == 2**18 + 2**10
     assert 2**20 <= peak <= 2**20 + 2**13
+
+
+def test_each_case_is_written_once_it_is_measured(tmp_path, monkeypatch):
+    """What fails later takes nothing with it."""
+    path = tmp_path / "some.csv"
+
+    def fails(options):
+        yield "first", [("ours, cache 1", "time", "ms", [2.0])], []
+        assert [row.case for row in record.read(path)] == ["machine", "first"]
+        raise OSError("out of memory")
+
+    monkeypatch.setitem(run.PARTS, "heads", fails)
+    monkeypatch.setattr("sys.argv", ["run", "cpu", "--only", "heads", "--out", str(path)])
+    monkeypatch.setattr(run, "quiet", lambda: None)
+    with pytest.raises(OSError, match="out of memory"):
+        run.main()
+    assert [row.case for row in record.read(path)] == ["machine", "first"]
 
 
 def test_rows_and_columns(tmp_path):
