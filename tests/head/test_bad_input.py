@@ -45,6 +45,7 @@ SEEN_BY_ALL = [
     ({"labels": torch.zeros(T + 4).long()}, r"hidden has shape \(4, 6\), labels \(8,\)"),
     ({"labels": torch.zeros(T).long().to("meta")}, "labels is on meta, hidden on cpu"),
     ({"loss_mask": torch.ones(T + 1)}, r"loss_mask has shape \(5,\), labels \(4,\)"),
+    ({"loss_mask": torch.ones(T, device="meta")}, "loss_mask is on meta, labels on cpu"),
     ({"hidden": torch.zeros(T, D).long()}, "hidden is torch.int64: it must be a tensor of float32"),
     ({"hidden": None}, "hidden is NoneType"),
     ({"vocab": 10}, "vocab is 10: it must be a VocabShard"),
@@ -189,6 +190,17 @@ def test_logits_fault_of_one_rank():
     message = "with 9 columns, logits has 10" if rank else "another rank of tp_group refused"
     with pytest.raises(ValueError, match=message):
         vocab_parallel_cross_entropy(torch.zeros(T, V), torch.arange(T), group, shard)
+
+
+def test_a_label_in_the_padding():
+    """The vocabulary ends before the columns do."""
+    vocab, labels = VocabShard(0, V, V - 2), torch.tensor([0, V - 2, 1, -100])
+    for call in (
+        lambda: linear_cross_entropy(**arguments(vocab=vocab, labels=labels)),
+        lambda: token_log_probs(torch.zeros(T, V), labels, vocab=vocab),
+    ):
+        with pytest.raises(ValueError, match=r"labels holds \[8\], outside \[0, 8\)"):
+            call()
 
 
 def test_ignored_labels_are_no_fault():

@@ -6,9 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs, reference, token_log_probs
+from megatron_ext import (
+    VocabShard,
+    linear_cross_entropy,
+    linear_log_probs,
+    reference,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
 from megatron_ext.distributed.groups import group_rank, group_size
-from tests.head.problems import Problem, error
+from tests.head.problems import OPTIONS, Problem, error
 from tests.ranks import ranks
 
 CACHES = [0, 0.5, 1]
@@ -31,6 +38,18 @@ def test_backward_twice(cache):
     for a, b, c in zip(first, second, third, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(2 * a, b)
+
+
+def test_backward_twice_on_logits():
+    problem = Problem(dtype=torch.float32)
+    logits = torch.randn(*problem.shape, problem.columns, requires_grad=True)
+    log_probs, entropy = token_log_probs(logits, problem.labels, return_entropy=True)
+    grads = [
+        torch.autograd.grad([log_probs, entropy], logits, [n * problem.grad, n * problem.grad], retain_graph=True)[0]
+        for n in (1, 2, 1)
+    ]
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(2 * grads[0], grads[1])
 
 
 @pytest.mark.parametrize("on_logits", [False, True])
@@ -217,6 +236,17 @@ def test_autocast(cache):
         assert error(a, c) < 1e-2
 
 
+def test_logits_under_autocast():
+    """Their dtype is what the caller chose: autocast changes nothing."""
+    logits, labels = torch.randn(6, 11, requires_grad=True), torch.arange(6)
+    want = vocab_parallel_cross_entropy(logits, labels, label_smoothing=0.1, softcap=2.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = vocab_parallel_cross_entropy(logits, labels, label_smoothing=0.1, softcap=2.0)
+        (grad,) = torch.autograd.grad(got.sum(), logits)
+    assert torch.equal(got, want)
+    assert torch.equal(grad, torch.autograd.grad(want.sum(), logits)[0])
+
+
 def test_no_grad_and_inference_mode():
     problem = Problem()
     hidden, weight, _ = problem.mine(None)
@@ -335,6 +365,41 @@ def test_deterministic_and_alike_on_all_ranks():
     losses = [torch.empty_like(runs[0][0][0]) for _ in range(2)]
     dist.all_gather(losses, runs[0][0][0])
     assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strict_deterministic_mode(dtype):
+    """No operator refuses, and two runs are bit-equal."""
+    problem = Problem(dtype=dtype, options=OPTIONS["all"])
+    logits = torch.randn(*problem.shape, problem.size).to(dtype).requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            (loss,), grads = problem.ours("loss", None, cache=0.5, chunk_tokens=6)
+            (log_probs, entropy, _), more = problem.ours("log_probs", None, skip_ignored=True)
+            on_logits = vocab_parallel_cross_entropy(logits, problem.labels, **problem.arguments)
+            dz = torch.autograd.grad(on_logits, logits, problem.grad)
+            runs.append([loss, log_probs, entropy, on_logits, *grads, *more, *dz])
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as the tests have it
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_rows_of_minus_infinity():
+    """A row without any finite logit has no distribution: the others' losses and gradients do not notice."""
+    z = torch.randn(4, 9)
+    z[1] = -torch.inf
+    labels = torch.tensor([0, -100, 2, 3])  # nobody asks for it
+    leaf = z.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, labels, label_smoothing=0.1)
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    rest = z[[0, 2, 3]].requires_grad_()
+    want = reference.cross_entropy(rest, labels[[0, 2, 3]], label_smoothing=0.1)
+    torch.testing.assert_close(loss[[0, 2, 3]], want)
+    torch.testing.assert_close(grad[[0, 2, 3]], torch.autograd.grad(want.sum(), rest)[0])
+    assert loss[1] == 0
+    assert not grad[1].any()
 
 
 def test_weight_gradient_does_not_depend_on_the_chunks():

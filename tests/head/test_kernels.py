@@ -21,34 +21,34 @@ SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008}
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.mark.slow
-def test_twins_agree_under_the_interpreter():
+def interpret(*command: str) -> str:
+    """What a Python command prints, run where CPU tensors take the Triton passes."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.head.twins"], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"^(\d+) comparisons", done.stdout), done.stdout
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("part", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_twins_agree_under_the_interpreter(part):
+    assert re.search(r"^(\d+) comparisons", interpret("-W", "ignore", "-m", "tests.head.twins", part))
 
 
 @pytest.mark.slow
-def test_the_head_itself_under_the_interpreter():
-    """CPU tensors take the Triton passes: every option alone and together, each read-out, any shape and memory."""
-    on_logits = "(test_logits and test_values_and_gradients and world1)"
-    chosen = f"test_shapes or test_backward_twice or test_any_memory or {on_logits}"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-k",
-        chosen,
-        "tests/head/test_edges.py",
-        "tests/head/test_logits.py",
-    ]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "test_edges.py -k test_shapes or test_backward_twice or test_any_memory or infinity or huge and not world4",
+        "test_logits.py -k test_values_and_gradients and world1 or test_values_and_gradients and all and world2",
+        "test_linear.py -k test_values_and_gradients and all and world2 or test_precision and world2",
+        "test_properties.py -k test_a_few",
+    ],
+)
+def test_the_head_itself_under_the_interpreter(tests):
+    """Every option alone and all in any combination, each read-out, dtype, layout and cache, 1 and 2 ranks, any shape
+    and memory: values and gradients."""
+    file, chosen = tests.split(" -k ")
+    interpret("-m", "pytest", "-q", "-m", "not slow and not gpu", f"tests/head/{file}", "-k", chosen)
 
 
 @pytest.mark.slow
@@ -58,13 +58,6 @@ def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
         env = {**os.environ, "TRITON_INTERPRET": value}
         found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
         assert found.stdout.strip() == module, found.stderr
-
-
-@pytest.mark.gpu
-def test_twins_agree_on_the_gpu():
-    from tests.head import twins
-
-    twins.main("cuda")
 
 
 def spilled_bytes(kernel, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path) -> int:
@@ -82,22 +75,32 @@ def spilled_bytes(kernel, types: dict[str, str], constants: dict[str, object], w
     return int(found[1]) + int(found[2])
 
 
+def test_all_kernels_are_compiled_below():
+    from megatron_ext.head.kernels import rows
+
+    kernels = {name for name in vars(rows) if name.endswith("_kernel")}
+    assert kernels == {"_statistics_kernel", "_gradient_kernel"}
+
+
+# Logits as they come: fp32 out of a matmul, with exponentials kept in 16 bits; or the caller's, in 16 bits.
 @pytest.mark.skipif(interpreted, reason="interpreted kernels are not compiled; the ordinary run does")
+@pytest.mark.parametrize("logits", ["made", "given"])
 @pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("shard", SHARDS)
-def test_no_spills_on_hopper(shard, everything, tmp_path):
+@pytest.mark.parametrize("shard", ["V128256", pytest.param("V128256/8", marks=pytest.mark.slow), "V152064/8"])
+def test_no_spills_on_hopper(shard, everything, logits, tmp_path):
     from megatron_ext.head.kernels import rows
 
     columns = SHARDS[shard]
-    pointers = {"exp_ptr": "*bf16", "out_ptr": "*bf16", "target_ptr": "*i64", "source_ptr": "*fp32"}
+    z_type = "*fp32" if logits == "made" else "*bf16"
+    pointers = {"z_ptr": z_type, "exp_ptr": "*bf16", "out_ptr": "*bf16", "target_ptr": "*i64"}
     integers = {"columns_all": "i32", "counted": "i32", "target_stride": "i32"}
     floats = {"softcap": "fp32", "temperature": "fp32", "tiny": "fp32"}
 
-    def types_of(kernel):
+    def types_of(kernel, **more):
         types = {}
         for name in kernel.arg_names:
             if name.endswith("_ptr"):
-                types[name] = pointers.get(name, "*fp32")
+                types[name] = {**pointers, **more}.get(name, "*fp32")
             elif "stride" in name or name in integers:
                 types[name] = integers.get(name, "i64")
             elif name in floats:
@@ -108,7 +111,7 @@ def test_no_spills_on_hopper(shard, everything, tmp_path):
     step, warps = blocks.sizes(table, columns, double=False)
     flags = ("HAS_BIAS", "HAS_SOFTCAP", "WITH_MEAN", "WITH_ENTROPY", "WITH_HITS")
     constants = dict.fromkeys(flags, everything) | {
-        "HAS_EXP": True,
+        "HAS_EXP": logits == "made",
         "WHOLE_ROW": columns <= step,
         "DTYPE": tl.float32,
         "BLOCK_V": step,
@@ -118,11 +121,12 @@ def test_no_spills_on_hopper(shard, everything, tmp_path):
 
     step, warps = blocks.sizes(blocks.GRADIENT, columns, double=False)
     flags = ("HAS_SCALE", "HAS_SLOPE", "HAS_OFFSET", "HAS_VALUE", "HAS_BIAS", "HAS_SOFTCAP")
-    for source_is_exp in (False, True):
+    for source_is_exp in (False, True) if logits == "made" else (False,):
         constants = dict.fromkeys(flags, everything) | {
             "SOURCE_IS_EXP": source_is_exp,
             "DTYPE": tl.float32,
             "BLOCK_V": step,
         }
         kernel = rows._gradient_kernel
-        assert spilled_bytes(kernel, types_of(kernel), constants, warps, tmp_path) == 0
+        types = types_of(kernel, source_ptr="*bf16" if source_is_exp else z_type)
+        assert spilled_bytes(kernel, types, constants, warps, tmp_path) == 0
