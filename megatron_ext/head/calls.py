@@ -284,10 +284,10 @@ def _linear(
     rows = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 1
     options = HeadOptions(group=group, vocab=checks.shard_of(vocab, max(rows, 1), group), **chosen)
     checks.check_floating("hidden", hidden)
-    labels_T = _labels(labels, loss_mask, options)
+    labels_T, fault = _labels(labels, loss_mask, options, vocab)
     in_slices = options.hidden_layout == "sequence"
-    fault = checks.layout_fault(hidden, labels, in_slices, options.ranks)
-    fault = fault or checks.linear_fault(hidden, weight, bias, vocab, options.ranks)
+    fault = checks.layout_fault(hidden, labels, in_slices, options.ranks) or fault
+    fault = checks.linear_fault(hidden, weight, bias, vocab, options.ranks) or fault
     if options.fuse_main_grad and torch.is_grad_enabled():
         fault = fault or checks.main_grad_fault(weight)
     sizes = [labels_T.shape[0] // options.ranks] * options.ranks if in_slices and options.ranks > 1 else None
@@ -300,12 +300,12 @@ def _linear(
         labels_T = labels_T[kept_T]
         mine_T = per_rank[group_rank(group) if sizes else 0].nonzero().squeeze(1)
         sizes = per_rank.sum(1).tolist() if sizes else None
-    if fault is not None:
-        _refuse(fault, hidden, labels_T.shape[0], sizes, options)
 
     kind = hidden.device.type
-    compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    x_TD = hidden.to(compute if hidden.dtype != torch.float64 else hidden.dtype).reshape(-1, hidden.shape[-1])
+    narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    x_TD = hidden.to(torch.get_autocast_dtype(kind) if narrow else hidden.dtype).reshape(-1, hidden.shape[-1])
+    if fault is not None:
+        _refuse(fault, x_TD, labels_T.shape[0], sizes, options)
     if mine_T is not None:
         x_TD = x_TD.index_select(0, mine_T)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -337,13 +337,13 @@ def on_logits(
     strides = logits.stride()
     order = sorted(range(logits.dim() - 1), key=lambda dim: -strides[dim])
     back = sorted(range(len(order)), key=order.__getitem__)
-    labels_T = _labels(labels, loss_mask, options, order)
+    labels_T, fault = _labels(labels, loss_mask, options, vocab, order)
     if logits.shape[:-1] != labels.shape or logits.device != labels.device:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} on {logits.device}, labels {tuple(labels.shape)} on "
             f"{labels.device}: labels must have the shape of logits without the last dim, on the same device"
         )
-    fault = checks.shard_fault(options.vocab, columns, "logits", options.ranks)
+    fault = checks.shard_fault(options.vocab, columns, "logits", options.ranks) or fault
     if fault is not None:
         _refuse(fault, logits, labels_T.shape[0], None, options)
     z_TV = logits.permute(*order, -1).reshape(labels_T.shape[0], columns)
@@ -353,13 +353,20 @@ def on_logits(
     return _Found(*(None if x is None else x.reshape(shape).permute(back) for x in results))
 
 
-def _labels(labels: Tensor, loss_mask: Tensor | None, options: HeadOptions, order: Sequence[int] | None = None):
-    """The checked labels as `[T]`, the masked ones ignored, their dims in the order given."""
-    checks.check_labels(labels, options.ignore_index, options.vocab.size)
+def _labels(
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    options: HeadOptions,
+    vocab: VocabShard | None,
+    order: Sequence[int] | None = None,
+) -> tuple[Tensor, ValueError | None]:
+    """The labels as `[T]`, the masked ones ignored, their dims in the order given; and what only this rank may see."""
+    fault = checks.size_fault(vocab, checks.check_labels, labels, options.ignore_index, size=options.vocab.size)
+    labels = labels.long()
     if loss_mask is not None:
         checks.check_same_shape("loss_mask", loss_mask, labels)
         labels = labels.masked_fill(loss_mask == 0, options.ignore_index)
-    return (labels if order is None or len(order) != labels.dim() else labels.permute(*order)).reshape(-1)
+    return (labels if order is None or len(order) != labels.dim() else labels.permute(*order)).reshape(-1), fault
 
 
 def _refuse(fault: ValueError, like: Tensor, tokens: int, sizes: list[int] | None, options: HeadOptions) -> None:

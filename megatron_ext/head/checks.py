@@ -4,6 +4,9 @@ Those that only one rank may see (its weight shard, its slice of the sequence) c
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,7 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_ANY_SIZE = 1 << 40  # no vocabulary has it
 
 
 def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
@@ -41,13 +45,33 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
     if has_values(labels):
-        wrong = ((labels < 0) | (labels >= size)) & (labels != ignore_index)
+        ids = labels.long()  # a narrow integer would wrap the size
+        wrong = ((ids < 0) | (ids >= size)) & (ids != ignore_index)
         found = "one outside" if labels.is_cuda else f"{labels[wrong][:1].tolist()}, outside"
         raise_if(
             wrong.any(),
             f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
             f"({ignore_index}); mark tokens that do not count with ignore_index",
         )
+
+
+def size_fault(vocab: VocabShard | None, check: Callable[..., None], *arguments: Any, size: int) -> ValueError | None:
+    """What `check(*arguments, size)` finds.
+
+    Where the caller gave no `vocab`, the size is a guess from this rank's columns, and at unequal shards another rank's
+    guess is larger: what only breaks the size may be seen by one rank alone, and comes back. The rest is raised.
+    """
+    try:
+        check(*arguments, size)
+    except ValueError as fault:
+        if vocab is not None:
+            raise
+        try:
+            check(*arguments, _ANY_SIZE)
+        except ValueError:
+            raise fault from None
+        return fault
+    return None
 
 
 def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
@@ -175,22 +199,30 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
-    size_R, counted_R, stats_RKT = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1], stats_RKT[..., :-1]
+    size_R, counted_R = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1]
     refused = (size_R == REFUSED).any()
     apart = ((size_R != size_R[0]) | (counted_R.sum() != size_R[0])).any()
     shards = (
         "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
         "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
     )
-    # The whole vocabulary on each rank: equal statistics everywhere, and no label past the first rank's columns. Shards
-    # of one vocabulary do not look like that, unless all tokens are alike (a weight of zeros, made-up logits).
-    sums_RKT = stats_RKT[:, [MAX, SUM_EXP]]
-    alike = (sums_RKT == sums_RKT[..., :1]).all()
-    whole = (sums_RKT == sums_RKT[:1]).all() & (labels_T < options.vocab.columns).all() & ~alike
-    gathered = (
-        f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
-        f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group"
-    )
     raise_if(refused, REFUSAL)
     raise_if(apart, shards)
-    raise_if(whole, gathered)
+    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, options)
+
+
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+    """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
+
+    Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
+    look like that, unless all tokens are alike (a weight of zeros, made-up logits).
+    """
+    if not has_values(sums_RKT):
+        return
+    alike = (sums_RKT == sums_RKT[..., :1]).all()
+    whole = (sums_RKT == sums_RKT[:1]).all() & (labels_T < options.vocab.columns).all() & ~alike
+    raise_if(
+        whole,
+        f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
+        f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
+    )

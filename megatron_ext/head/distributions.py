@@ -23,7 +23,7 @@ from megatron_ext.head.calls import token_log_probs
 from megatron_ext.head.dense import DenseSoftmax
 from megatron_ext.head.divergence import Direction, Divergence
 from megatron_ext.head.flat import Flat
-from megatron_ext.head.nucleus import TopP, candidates_log_probs, top_p_fault
+from megatron_ext.head.nucleus import TopP, candidates_log_probs
 from megatron_ext.head.options import HeadOptions, one_of
 from megatron_ext.head.picks import Gather, TopK
 from megatron_ext.head.read_outs import FromLogits, ReadOut
@@ -38,14 +38,18 @@ def gather_log_probs(
     vocab: VocabShard | None = None,
     chunk_tokens: int | None = None,
     temperature: float = 1.0,
-) -> Tensor:
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]` under logits `[..., V/R]`.
 
-    The gradient of the logits is `scatter_add(g) - softmax * sum(g)`; an id may be asked for twice.
+    The gradient of the logits is `scatter_add(g) - softmax * sum(g)`; an id may be asked for twice. With
+    `return_entropy` a tuple of them and the entropy `[...]` of each distribution, from the same pass; differentiable.
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    return _gather(logits, indices, True, tp_group, vocab, chunk_tokens=chunk_tokens, temperature=temperature)
+    chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature, "entropy": return_entropy}
+    found = _gather(logits, indices, True, tp_group, vocab, **chosen)
+    return (found[..., :-1], found[..., -1]) if return_entropy else found
 
 
 def gather_logits(
@@ -76,7 +80,7 @@ def vocab_topk(
     Communicates: forward 1 collective at R > 1, each rank's own k largest; backward none.
     """
     options, fault, flat = _sharded(logits, tp_group, vocab, chunk_tokens=chunk_tokens)
-    check_k("k", k, options.vocab.size)
+    fault = checks.size_fault(vocab, check_k, "k", k, size=options.vocab.size) or fault
     values, ids = _read(logits, TopK(options, False, k), fault, flat)
     return values, ids
 
@@ -107,8 +111,8 @@ def sampled_log_probs(
         top_k: at least 1 and at most the vocabulary; None or -1: off.
         top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
 
-    Communicates, at R > 1: forward 1 collective, k candidates of each rank; with top-p alone 2 a chunk, which exchange
-    the chunk's logits. Backward none.
+    Communicates, at R > 1: forward 1 collective, k candidates of each rank; with top-p alone 2 for a single chunk, else
+    1 a chunk and 2 more, which exchange the logits. Backward none.
     """
     if not filters(top_k, top_p):
         found = token_log_probs(
@@ -125,12 +129,13 @@ def sampled_log_probs(
     options, fault, flat = _sharded(
         logits, tp_group, vocab, temperature=temperature, ignore_index=ignore_index, chunk_tokens=chunk_tokens
     )
-    checks.check_labels(labels, ignore_index, options.vocab.size)
+    size = options.vocab.size
+    fault = checks.size_fault(vocab, checks.check_labels, labels, ignore_index, size=size) or fault
     _check_leading("labels", labels.shape, logits)
     if top_k in (None, -1):
         read_out = TopP(options, flat(labels.long()), float(top_p))
-        return _read(logits, read_out, fault or top_p_fault(options), flat)[0]
-    check_k("top_k", top_k, options.vocab.size)
+        return _read(logits, read_out, fault, flat)[0]
+    fault = checks.size_fault(vocab, check_k, "top_k", top_k, size=size) or fault
     values_TK, ids_TK = _flat_results(logits, TopK(options, False, top_k), fault, flat)
     return flat.up(candidates_log_probs(values_TK, ids_TK, flat(labels), top_p, ignore_index))
 
@@ -214,7 +219,7 @@ def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: 
 
 def _gather(logits: Tensor, indices: Tensor, normalised: bool, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
     options, fault, flat = _sharded(logits, tp_group, vocab, **chosen)
-    check_ids(indices, options.vocab.size)
+    fault = checks.size_fault(vocab, check_ids, indices, size=options.vocab.size) or fault
     _check_leading("indices", indices.shape[:-1], logits)
     return _read(logits, Gather(options, normalised, flat(indices.long())), fault, flat)[0]
 

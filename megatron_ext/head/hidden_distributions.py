@@ -15,6 +15,7 @@ They communicate, at R > 1: forward 1 collective, backward 1; with the sequence 
 on every rank, where an argument breaks its rule.
 """
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -26,7 +27,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks
 from megatron_ext.head.calls import linear_log_probs
 from megatron_ext.head.divergence import Direction, Divergence
-from megatron_ext.head.nucleus import TopP, candidates_log_probs, top_p_fault
+from megatron_ext.head.nucleus import TopP, candidates_log_probs
 from megatron_ext.head.options import HeadOptions, Layout, one_of
 from megatron_ext.head.picks import Gather, TopK
 from megatron_ext.head.read_outs import FromHidden, ReadOut
@@ -48,7 +49,7 @@ def linear_gather_log_probs(
     head = _Hidden(
         hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
     )
-    check_ids(indices, head.options.vocab.size)
+    head.check_size(check_ids, indices)
     head.check_leading(indices[..., 0])
     ids_TK = indices.long().flatten(0, -2)
     return head.read(Gather(head.options, True, ids_TK))[0].reshape(indices.shape)
@@ -73,7 +74,7 @@ def linear_topk_log_probs(
     head = _Hidden(
         hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
     )
-    check_k("k", k, head.options.vocab.size)
+    head.check_size(check_k, "k", k)
     log_probs_TK, ids_TK = head.read(TopK(head.options, True, k))
     return log_probs_TK.reshape(*head.leading, k), ids_TK.reshape(*head.leading, k)
 
@@ -94,8 +95,8 @@ def linear_sampled_log_probs(
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
-    With top-k backward needs no logits and takes 6 T V D / R FLOPs in all. Top-p alone sends 2 collectives a chunk
-    forward; its backward makes each chunk of logits by the same matmul again, bit by bit, as cuBLAS and CPUs do.
+    With top-k backward needs no logits and takes 6 T V D / R FLOPs in all. Top-p alone sends as much more forward as
+    there; its backward makes each chunk of logits by the same matmul again, bit by bit, as cuBLAS and CPUs do.
     """
     if not filters(top_k, top_p):
         found = linear_log_probs(
@@ -123,13 +124,12 @@ def linear_sampled_log_probs(
         gradient_accumulation_fusion,
         ignore_index,
     )
-    checks.check_labels(labels, ignore_index, head.options.vocab.size)
+    head.check_size(checks.check_labels, labels, ignore_index)
     head.check_leading(labels)
     labels_T = labels.long().flatten()
     if top_k is None or top_k == -1:
-        head.fault = head.fault or top_p_fault(head.options)
         return head.read(TopP(head.options, labels_T, float(top_p)))[0].reshape(labels.shape)
-    check_k("top_k", top_k, head.options.vocab.size)
+    head.check_size(check_k, "top_k", top_k)
     values_TK, ids_TK = head.read(TopK(head.options, False, top_k))
     return candidates_log_probs(values_TK, ids_TK, labels_T, top_p, ignore_index).reshape(labels.shape)
 
@@ -203,13 +203,18 @@ class _Hidden:
             fuse_main_grad=fuse_main_grad,
         )
         checks.check_floating("hidden", hidden)
-        self.hidden, self.weight = hidden, weight
+        self.hidden, self.weight, self.vocab = hidden, weight, vocab
         self.fault = checks.linear_fault(hidden, weight, None, vocab, self.options.ranks)
         if fuse_main_grad and torch.is_grad_enabled():
             self.fault = self.fault or checks.main_grad_fault(weight)
         self.in_slices = hidden_layout == "sequence" and self.options.ranks > 1
         lead = hidden.shape[:-1]
         self.leading = torch.Size((lead[0] * self.options.ranks, *lead[1:])) if self.in_slices else lead
+
+    def check_size(self, check: Callable[..., None], *arguments: Any) -> None:
+        """Raises or notes what `check` finds for the vocabulary's size."""
+        fault = checks.size_fault(self.vocab, check, *arguments, size=self.options.vocab.size)
+        self.fault = fault or self.fault
 
     def check_leading(self, labels: Tensor) -> None:
         """Raises or notes it if hidden states do not fit the tokens of `labels`, which says how many there are."""

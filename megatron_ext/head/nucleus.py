@@ -2,10 +2,13 @@
 
 Top-k keeps the k first of the vocabulary in the order of `order.py`; top-p then keeps the shortest prefix of those in
 front whose probability, renormalised, reaches p, and at least one. With top-k the candidates of all ranks say it all.
-Top-p alone may keep the whole vocabulary: each rank gets some of a chunk's tokens whole, cuts them, and tells the
-others where: the last logit and id kept, and the lse of what is kept.
+Top-p alone may keep the whole vocabulary: of every chunk each rank gets some tokens whole and cuts them, and in the end
+tells the others where: the last logit and id kept, and the lse of what is kept. Few tokens, one chunk, every rank gets
+whole and cuts itself. How large the pieces are must be known on both sides before the first is sent: the ranks begin by
+telling each other their shards.
 
-Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, K candidates.
+Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, K candidates, R
+ranks, L whole vocabulary with the padding behind it.
 """
 
 from collections.abc import Callable
@@ -17,12 +20,11 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head.checks import REFUSAL
-from megatron_ext.head.options import HeadOptions
+from megatron_ext.head import sizes
+from megatron_ext.head.checks import REFUSAL, check_apart
 from megatron_ext.head.order import blocks, ordered
 from megatron_ext.head.passes import row_gradient
-from megatron_ext.head.read_outs import OWN, Logits, ReadOut
-from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.read_outs import OWN, Logits, ReadOut, fingerprint
 from megatron_ext.head.statistics import REFUSED
 from megatron_ext.head.values import has_values, raise_if
 
@@ -37,10 +39,11 @@ def candidates_log_probs(z_TK: Tensor, ids_TK: Tensor, labels_T: Tensor, top_p: 
 
     -inf for a label that is not there or has no probability, 0 for `ignore_index`. Differentiable.
     """
-    z_TK = z_TK.where(z_TK[:, :1] > -torch.inf, 0.0)  # a row of -inf has no distribution, and no NaN either
+    possible_TK = z_TK > -torch.inf
+    z_TK = z_TK.where(possible_TK[:, :1], 0.0)  # a row of -inf has no distribution, and must not make NaN
     if top_p < 1:
         z_TK = z_TK.masked_fill(~_inside(z_TK.detach().softmax(-1), top_p), -torch.inf)
-    here_TK = (ids_TK == labels_T.unsqueeze(1)) & (z_TK > -torch.inf)
+    here_TK = (ids_TK == labels_T.unsqueeze(1)) & possible_TK & (z_TK > -torch.inf)
     found_T = z_TK.log_softmax(-1).where(here_TK, 0.0).sum(-1)
     return found_T.where(here_TK.any(-1), -torch.inf).where(labels_T != ignore_index, 0.0)
 
@@ -49,7 +52,8 @@ def candidates_log_probs(z_TK: Tensor, ids_TK: Tensor, labels_T: Tensor, top_p: 
 class TopP(ReadOut):
     """`[T]`: log-probability of each label among those first of the whole vocabulary that reach `top_p`.
 
-    Communicates, at several ranks: 1 all-to-all and 1 all-gather for each chunk.
+    Communicates, at several ranks: 1 all-gather of the shards, then 1 all-to-all for each chunk and 1 all-gather of the
+    cuts; of a single chunk 1 all-gather of its logits instead of both. Never more than 2 a chunk.
     """
 
     labels_T: Tensor
@@ -60,22 +64,54 @@ class TopP(ReadOut):
     @property
     def width(self) -> int:
         """The columns of rank 0, which every rank sends, padded."""
-        return _width(self.options)
+        vocab, rank = self.options.vocab, group_rank(self.options.group)
+        return -(-vocab.start // rank) if rank else vocab.columns
 
-    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
-        stats_Kt[:OWN] = 0
-        stats_Kt[OWN:] = self._cuts(logits[0], self.labels_T[rows], self.options.vocab.size)
+    def chunks(self, tokens: int, device: torch.device) -> list[slice]:
+        """A single one only where the whole rows of all tokens are no larger than a rank's part of a chunk."""
+        found, ranks, limit = super().chunks(tokens, device), self.options.ranks, self.options.chunk_tokens
+        whole = sizes.chunks(slice(0, tokens), 0, limit and max(limit // ranks, 1), ranks * self.width, device)
+        if len(found) == 1 < min(len(whole), tokens):
+            found = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
+        return found
+
+    def begin(self, tokens: int, device: torch.device) -> None:
+        if self.options.ranks > 1 and tokens:
+            check_equal_shards(self._shards(device, self.options.vocab.size))
 
     def refuse(self, like: Tensor, tokens: int) -> None:
-        first = self.chunks(tokens, like.device)[0]
-        self._cuts(like.new_zeros(first.stop, 0), self.labels_T[first], REFUSED)
+        self._shards(like.device, int(REFUSED))
+
+    def _shards(self, device: torch.device, size: int) -> Tensor:
+        """First column, number of columns and size of the vocabulary, as each rank has them: `[R, 3]`."""
+        own = torch.empty(1, 3, dtype=torch.int64, device=device)
+        own[:, 0], own[:, 1], own[:, 2] = self.options.vocab.start, self.options.vocab.columns, size
+        return collectives.all_gather(own, self.options.group)
+
+    def labels(self, tokens: Tensor) -> Tensor:
+        return self.labels_T
+
+    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
+        (z_tV,), labels_t = logits, self.labels_T[rows]
+        stats_Kt.zero_()
+        if self._at_once:
+            mine, z_uL = slice(None), self._all_rows(z_tV)
+        else:
+            self.own_statistics(z_tV, stats_Kt[:OWN], False)
+            mine, z_uL = self._share_of_rows(z_tV)
+        labels_u, cuts_Ku = labels_t[mine], stats_Kt[OWN:, mine]
+        for at in blocks(z_uL):
+            self._cut(z_uL[at, : self.options.vocab.size], labels_u[at], cuts_Ku[:, at])
 
     def exchange(self, stats_KT: Tensor) -> Tensor:
-        """Nothing is left to say: every chunk's cuts are known everywhere."""
-        return stats_KT.unsqueeze(0)
+        return stats_KT.unsqueeze(0) if self._at_once else super().exchange(stats_KT)
 
     def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         cuts_KT = own_KT[OWN:, :-1]
+        if stats_RKT.shape[0] > 1:
+            cuts_RKT = stats_RKT[:, OWN:, :-1]
+            owner_T = self._owner(cuts_KT.shape[1], cuts_KT.device)
+            cuts_KT = cuts_RKT.gather(0, owner_T.expand(1, *cuts_RKT.shape[1:])).squeeze(0)
         log_prob_T = cuts_KT[_LOG_PROB].where(self.labels_T != self.options.ignore_index, 0.0)
         return [log_prob_T], [self.labels_T, cuts_KT.t()]
 
@@ -96,30 +132,36 @@ class TopP(ReadOut):
             coefficients = (peak_t[at], scale_t[at], None, None, at_label_t[at])
             row_gradient(kept, False, target_t[at], *coefficients, out_tV[at], None, vocab.counted, None, o.temperature)
 
-    def _cuts(self, z_tV: Tensor, labels_t: Tensor, size: float) -> Tensor:
-        """`[_CUTS, t]`: where each token is cut. `size`: what this rank takes the vocabulary to be, or REFUSED."""
-        group, tokens, dtype = self.options.group, labels_t.shape[0], accumulation_dtype(z_tV.dtype)
-        z_uV, labels_u = self._whole_rows(z_tV, labels_t)
-        cuts_Ku = z_uV.new_zeros(_CUTS + 1, labels_u.shape[0], dtype=dtype)
-        cuts_Ku[_CUTS] = size
-        for at in blocks(z_uV) if size != REFUSED else []:
-            self._cut(z_uV[at, : self.options.vocab.size], labels_u[at], cuts_Ku[:_CUTS, at])
-        cuts_Kt = collectives.all_gather(cuts_Ku, group, dim=1)
-        if size != REFUSED:
-            check_sizes(cuts_Kt[_CUTS], self.options)
-        return cuts_Kt[:_CUTS, :tokens]
+    @property
+    def _at_once(self) -> bool:
+        """Whether every rank cuts all tokens."""
+        return self.options.ranks == 1 or len(self.chunks(self.labels_T.shape[0], self.labels_T.device)) < 2
 
-    def _whole_rows(self, z_tV: Tensor, labels_t: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's share of the chunk's tokens, with the whole vocabulary, and their labels."""
-        ranks, rank = self.options.ranks, group_rank(self.options.group)
-        if ranks == 1:
-            return z_tV, labels_t
-        share = -(-labels_t.shape[0] // ranks)
-        padding = ranks * share - labels_t.shape[0]
-        z_tV = F.pad(z_tV, (0, self.width - z_tV.shape[1]), value=-torch.inf)
-        z_tV = F.pad(z_tV, (0, 0, 0, padding))
-        z_uV = collectives.all_to_all(z_tV, self.options.group).view(ranks, share, -1).transpose(0, 1).flatten(1)
-        return z_uV, F.pad(labels_t, (0, padding))[rank * share : (rank + 1) * share]
+    def _all_rows(self, z_tV: Tensor) -> Tensor:
+        """Every token of the chunk, with the whole vocabulary."""
+        if self.options.ranks == 1:
+            return z_tV
+        z_tL = collectives.all_gather(self._padded(z_tV), self.options.group, dim=1)
+        shards = z_tL.split(self.width, 1)
+        check_apart(torch.stack([fingerprint(z, self.width) for z in shards]), self.labels_T, self.options)
+        return z_tL
+
+    def _share_of_rows(self, z_tV: Tensor) -> tuple[slice, Tensor]:
+        """Which tokens of the chunk are this rank's share, and their rows with the whole vocabulary."""
+        ranks, tokens = self.options.ranks, z_tV.shape[0]
+        z_RuV = F.pad(self._padded(z_tV), (0, 0, 0, -tokens % ranks))
+        z_RuV = collectives.all_to_all(z_RuV, self.options.group).unflatten(0, (ranks, -1))
+        share, rank = z_RuV.shape[1], group_rank(self.options.group)
+        mine = slice(min(rank * share, tokens), min((rank + 1) * share, tokens))
+        return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
+
+    def _padded(self, z_tV: Tensor) -> Tensor:
+        return F.pad(z_tV, (0, self.width - z_tV.shape[1]), value=-torch.inf)
+
+    def _owner(self, tokens: int, device: torch.device) -> Tensor:
+        """`[T]`: the rank that cut each token."""
+        lengths = [rows.stop - rows.start for rows in self.chunks(tokens, device)]
+        return torch.cat([torch.arange(n, device=device) // -(-n // self.options.ranks) for n in lengths])
 
     def _cut(self, z_uV: Tensor, labels_u: Tensor, cuts_Ku: Tensor) -> None:
         order = ordered(z_uV)
@@ -132,7 +174,8 @@ class TopP(ReadOut):
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
         last_u1 = inside.sum(1, keepdim=True).clamp(min=1) - 1
         cut_u1, id_u1 = falling.gather(1, last_u1), order.gather(1, last_u1)
-        log_sum_u1 = mass.gather(1, last_u1).log()
+        mass_u1 = mass.gather(1, last_u1)
+        log_sum_u1 = mass_u1.masked_fill(mass_u1 == 0, 1.0).log()  # a row of -inf: its label has -inf, no gradient
         label_u1 = labels_u.clamp(min=0).unsqueeze(1)
         z_u1 = z_uV.gather(1, label_u1)
         log_prob_u1 = z_u1.to(scaled.dtype) / self.options.temperature - peak_u1 - log_sum_u1
@@ -142,32 +185,30 @@ class TopP(ReadOut):
         cuts_Ku[_LOG_PROB] = log_prob_u1.where(there, -torch.inf)[:, 0]
 
 
-def top_p_fault(options: HeadOptions) -> ValueError | None:
-    """Whether this rank's shard stands where equal shards would."""
-    vocab, rank, width = options.vocab, group_rank(options.group), _width(options)
-    whole = vocab.columns == width or vocab.stop >= vocab.size
-    if vocab.start == rank * width and whole and vocab.columns <= width:
-        return None
-    return ValueError(
-        f"vocab is {vocab} on rank {rank} of tp_group: top_p without top_k needs shards of equal width, the last one "
-        f"maybe narrower; pad the vocabulary to a multiple of the ranks, or add a top_k"
-    )
+def check_equal_shards(shards_R3: Tensor) -> None:
+    """Raises on every rank where one refused its arguments, or where the shards are not equal pieces of one vocabulary.
 
-
-def check_sizes(sizes_T: Tensor, options: HeadOptions) -> None:
-    """Raises on every rank where one refused its arguments, or takes the vocabulary to be larger or smaller."""
-    if options.ranks == 1 or not has_values(sizes_T):
+    Args:
+        shards_R3: int64, first column, columns and size of the vocabulary of each rank. The last columns may be missing
+            or padding.
+    """
+    if not has_values(shards_R3):
         return
-    raise_if((sizes_T == REFUSED).any(), REFUSAL)
+    start_R, columns_R, size_R = shards_R3.unbind(1)
+    width, size = columns_R[0], size_R[0]
+    place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
+    placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
+    full_R = (columns_R == width) | ((columns_R < width) & (start_R + columns_R >= size))
+    raise_if((size_R == int(REFUSED)).any(), REFUSAL)
     raise_if(
-        (sizes_T != options.vocab.size).any(),
+        (size_R != size).any(),
         "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
     )
-
-
-def _width(options: HeadOptions) -> int:
-    rank = group_rank(options.group)
-    return -(-options.vocab.start // rank) if rank else options.vocab.columns
+    raise_if(
+        ~((placed_R & full_R).all() & (width * start_R.shape[0] >= size)),
+        "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, that "
+        "cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
+    )
 
 
 def _not_after(z: Tensor, ids: Tensor, cut: Tensor, last: Tensor) -> Tensor:

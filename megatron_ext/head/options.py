@@ -53,7 +53,7 @@ class HeadOptions:
             raise ValueError(f"ignore_index is {self.ignore_index!r}: it must be an int; PyTorch's default is -100")
         _number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda e: 0 <= e < 1, "0.0 turns it off")
         _number("z_loss", self.z_loss, "finite", math.isfinite, "0.0 turns it off")
-        _number("temperature", self.temperature, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
+        check_temperature(self.temperature)
         if self.softcap is not None:
             _number("softcap", self.softcap, "above 0 and finite", _positive, "None turns it off")
         if self.cache != "auto":
@@ -73,6 +73,11 @@ def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is one of the names in `allowed`."""
     if value not in allowed:
         raise ValueError(f"{argument} is {value!r}: it must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_temperature(value: Any) -> None:
+    """Raises ValueError unless logits can be divided by it."""
+    _number("temperature", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
 
 
 def _number(argument: str, value: Any, rule: str, holds: Any, fix: str) -> None:

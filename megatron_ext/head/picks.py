@@ -21,21 +21,33 @@ from megatron_ext.head.rows import accumulation_dtype
 class _Picks(ReadOut):
     """Values `[T, K]` and their ids: logits over the temperature, or `normalised` to log-probabilities.
 
-    dz = scatter_add(g) - softmax * sum g, without the second term for logits.
+    dz = scatter_add(g) - softmax * sum g, without the second term for logits. With `options.entropy` one more column of
+    the values is the entropy H of each distribution, for whose g dz gets - g softmax * (log softmax + H).
     """
 
     normalised: bool
+
+    @property
+    def own(self) -> int:
+        """Rows of statistics before those of the picked ids."""
+        return OWN + self.options.entropy
 
     def picked(self, z_TK: Tensor, ids_TK: Tensor, stats_RKT: Tensor, own_KT: Tensor):
         """Results, and what `pull` wants, of logits as they are."""
         values_TK = z_TK * (1.0 / self.options.temperature)  # as the statistics do
         if not self.normalised:
             return [values_TK, ids_TK], [ids_TK]
-        stats = statistics.combine(stats_RKT[:, :OWN], own_KT[:OWN], self.options)
+        stats = statistics.combine(stats_RKT[:, : self.own], own_KT[: self.own], self.options)
         reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         log_probs_TK = values_TK.sub_(reference_T.unsqueeze(1)).sub_(stats.log_sum.unsqueeze(1))
         alpha_T = (stats.peak - stats.largest - stats.log_sum).clamp(max=0).exp()  # see gradient.py
-        return [log_probs_TK, ids_TK], [ids_TK, stats.peak, alpha_T]
+        saved = [ids_TK, stats.peak, alpha_T]
+        if self.options.entropy:
+            assert stats.expected is not None
+            entropy_T = (stats.log_sum - stats.expected).to(log_probs_TK.dtype)
+            log_probs_TK = torch.cat([log_probs_TK, entropy_T.unsqueeze(1)], 1)
+            saved.append((stats.peak - stats.largest - stats.expected).where(alpha_T > 0, 0.0))
+        return [log_probs_TK, ids_TK], saved
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         ids_tK, *rest = (x[rows] for x in saved)
@@ -43,26 +55,32 @@ class _Picks(ReadOut):
         if out_tV.shape[1] == 0:
             return
         g_tK = grad[rows].to(wide) / self.options.temperature
+        g_tK, g_entropy_t = (g_tK[:, :-1], g_tK[:, -1]) if self.options.entropy else (g_tK, None)
         own_tK = vocab.owns(ids_tK)
         at_tK = (ids_tK - vocab.start).where(own_tK, 0)
         z_tV = logits()[0] if self.normalised else out_tV
         for at in blocks(out_tV):
             dz = out_tV[at] if out_tV.dtype == wide else torch.empty_like(out_tV[at], dtype=wide)
             if self.normalised:
-                peak_t, alpha_t = (x[at] for x in rest)
-                self.softmax(z_tV[at], peak_t, -g_tK[at].sum(1) * alpha_t, dz)
+                peak_t, alpha_t, *away_t = (x[at] for x in rest)
+                scale_t, slope_t = -g_tK[at].sum(1) * alpha_t, None
+                if g_entropy_t is not None:
+                    slope_t = -g_entropy_t[at] * alpha_t
+                    scale_t = scale_t + slope_t * away_t[0]
+                self.softmax(z_tV[at], peak_t, scale_t, slope_t, dz)
             else:
                 dz.zero_()
             dz.scatter_add_(1, at_tK[at], g_tK[at].where(own_tK[at], 0.0))  # in fp32: one rounding, ids may repeat
             if dz.dtype != out_tV.dtype:
                 out_tV[at] = dz
 
-    def softmax(self, z_tV: Tensor, shift_t: Tensor, scale_t: Tensor, out_tV: Tensor) -> None:
-        """`scale * exp(z / temperature - shift)`."""
+    def softmax(self, z_tV: Tensor, shift_t: Tensor, scale_t: Tensor, slope_t: Tensor | None, out_tV: Tensor) -> None:
+        """`exp(u) (scale + slope u)`, u = z / temperature - shift."""
         o = self.options
+        slope_t = None if slope_t is None else slope_t.to(shift_t.dtype)
         nowhere = torch.full_like(shift_t, -1, dtype=torch.int64)
-        given = (shift_t, scale_t, None, None, None, out_tV, None, o.vocab.counted, None, o.temperature)
-        row_gradient(z_tV, False, nowhere, *given)
+        given = (shift_t, scale_t.to(shift_t.dtype), slope_t, None, None, out_tV, None)
+        row_gradient(z_tV, False, nowhere, *given, o.vocab.counted, None, o.temperature)
 
 
 @dataclass(frozen=True)
@@ -80,15 +98,15 @@ class Gather(_Picks):
 
     def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
         (z_tV,), vocab, ids_tK = logits, self.options.vocab, self.ids_TK[rows]
-        self.own_statistics(z_tV, stats_Kt[:OWN], self.normalised)
-        stats_Kt[OWN:] = -torch.inf
+        self.own_statistics(z_tV, stats_Kt[: self.own], self.normalised)
+        stats_Kt[self.own :] = -torch.inf
         if vocab.counted:
             own_tK = vocab.owns(ids_tK)
             found_tK = z_tV.gather(1, (ids_tK - vocab.start).where(own_tK, 0)).to(stats_Kt.dtype)
-            stats_Kt[OWN:] = found_tK.where(own_tK, -torch.inf).t()
+            stats_Kt[self.own :] = found_tK.where(own_tK, -torch.inf).t()
 
     def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        results, saved = self.picked(stats_RKT[:, OWN:, :-1].amax(0).t(), self.ids_TK, stats_RKT, own_KT)
+        results, saved = self.picked(stats_RKT[:, self.own :, :-1].amax(0).t(), self.ids_TK, stats_RKT, own_KT)
         return results[:1], saved
 
 

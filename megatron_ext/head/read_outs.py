@@ -22,7 +22,7 @@ from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_statistics
-from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.rows import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.sizes import chunks
 
 # Logits of a chunk, and where there is a teacher its logits of it.
@@ -58,6 +58,9 @@ class ReadOut(ABC):
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         """Write the gradient of the chunk's logits, given that of the first result for all tokens."""
 
+    def begin(self, tokens: int, device: torch.device) -> None:  # noqa: B027
+        """What the ranks must agree on before the first chunk. Nothing, for most: the exchange shows it in the end."""
+
     @property
     def width(self) -> int:
         """Columns by which chunks are measured."""
@@ -79,14 +82,24 @@ class ReadOut(ABC):
         """Take part in the exchange that the other ranks wait in, telling them that this one refused its arguments."""
         statistics.refuse(tokens, self.options, accumulation_dtype(like.dtype), like.device, self.more)
 
-    def own_statistics(self, z_tV: Tensor, stats_3t: Tensor, with_sum: bool = True) -> None:
-        """The first three statistics; zeros without a sum."""
+    def own_statistics(self, z_tV: Tensor, stats_Kt: Tensor, with_sum: bool = True) -> None:
+        """The first statistics, of `row_statistics`; without a sum, for which all logits are read, a fingerprint."""
+        o = self.options
         if not with_sum:
-            stats_3t.zero_()
+            stats_Kt.zero_()
+            stats_Kt[MAX : SUM_EXP + 1] = fingerprint(z_tV, o.vocab.counted)
             return
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
-        o = self.options
-        row_statistics(z_tV, nowhere, stats_3t, None, None, o.vocab.counted, None, o.temperature, False, False, False)
+        last = (o.vocab.counted, None, o.temperature, False, o.entropy, False)
+        row_statistics(z_tV, nowhere, stats_Kt, None, None, *last)
+
+
+def fingerprint(z_tV: Tensor, counted: int) -> Tensor:
+    """`[2, t]`: a logit and the sum of a few, by which the same logits on every rank show, instead of all of them."""
+    if not counted:
+        return z_tV.new_zeros(2, z_tV.shape[0], dtype=accumulation_dtype(z_tV.dtype))
+    few_tn = z_tV[:, : counted : max(1, counted // 16)].to(accumulation_dtype(z_tV.dtype))
+    return torch.stack([few_tn[:, 0], few_tn.sum(1)])
 
 
 class FromLogits(torch.autograd.Function):
@@ -98,6 +111,7 @@ class FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_TV: Tensor, teacher_TV: Tensor | None, read_out: ReadOut):
         logits = [z_TV] if teacher_TV is None else [z_TV, teacher_TV]
+        read_out.begin(z_TV.shape[0], z_TV.device)
         stats_KT = _room(z_TV, z_TV.shape[0], read_out)
         for rows in read_out.chunks(z_TV.shape[0], z_TV.device):
             read_out.scan([z[rows] for z in logits], rows, stats_KT[:, rows])
@@ -144,6 +158,7 @@ class FromHidden(torch.autograd.Function):
         with torch.autocast(x_TD.device.type, enabled=False):
             makers = _makers(inputs, read_out.options, sizes)
             tokens = makers[0].tokens
+            read_out.begin(tokens, x_TD.device)
             stats_KT = _room(x_TD, tokens, read_out)
             for rows in read_out.chunks(tokens, w_VD.device):
                 read_out.scan([make(rows) for make in makers], rows, stats_KT[:, rows])

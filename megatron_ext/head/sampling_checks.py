@@ -1,4 +1,4 @@
-"""What is refused of token ids, k and the parameters of a sampler. Every rank sees it, so it is simply raised."""
+"""What is refused of token ids, k and the parameters of a sampler. It is raised: see `checks.size_fault`."""
 
 from typing import Any
 
@@ -35,8 +35,9 @@ def check_ids(indices: Tensor, size: int) -> None:
     if indices.dim() == 0 or indices.shape[-1] == 0:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
     if has_values(indices):
+        ids = indices.long()  # a narrow integer would wrap the size
         raise_if(
-            ((indices < 0) | (indices >= size)).any(),
+            ((ids < 0) | (ids >= size)).any(),
             f"indices holds one outside [0, {size}): each must be a token id of the vocabulary; clamp those of tokens "
             f"that do not count and mask their results",
         )

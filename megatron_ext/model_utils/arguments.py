@@ -3,6 +3,8 @@
 Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tensor-parallel group.
 """
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,11 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.checks import check_labels, size_fault
+from megatron_ext.head.options import check_temperature
+from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.sampling_checks import filters
+from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
 
 _NO_SIZE = 1 << 40  # no vocabulary has it
 
@@ -57,15 +64,63 @@ def log_probs(
     )
 
 
+def check_call(chunk_size: int | None, sampling_params: Any) -> None:
+    """Raises ValueError for what every rank of every group can see wrong of these two."""
+    chunk_tokens(chunk_size, 1)
+    if sampling_params is not None:
+        filters(sampling_params.top_k, sampling_params.top_p)
+        check_temperature(sampling_params.temperature)
+
+
+def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
+    """Holds labels to the vocabulary: `vocab`, or what ranks with as many `columns` make up.
+
+    Where others may have more columns than this rank, what is too large for it is left to the head, which tells them.
+    """
+    return lambda labels: size_check(columns, tp_group, vocab)(check_labels, labels, IGNORE_INDEX)
+
+
+def size_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Callable[..., object]:
+    """`label_check` for any of the head's checks of a vocabulary's size: it takes the check and its arguments."""
+    ranks = group_size(check_group(tp_group))
+    if vocab is None and ranks == 1:
+        vocab = VocabShard(0, columns, max(columns, 1))
+    size = ranks * columns if vocab is None else vocab.size
+    return functools.partial(size_fault, vocab, size=size)
+
+
+def or_refuse(compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor) -> tuple[Any, ValueError | None]:
+    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+
+    The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
+    are told in their own exchange, which takes both.
+    """
+    try:
+        return compute(), None
+    except ValueError as fault:
+        return torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device), fault
+
+
+def whole_results(
+    targets: Targets, check: Check, compute: Callable[[Tensor], Any], shape: tuple[int, ...], like: Tensor
+) -> Any:
+    """What `compute` makes of this rank's labels `[B, P]`, a tensor or a tuple, as results of whole sequences."""
+    labels = targets.labels(check)
+    found, fault = or_refuse(lambda: compute(labels), shape, like)
+    if isinstance(found, tuple):
+        return tuple(targets.results(x) for x in found)
+    return targets.results(found, fault)
+
+
 def saving(wanted: bool) -> AbstractContextManager:
     """Within it autograd keeps what backward needs, if `wanted` and not switched off outside."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)
 
 
-def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard:
-    """The columns `[start, stop)` of a vocabulary, which must be where this rank's `columns` stand among equal shards.
+def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | None:
+    """None, the head's name for equal shards, if `[start, stop)` is where this rank's `columns` stand among such.
 
-    If they are not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
+    If it is not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
     rank, in the exchange that it makes anyway.
 
     Raises:
@@ -78,7 +133,7 @@ def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard:
             f"vocab_start_index is {start} and vocab_end_index {stop} for {columns} columns of the vocabulary on one "
             f"rank: they must be 0 and {columns}; pass the tp_group whose ranks hold the rest"
         )
-    return VocabShard(rank * columns, (rank + 1) * columns, max(ranks * columns, 1) if fits else _NO_SIZE)
+    return None if fits else VocabShard(rank * columns, (rank + 1) * columns, _NO_SIZE)
 
 
 def whole_if_none(tp_group: Group) -> Group:

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.model_utils.arguments import check_logits, log_probs, saving, shard
-from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
+from megatron_ext.model_utils.arguments import (
+    check_call,
+    check_logits,
+    label_check,
+    log_probs,
+    saving,
+    shard,
+    whole_results,
+)
+from megatron_ext.sequence.targets import Check, PaddedTargets, PermutedTargets, Targets
 
 
 def get_logprobs_from_vocab_parallel_logits(
@@ -41,7 +50,8 @@ def get_logprobs_from_vocab_parallel_logits(
             f'over a dim "cp"; pass None'
         )
     logits, group, vocab = local_shard(vocab_parallel_logits)
-    return _log_probs(logits, input_ids, group, vocab, seq_index, chunk_size, sampling_params)
+    check = label_check(vocab.columns, group, vocab)
+    return _log_probs(logits, input_ids, group, lambda: vocab, check, seq_index, chunk_size, sampling_params)
 
 
 def dtensor_from_parallel_logits_to_logprobs(
@@ -74,9 +84,20 @@ def dtensor_from_parallel_logits_to_logprobs(
     Raises:
         ValueError: as there; a target sharded over "cp" otherwise than along S, or without `seq_index`.
     """
-    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
+    check_logits(vocab_parallel_logits)
+    columns = vocab_parallel_logits.shape[-1]
+    check = label_check(columns, tp_group)
     with saving(not inference_only):
-        return _log_probs(vocab_parallel_logits, target, tp_group, vocab, seq_index, chunk_size, sampling_params)
+        return _log_probs(
+            vocab_parallel_logits,
+            target,
+            tp_group,
+            lambda: shard(vocab_start_index, vocab_end_index, columns, tp_group),
+            check,
+            seq_index,
+            chunk_size,
+            sampling_params,
+        )
 
 
 def local_shard(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
@@ -99,18 +120,33 @@ def local_shard(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
     return logits.to_local(), group, VocabShard(start, min(start + columns, size), size)
 
 
+def sequence_group(logits: DTensor) -> Group:
+    """The ranks that share the sequence of `[B, S, V]`: those of the mesh dim "cp", if it shards S; else None."""
+    names = logits.device_mesh.mesh_dim_names or ()
+    placement = logits.placements[names.index("cp")] if "cp" in names else None
+    if not isinstance(placement, Shard) or placement.dim not in (1, 1 - logits.dim()):
+        return None
+    return logits.device_mesh.get_group("cp")
+
+
 def _log_probs(
     logits: Tensor,
     target: Tensor,
     tp_group: Group,
-    vocab: VocabShard,
+    vocab: Callable[[], VocabShard | None],
+    check: Check,
     seq_index: Tensor | None,
     chunk_size: int | None,
     sampling_params: Any,
 ) -> Tensor:
     check_logits(logits)
+    check_call(chunk_size, sampling_params)
     targets = _targets(target, logits.shape[:2], seq_index)
-    return targets.results(log_probs(logits, targets.labels(), tp_group, vocab, chunk_size, sampling_params))
+
+    def compute(labels: Tensor) -> Tensor:
+        return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
+
+    return whole_results(targets, check, compute, logits.shape[:2], logits)
 
 
 def _targets(target: Tensor, shape_BP: torch.Size, seq_index: Tensor | None) -> Targets:

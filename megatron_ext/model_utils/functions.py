@@ -152,13 +152,15 @@ class ChunkedDistributedGatherLogprob(PlainFunction):
         inference_only: bool = False,
     ) -> Tensor:
         with saving(not inference_only):
-            return head.gather_log_probs(
+            found = head.gather_log_probs(
                 vocab_parallel_logits,
                 global_indices,
                 tp_group=whole(tp_group),
                 vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
                 chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel()),
             )
+            assert isinstance(found, Tensor)
+            return found
 
 
 class ChunkedDistributedEntropy(PlainFunction):

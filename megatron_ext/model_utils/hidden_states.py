@@ -15,10 +15,13 @@ from megatron_ext.head.options import Cache, Layout, one_of
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     TrainingSamplingParams,
+    check_call,
     chunk_tokens,
+    label_check,
     saving,
     shard,
     whole_if_none,
+    whole_results,
 )
 from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
@@ -84,12 +87,23 @@ def from_parallel_hidden_states_to_logprobs(
     if cu_seqlens_padded is None:
         targets = PaddedTargets(target, shape, cp_group)
     else:
-        targets = PackedTargets(target, shape, cp_group, cu_seqlens_padded, unpacked_seqlen, cu_seqlens=cu_seqlens)
-    with saving(not inference_only):
-        found = _log_probs(
+        targets = PackedTargets(
+            target,
+            shape,
+            cp_group,
+            cu_seqlens_padded,
+            unpacked_seqlen,
+            cu_seqlens=cu_seqlens,
+            slices=group_size(tp_group),
+        )
+    check_call(chunk_size, sampling_params)
+    _check_entropy(return_entropy, sampling_params)
+
+    def compute(labels: Tensor) -> Any:
+        return _log_probs(
             tensor_parallel_hidden_states,
             weight,
-            targets.labels(),
+            labels,
             tp_group,
             chunk_size,
             sampling_params,
@@ -99,9 +113,10 @@ def from_parallel_hidden_states_to_logprobs(
             cache=cache,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
-        if isinstance(found, Tensor):
-            return targets.results(found)
-        return targets.results(found[0]), targets.results(found[1])
+
+    check = label_check(weight.shape[0], tp_group)
+    with saving(not inference_only):
+        return whole_results(targets, check, compute, shape, tensor_parallel_hidden_states)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
@@ -156,14 +171,18 @@ def _log_probs(
     if not filters(sampling.top_k, sampling.top_p):
         found = head.linear_log_probs(hidden_SBD, weight, labels_BS.t(), return_entropy=return_entropy, **call)
         return found.t() if isinstance(found, Tensor) else tuple(x.t() for x in found)
-    if return_entropy:
+    call.pop("cache")
+    call |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
+    return head.linear_sampled_log_probs(hidden_SBD, weight, labels_BS.t(), **call).t()
+
+
+def _check_entropy(return_entropy: bool, sampling_params: Any) -> None:
+    sampling = sampling_params or TrainingSamplingParams()
+    if return_entropy and filters(sampling.top_k, sampling.top_p):
         raise ValueError(
             "return_entropy is True together with top_k or top_p: the entropy is that of the whole vocabulary; "
             "call once for each, or turn the filter off"
         )
-    call.pop("cache")
-    call |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    return head.linear_sampled_log_probs(hidden_SBD, weight, labels_BS.t(), **call).t()
 
 
 def _positions(hidden_SBD: Tensor, layout: Layout, tp_group: Group) -> torch.Size:

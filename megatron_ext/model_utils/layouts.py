@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.parts import SequenceParts
 from megatron_ext.sequence.zigzag import split_zigzag
@@ -45,13 +45,15 @@ def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:
     """From a shard of the vocabulary to a share of the tokens: `[B*S, V/R]` to `[B*S/R, V]`.
 
+    Without a group, or with one of a single rank, the logits are whole and returned as they are.
+
     Communicates: 1 all-to-all, and 1 backward.
 
     Raises:
         ValueError: the logits are not 2-D, or the ranks do not divide the tokens.
     """
     _check_2d("vocab_parallel_logits", vocab_parallel_logits, 0, tp_group)
-    return all_to_all_hp2sp(vocab_parallel_logits, tp_group)
+    return vocab_parallel_logits if tp_group is None else all_to_all_hp2sp(vocab_parallel_logits, tp_group)
 
 
 def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
@@ -63,11 +65,11 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
         ValueError: the logits are not 2-D, or the ranks do not divide the vocabulary.
     """
     _check_2d("seq_parallel_logits", seq_parallel_logits, 1, tp_group)
-    return all_to_all_sp2hp(seq_parallel_logits, tp_group)
+    return seq_parallel_logits if tp_group is None else all_to_all_sp2hp(seq_parallel_logits, tp_group)
 
 
 def _check_2d(argument: str, logits: Tensor, split: int, tp_group: Group) -> None:
-    ranks = group_size(tp_group)
+    ranks = group_size(check_group(tp_group))
     if logits.dim() != 2 or logits.shape[split] % ranks:
         raise ValueError(
             f"{argument} has shape {tuple(logits.shape)}: it must be 2-D, with a dim {split} that divides by the "

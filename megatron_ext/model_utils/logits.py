@@ -9,10 +9,19 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.model_utils.arguments import check_logits, columns_of, log_probs, saving, shard
+from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.model_utils.arguments import (
+    check_call,
+    check_logits,
+    columns_of,
+    label_check,
+    log_probs,
+    saving,
+    shard,
+    whole_results,
+)
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
-from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
+from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
 
 
 def from_parallel_logits_to_logprobs(
@@ -53,11 +62,9 @@ def from_parallel_logits_to_logprobs(
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
-    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
+    columns = (vocab_start_index, vocab_end_index)
     with saving(not inference_only):
-        return targets.results(
-            log_probs(vocab_parallel_logits, targets.labels(), tp_group, vocab, chunk_size, sampling_params)
-        )
+        return _log_probs(vocab_parallel_logits, targets, columns, tp_group, chunk_size, sampling_params)
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -86,7 +93,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         unpacked_seqlen: length of a document's row, before its shift.
         group: the tensor-parallel one.
         cu_seqlens: integers `[N + 1]`, the documents without the padding behind each of them. With it padding gets
-            zeros, and may reach beyond `unpacked_seqlen`.
+            zeros, and may reach beyond `unpacked_seqlen`. Without it padding cannot be told from tokens: places beyond
+            `unpacked_seqlen` are cut off as far as rounding it up explains them, to a multiple of R (of 2WR at W > 1,
+            as sequence and context parallelism pad), and refused further on.
 
     The other arguments and the communication are those of `from_parallel_logits_to_logprobs`.
 
@@ -95,7 +104,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
     Raises:
         ValueError: as there; and where `cu_seqlens_padded` lies on the CPU: it does not go from 0 to T, a length does
-            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (rounded up to 2W if
+            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (rounded up as said if
             `cu_seqlens` is not given). On a GPU `torch._assert_async` stops the device instead.
     """
     check_logits(vocab_parallel_logits)
@@ -107,12 +116,29 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         unpacked_seqlen,
         target_is_pre_rolled,
         cu_seqlens,
+        slices=group_size(check_group(group, "group")),
     )
-    vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], group)
+    columns = (vocab_start_index, vocab_end_index)
     with saving(not inference_only):
-        return targets.results(
-            log_probs(vocab_parallel_logits, targets.labels(), group, vocab, chunk_size, sampling_params)
-        )
+        return _log_probs(vocab_parallel_logits, targets, columns, group, chunk_size, sampling_params)
+
+
+def _log_probs(
+    logits: Tensor,
+    targets: Targets,
+    columns: tuple[int, int],
+    tp_group: Group,
+    chunk_size: int | None,
+    sampling_params: Any,
+) -> Tensor:
+    check_call(chunk_size, sampling_params)
+
+    def compute(labels: Tensor) -> Tensor:
+        vocab = shard(*columns, logits.shape[-1], tp_group)
+        return log_probs(logits, labels, tp_group, vocab, chunk_size, sampling_params)
+
+    check = label_check(logits.shape[-1], tp_group)
+    return whole_results(targets, check, compute, logits.shape[:2], logits)
 
 
 def get_next_token_logprobs_from_logits(

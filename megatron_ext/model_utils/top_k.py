@@ -5,13 +5,23 @@ Legend: B sequences, S positions, V vocabulary, R tensor-parallel and W context-
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group
-from megatron_ext.model_utils.arguments import check_logits, chunk_tokens, columns_of, shard, whole_if_none
-from megatron_ext.model_utils.dtensor import local_shard
+from megatron_ext.head.sampling_checks import check_ids
+from megatron_ext.model_utils.arguments import (
+    check_logits,
+    chunk_tokens,
+    columns_of,
+    or_refuse,
+    shard,
+    size_check,
+    whole_if_none,
+)
+from megatron_ext.model_utils.dtensor import local_shard, sequence_group
 from megatron_ext.sequence.targets import PaddedParts
 
 
@@ -72,15 +82,19 @@ def gather_logits_at_global_indices(
         ValueError: shapes that do not fit, ids or columns outside the vocabulary; on every rank.
     """
     check_logits(vocab_parallel_logits)
-    parts = PaddedParts(global_indices.shape[1], vocab_parallel_logits.shape[1], cp_group, "global_indices")
-    gathered = head.gather_logits(
-        vocab_parallel_logits,
-        parts.split(global_indices, 0),
-        tp_group=whole_if_none(tp_group),
-        vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
-        chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
-    )
-    return parts.whole(gathered)
+    batch, positions, columns = vocab_parallel_logits.shape
+    chunk = chunk_tokens(chunk_size, batch)
+    _check_indices("global_indices", global_indices, batch)
+    size_check(columns, tp_group)(check_ids, global_indices)
+    parts = PaddedParts(global_indices.shape[1], positions, cp_group, "global_indices")
+    indices = parts.split(global_indices, 0)
+
+    def compute() -> Tensor:
+        vocab = shard(vocab_start_index, vocab_end_index, columns, tp_group)
+        group = whole_if_none(tp_group)
+        return head.gather_logits(vocab_parallel_logits, indices, tp_group=group, vocab=vocab, chunk_tokens=chunk)
+
+    return parts.whole(*or_refuse(compute, indices.shape, vocab_parallel_logits))
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -97,7 +111,8 @@ def get_distillation_topk_logprobs_from_logits(
 
     Args:
         student_logits: `[B, S/W, V/R]` with `vocab_parallel_group`; a DTensor sharded over a mesh dim "tp"; or whole,
-            `[B, S, V]`. With `context_parallel_group` this rank's zigzag part, which may be padded behind.
+            `[B, S, V]`. With `context_parallel_group` this rank's zigzag part, which may be padded behind. A DTensor
+            whose sequence is sharded over a mesh dim "cp" brings that group along, where none is given.
         teacher_topk_logits, teacher_topk_indices: `[B, S, K]`, whole on every rank; what the teacher predicts at each
             position.
         zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
@@ -109,35 +124,53 @@ def get_distillation_topk_logprobs_from_logits(
         `[B, S - 1, K]` of the student, differentiable, `[B, S - 1, K]` of the teacher, and `[B, S - 1]` sums of p log p
         or None; fp32 (fp64 for fp64). The last position, which predicts nothing, is left out.
 
-    Communicates: over the vocabulary 1 all-gather for each of the student's two results, backward none; over
-    `context_parallel_group` 1 all-gather for each, backward 1 reduce-scatter.
+    Communicates: over the vocabulary 1 all-gather, backward none; over `context_parallel_group` 1 all-gather, backward
+    1 reduce-scatter.
 
     Raises:
         ValueError: shapes that do not fit, ids or columns outside the vocabulary; on every rank.
     """
-    logits, group, vocab = student_logits, vocab_parallel_group, None
+    logits, group, vocab, cp_group = student_logits, vocab_parallel_group, None, context_parallel_group
     if vocab_parallel_group is None and isinstance(student_logits, DTensor):
         logits, group, vocab = local_shard(student_logits)
+        cp_group = cp_group or sequence_group(student_logits)
     check_logits(logits)
-    if vocab is None:
-        vocab = shard(*columns_of(logits, vocab_parallel_rank, group), logits.shape[-1], group)
-    if teacher_topk_logits.shape != teacher_topk_indices.shape or teacher_topk_indices.dim() != 3:
+    _check_indices("teacher_topk_indices", teacher_topk_indices, logits.shape[0])
+    if teacher_topk_logits.shape != teacher_topk_indices.shape:
         raise ValueError(
             f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}, teacher_topk_indices "
             f"{tuple(teacher_topk_indices.shape)}: both must be [batch, sequence, K], of the whole sequence"
         )
-    parts = PaddedParts(teacher_topk_indices.shape[1], logits.shape[1], context_parallel_group, "teacher_topk_indices")
+    columns = logits.shape[-1]
+    size_check(columns, group, vocab)(check_ids, teacher_topk_indices)
+    parts = PaddedParts(teacher_topk_indices.shape[1], logits.shape[1], cp_group, "teacher_topk_indices")
     indices = parts.split(teacher_topk_indices.to(logits.device), 0)
-    sharding: dict[str, Any] = {"tp_group": whole_if_none(group), "vocab": vocab}
-    entropy = None
-    if zero_outside_topk:
-        student = parts.whole(head.gather_log_probs(logits, indices, **sharding))
-        if calculate_entropy:
-            entropy = -parts.whole(head.token_entropy(logits, **sharding))[:, :-1]
-    else:
-        student = _over_last_dim(parts.whole(head.gather_logits(logits, indices, **sharding)))
-    teacher = _over_last_dim(teacher_topk_logits.to(student))
-    return student[:, :-1], teacher[:, :-1], entropy
+    with_entropy = zero_outside_topk and calculate_entropy
+
+    def compute() -> Any:
+        own = vocab or shard(*columns_of(logits, vocab_parallel_rank, group), columns, group)
+        sharding: dict[str, Any] = {"tp_group": whole_if_none(group), "vocab": own}
+        if not zero_outside_topk:
+            return head.gather_logits(logits, indices, **sharding)
+        if not with_entropy:
+            return head.gather_log_probs(logits, indices, **sharding)
+        found, entropy = head.gather_log_probs(logits, indices, **sharding, return_entropy=True)
+        return torch.cat([found, -entropy.unsqueeze(-1)], -1)
+
+    batch, positions, k = indices.shape
+    found = parts.whole(*or_refuse(compute, (batch, positions, k + with_entropy), logits))[:, :-1]
+    student = found[..., :k] if zero_outside_topk else _over_last_dim(found)
+    teacher = _over_last_dim(teacher_topk_logits.to(student))[:, :-1]
+    return student, teacher, found[..., k] if with_entropy else None
+
+
+def _check_indices(argument: str, indices: Tensor, batch: int) -> None:
+    if not isinstance(indices, Tensor) or indices.dim() != 3 or indices.shape[0] != batch:
+        found = tuple(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(
+            f"{argument} is {found}: it must be [{batch}, sequence, K], batch size as of the logits; pass token ids of "
+            f"whole sequences"
+        )
 
 
 def _over_last_dim(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Legend: B sequences, S tokens of each, W context-parallel ranks, P positions tha
 N documents, U the length of their rows once unpacked.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,20 +18,30 @@ from torch import Tensor
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
 from megatron_ext.sequence.next_token import next_tokens
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.parts import SequenceParts, told_parts
 from megatron_ext.sequence.zigzag import check_cu_seqlens, demand
 
 IGNORE_INDEX = -100
 
 
+# Raises ValueError where labels are none of the vocabulary's ids.
+Check = Callable[[Tensor], object]
+
+
 class Targets(Protocol):
     """The targets of a batch, in some layout."""
 
-    def labels(self) -> Tensor:
-        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does."""
+    def labels(self, check: Check) -> Tensor:
+        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does.
 
-    def results(self, x_BP: Tensor) -> Tensor:
-        """`[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions."""
+        `check` sees the labels of all ranks. Where this rank has none but its own, a fault is kept for `results`.
+        """
+
+    def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
+        """`[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions.
+
+        With a `fault` this rank has nothing to give, and it is raised: on the other ranks too, once all have met here.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,9 +73,12 @@ class PaddedParts:
         padding = self.positions * group_size(self.cp_group) - self.length
         return SequenceParts(self.cp_group).split(F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding], value=fill), 1)
 
-    def whole(self, x: Tensor) -> Tensor:
-        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter."""
-        return SequenceParts(self.cp_group).gather(x, 1)[:, : self.length]
+    def whole(self, x: Tensor, fault: ValueError | None = None) -> Tensor:
+        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter.
+
+        With a `fault` it is raised: on the other ranks too, after the all-gather.
+        """
+        return SequenceParts(self.cp_group).gather_or_refuse(x, 1, fault)[:, : self.length]
 
 
 class PaddedTargets:
@@ -81,11 +95,13 @@ class PaddedTargets:
         self._tokens_BS = tokens_BS
         self._parts = PaddedParts(tokens_BS.shape[1], shape_BP[1], cp_group)
 
-    def labels(self) -> Tensor:
-        return self._parts.split(next_tokens(self._tokens_BS), IGNORE_INDEX)
+    def labels(self, check: Check) -> Tensor:
+        labels_BS = next_tokens(self._tokens_BS)
+        check(labels_BS)
+        return self._parts.split(labels_BS, IGNORE_INDEX)
 
-    def results(self, x_BP: Tensor) -> Tensor:
-        return self._parts.whole(x_BP)[:, :-1]
+    def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
+        return self._parts.whole(x_BP, fault)[:, :-1]
 
 
 class PackedTargets:
@@ -101,11 +117,13 @@ class PackedTargets:
         unpacked_seqlen: U.
         cu_seqlens: the same without the padding behind each document, which then gets zeros. None: not known; a
             document is taken to have as many tokens as places, up to U.
+        slices: ranks that share a context-parallel rank's part under sequence parallelism: documents are padded to a
+            multiple of so many (times 2W at W > 1).
 
     Raises:
         ValueError: shapes that do not fit; values of `cu_seqlens` or `cu_seqlens_padded` that break a rule, or a
-            document longer than U (rounded up to 2W where its padding is not known), if they lie on the CPU. On a GPU
-            these stop the device (`torch._assert_async`).
+            document longer than U (where its padding is not known, than U rounded up to what documents are padded to),
+            if they lie on the CPU. On a GPU these stop the device (`torch._assert_async`).
     """
 
     def __init__(
@@ -117,6 +135,7 @@ class PackedTargets:
         unpacked_seqlen: int,
         shifted: bool = False,
         cu_seqlens: Tensor | None = None,
+        slices: int = 1,
     ):
         ranks = group_size(check_group(cp_group, "cp_group"))
         total, multiple = shape_BP[1] * ranks, 2 * ranks if ranks > 1 else 1
@@ -131,7 +150,8 @@ class PackedTargets:
             raise ValueError(
                 f"unpacked_seqlen is {unpacked_seqlen!r}: it must be a positive int; pass the longest document's length"
             )
-        longest = None if cu_seqlens is not None else -(-unpacked_seqlen // multiple) * multiple
+        padded_to = multiple * slices
+        longest = None if cu_seqlens is not None else -(-unpacked_seqlen // padded_to) * padded_to
         check_cu_seqlens(cu_seqlens_padded, total, multiple, "cu_seqlens_padded", longest)
         if cu_seqlens is not None:
             _check_lengths(cu_seqlens, cu_seqlens_padded, unpacked_seqlen)
@@ -140,15 +160,23 @@ class PackedTargets:
         self._start = cu_seqlens_padded.to(device, torch.int64, non_blocking=True)
         self._ends = None if cu_seqlens is None else cu_seqlens.to(device, torch.int64, non_blocking=True)
         self._parts = SequenceParts(cp_group, self._start)
+        self._fault: ValueError | None = None
 
-    def labels(self) -> Tensor:
+    def labels(self, check: Check) -> Tensor:
         if self._shifted:
-            return self._tokens_1T
+            try:
+                check(self._tokens_1T)
+            except ValueError as fault:
+                self._fault = fault
+                return torch.full_like(self._tokens_1T, IGNORE_INDEX, dtype=torch.int64)
+            return self._tokens_1T.long()
         ends = self._start if self._ends is None else self._ends
-        return self._parts.split(next_tokens(self._tokens_1T, ends, self._start), 1)
+        labels_1T = next_tokens(self._tokens_1T, ends, self._start)
+        check(labels_1T)
+        return self._parts.split(labels_1T, 1)
 
-    def results(self, x_BP: Tensor) -> Tensor:
-        x_T = self._parts.gather(x_BP, 1)[0]
+    def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
+        x_T = self._parts.gather_or_refuse(x_BP, 1, fault or self._fault)[0]
         documents, width = self._start.shape[0] - 1, self._unpacked_seqlen - 1
         lengths = (self._start if self._ends is None else self._ends).diff()
         place = torch.arange(x_T.shape[0], device=x_T.device)
@@ -173,7 +201,7 @@ class PermutedTargets:
     Communicates: `labels` 1 all-gather of tokens, `results` 1 all-gather; backward nothing.
 
     Raises:
-        ValueError: `order` has another length.
+        ValueError: `order` has another length, or does not name each position once.
     """
 
     def __init__(self, tokens_BP: Tensor, shape_BP: torch.Size, cp_group: Group, order: Tensor):
@@ -185,15 +213,21 @@ class PermutedTargets:
                 f"{tuple(shape_BP)} on each of {ranks} context-parallel ranks: target and logits must be sharded "
                 f"alike, and seq_index must be [{shape_BP[1] * ranks}], the position of every place"
             )
+        demand(
+            (order.sort().values == torch.arange(order.shape[0], device=order.device)).all(),
+            lambda found: f"seq_index{found}: it must hold each position from 0 to {order.shape[0] - 1} once",
+            order,
+        )
         self._tokens_BP, self._order, self._group = tokens_BP, order, cp_group
 
-    def labels(self) -> Tensor:
+    def labels(self, check: Check) -> Tensor:
         places = self._order.argsort()
-        labels_BS = next_tokens(all_gather(self._tokens_BP, self._group, 1)[:, places])[:, self._order]
-        return labels_BS.chunk(group_size(self._group), 1)[group_rank(self._group)]
+        labels_BS = next_tokens(all_gather(self._tokens_BP, self._group, 1)[:, places])
+        check(labels_BS)
+        return labels_BS[:, self._order].chunk(group_size(self._group), 1)[group_rank(self._group)]
 
-    def results(self, x_BP: Tensor) -> Tensor:
-        parts = [*all_gather(x_BP.detach(), self._group, 1).chunk(group_size(self._group), 1)]
+    def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
+        parts = [*told_parts(x_BP.detach(), self._group, 1, fault).unbind(1)]
         parts[group_rank(self._group)] = x_BP
         return torch.cat(parts, 1)[:, self._order.argsort()][:, :-1]
 
@@ -202,6 +236,8 @@ def _check_tokens(tokens: Tensor, batch: int) -> None:
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[0] != batch:
         found = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"target is {found}: it must be token ids [{batch}, sequence], batch size as of the logits")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"target is {tokens.dtype}: it must be integer token ids; cast it with .long()")
 
 
 def _check_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, longest: int) -> None:

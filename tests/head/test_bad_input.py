@@ -90,7 +90,7 @@ def test_faults_that_all_see_are_raised_before_anything_is_sent():
         for changed, message in SEEN_BY_ALL:
             message = message.replace(rf"outside \[0, {V}\)", rf"outside \[0, {2 * V}\)")
             if "labels" in changed and isinstance(changed["labels"], torch.Tensor) and changed["labels"].numel() == T:
-                changed = {"labels": changed["labels"] * 2}
+                changed = {"labels": changed["labels"] * 2, "vocab": VocabShard.equal(V, dist.group.WORLD)}
                 message = message.replace("[10", "[20").replace("[-1", "[-2")
             if changed.get("labels") is not None and "bool" in message:
                 continue  # doubling made integers of it
@@ -141,6 +141,33 @@ def test_shards_that_do_not_make_up_the_vocabulary():
             linear_cross_entropy(**arguments(tp_group=group, vocab=shards[rank]))
     with pytest.raises(ValueError, match=one_vocabulary):  # unequal, and not said so
         linear_cross_entropy(**arguments(tp_group=group, weight=torch.zeros(V - rank, D)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_labels_that_only_one_rank_finds_too_large(layout):
+    """Without a `vocab` each rank takes the others' shards to be as wide as its own: here for 20 ids, and for 18."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    labels = torch.full((2 * T if layout == "sequence" else T,), 19)
+    weight, logits = torch.zeros(V - rank, D), torch.zeros(*labels.shape, V - rank)
+    message = r"labels holds \[19\], outside \[0, 18\)" if rank else "another rank of tp_group refused"
+    for call in (
+        lambda: linear_cross_entropy(torch.zeros(T, D), weight, labels, group, layout),
+        lambda: vocab_parallel_cross_entropy(logits, labels, group),
+        lambda: token_log_probs(logits, labels, group),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match=r"labels holds \[20\], outside"):  # what all find is sent too
+        token_log_probs(torch.zeros(T, V), torch.full((T,), 2 * V), group)
+
+
+def test_labels_of_a_narrow_integer_type():
+    """Their largest id is below the vocabulary's size, which they cannot hold."""
+    wide = torch.randn(2, 300)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        labels = torch.tensor([5, 100], dtype=dtype)
+        torch.testing.assert_close(token_log_probs(wide, labels), wide.log_softmax(-1)[range(2), [5, 100]])
 
 
 @ranks(2)

@@ -11,7 +11,9 @@ from megatron_ext.head import (
     gather_log_probs,
     gather_logits,
     linear_gather_log_probs,
+    linear_sampled_log_probs,
     linear_topk_log_probs,
+    sampled_log_probs,
     token_log_probs,
     vocab_parallel_log_softmax,
     vocab_parallel_softmax,
@@ -218,6 +220,31 @@ def test_a_fault_of_one_rank_is_raised_on_all():
     ids = torch.zeros(4 * group_size(group), 2).long()
     with pytest.raises(ValueError, match=r"hidden has shape \(2, 3\)" if rank == 1 else "another rank"):
         linear_gather_log_probs(own, w, ids, group, "sequence")
+
+
+@ranks(2)
+def test_what_only_one_rank_finds_too_large():
+    """Without a `vocab` each rank takes the others' shards to be as wide as its own: here for 20 ids, and for 18."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    z, w, x = torch.zeros(4, 10 - rank), torch.zeros(10 - rank, 3), torch.zeros(4, 3)
+    ids, labels, half = torch.full((4, 2), 19), torch.full((4,), 19), torch.zeros(2, 3)
+    for call, said in (
+        (lambda: gather_logits(z, ids, group), r"indices holds one outside \[0, 18\)"),
+        (lambda: gather_log_probs(z, ids, group), r"indices holds one outside \[0, 18\)"),
+        (lambda: vocab_topk(z, 19, group), "k is 19: it must be an int from 1 to .* 18"),
+        (lambda: sampled_log_probs(z, labels, 19, 0.9, 1.0, group), r"19"),
+        (lambda: sampled_log_probs(z, labels, 3, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: sampled_log_probs(z, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: linear_gather_log_probs(x, w, ids, group), r"indices holds one outside \[0, 18\)"),
+        (lambda: linear_gather_log_probs(half, w, ids, group, "sequence"), r"indices holds one outside \[0, 18\)"),
+        (lambda: linear_topk_log_probs(x, w, 19, group), "k is 19"),
+        (lambda: linear_sampled_log_probs(x, w, labels, 19, 0.9, 1.0, group), "top_k is 19"),
+        (lambda: linear_sampled_log_probs(x, w, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside"),
+        (lambda: linear_sampled_log_probs(x, w, labels, None, 1.0, 1.0, group), r"labels holds \[19\], outside"),
+    ):
+        with pytest.raises(ValueError, match=said if rank else "another rank of tp_group refused"):
+            call()
+    torch.testing.assert_close(vocab_topk(z[:, :9], 2, group)[0], torch.zeros(4, 2))  # all ranks are still in step
 
 
 @ranks(2)

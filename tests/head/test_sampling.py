@@ -63,7 +63,8 @@ def test_from_logits(tied):
                         VocabShard(own.start, own.stop, size),
                         chunk_tokens=chunk_tokens,
                     )
-                assert counts.total() == (0 if group_size(group) == 1 else 2 * chunks if alone else 1)
+                sent = 1 if not alone else 2 if chunks == 1 else chunks + 2
+                assert counts.total() == (0 if group_size(group) == 1 else sent)
                 torch.testing.assert_close(found, want)
                 with count_collectives() as counts:
                     (grad,) = torch.autograd.grad(found, mine, upstream.double())
@@ -198,11 +199,73 @@ def test_a_fault_of_one_rank_is_raised_on_all():
     for top_k in (3, None):
         with pytest.raises(ValueError, match="with 9 columns" if rank == 1 else "another rank of tp_group refused"):
             sampled_log_probs(z, labels, top_k, 0.5, 1.0, group, shard)
-    if size == 4:  # 11, 10, 10, 10 columns
-        uneven = VocabShard.split(41, group)
-        message = "another rank" if rank == 0 else "needs shards of equal width"
-        with pytest.raises(ValueError, match=message):
-            sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
+    if size == 4:
+        middle = VocabShard(10 * rank + (rank > 1), 10 * rank + 10 + (rank > 0), 41)
+        for uneven in (VocabShard.split(41, group), middle):  # 11, 10, 10, 10 columns; 10, 11, 10, 10
+            z_uneven = torch.zeros(4, uneven.columns)
+            with pytest.raises(ValueError, match="needs shards of equal width"):
+                sampled_log_probs(z_uneven, labels, None, 0.5, 1.0, group, uneven)
     torch.testing.assert_close(
         sampled_log_probs(z, labels, 2, 1.0, 1.0, group), torch.full((4,), 0.5).log()
     )  # all ranks are still in step
+
+
+@ranks(2)
+@pytest.mark.parametrize("chunk_tokens", [None, 2])
+def test_top_p_of_shards_that_are_not_equal(chunk_tokens):
+    """The pieces that ranks send each other would differ in size: nothing is sent but who has which columns."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    labels = torch.zeros(4).long()
+
+    def call(columns, vocab):
+        rest = {"tp_group": group, "vocab": vocab, "chunk_tokens": chunk_tokens}
+        with count_collectives() as counts:
+            with pytest.raises(ValueError, match="vocab: ") as of_logits:
+                sampled_log_probs(torch.zeros(4, columns), labels, None, 0.5, **rest)
+            with pytest.raises(ValueError, match="vocab: ") as of_hidden:
+                linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(columns, 3), labels, None, 0.5, **rest)
+        assert counts.total() == 2
+        assert str(of_logits.value) == str(of_hidden.value)
+        return str(of_logits.value)
+
+    assert "agree on the vocabulary's size" in call(10 - rank, None)
+    for shards, said in (
+        ([(0, 10, 19), (10, 19, 20)], "agree on the vocabulary's size"),
+        ([(0, 10, 22), (10, 22, 22)], "shards of equal width"),  # the second is wider
+        ([(10, 20, 20), (0, 10, 20)], "in rank order"),
+        ([(0, 10, 20), (0, 10, 20)], "in rank order"),
+        ([(0, 10, 30), (10, 20, 30)], "cover the vocabulary"),
+    ):
+        vocab = VocabShard(*shards[rank])
+        assert said in call(vocab.columns, vocab)
+
+
+@ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_refusal_is_of_the_dtype_that_others_wait_for(dtype):
+    """Under autocast too, where hidden states are not of the dtype that is computed in."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    labels = torch.zeros(4).long()
+    weight = torch.ones(10, 3 + rank, dtype=dtype)  # the second rank's does not fit
+    message = r"weight has shape \(10, 4\)" if rank else "another rank of tp_group refused"
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            for layout, tokens in (("replicated", 4), ("sequence", 2)):
+                hidden = torch.ones(tokens, 3, dtype=dtype)
+                for top_k, top_p in ((None, 0.5), (2, 0.5), (None, 1.0)):
+                    with pytest.raises(ValueError, match=message):
+                        linear_sampled_log_probs(hidden, weight, labels, top_k, top_p, 1.0, group, layout)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("chunk_tokens", [None, 1])
+def test_gathered_logits_are_refused(chunk_tokens):
+    """The whole vocabulary on every rank, with a group: by top-p alone as by any other call."""
+    group = dist.group.WORLD
+    z, labels = torch.randn(4, 10), torch.zeros(4).long()
+    for top_k, top_p in ((None, 1.0), (3, 1.0), (3, 0.9), (None, 0.9)):
+        if group_size(group) == 1:
+            assert sampled_log_probs(z, labels, top_k, top_p, 1.0, group).shape == (4,)
+            continue
+        with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
+            sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)

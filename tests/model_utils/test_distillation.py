@@ -5,11 +5,15 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.model_utils import gather_logits_at_global_indices, get_distillation_topk_logprobs_from_logits
+from megatron_ext.model_utils import (
+    distributed_vocab_topk,
+    gather_logits_at_global_indices,
+    get_distillation_topk_logprobs_from_logits,
+)
 from tests.model_utils.sharded import grids, problem, same
 from tests.ranks import ranks
 
@@ -47,7 +51,7 @@ def test_values_and_gradients(zero_outside_topk, calculate_entropy):
                 context_parallel_group=grid.cp_group,
             )
         with_entropy = zero_outside_topk and calculate_entropy
-        assert sent.total() <= (1 + with_entropy) * (int(grid.tp > 1) + int(grid.cp > 1))
+        assert sent.total() == int(grid.tp > 1) + int(grid.cp > 1)
         wanted = truth(leaf, zero_outside_topk)
         same(student.detach(), wanted[0].detach())
         same(of_teacher, wanted[1])
@@ -74,6 +78,30 @@ def test_whole_logits_and_dtensors():
             same(found[0], wanted[0])
             same(found[1], wanted[1])
             assert (found[2] is None) is not zero_outside_topk
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("zero_outside_topk", [False, True])
+def test_dtensors_bring_the_group_of_their_sequence(zero_outside_topk):
+    logits, _ = problem(length=8)
+    values, ids = problem(length=8, seed=9)[0].topk(K)
+    grid = next(g for g in grids() if g.cp == 2)
+    mesh = init_device_mesh("cpu", (2, grid.tp), mesh_dim_names=("cp", "tp"))
+    leaf = logits.clone().requires_grad_()
+    student = leaf.log_softmax(-1).gather(-1, ids) if zero_outside_topk else leaf.gather(-1, ids).log_softmax(-1)
+    own, every = grid.weights(student[:, :-1].shape)
+    (dz,) = torch.autograd.grad(student[:, :-1], leaf, every)
+    mine = grid.columns(grid.part(logits)).contiguous()
+    sharded = DTensor.from_local(mine, mesh, [Shard(1), Shard(-1)]).requires_grad_()
+    found = get_distillation_topk_logprobs_from_logits(sharded, values, ids, zero_outside_topk, False)
+    same(found[0].detach(), student[:, :-1].detach())
+    same(found[1], values.log_softmax(-1)[:, :-1])
+    found[0].backward(own)
+    same(sharded.grad.to_local(), grid.columns(grid.part(dz)))
+    # Where the sequence is whole on all ranks of "cp", there is nothing to join.
+    whole = DTensor.from_local(grid.columns(logits).contiguous(), mesh, [Replicate(), Shard(-1)])
+    found = get_distillation_topk_logprobs_from_logits(whole, values, ids, zero_outside_topk, False)
+    same(found[0], student[:, :-1].detach())
 
 
 @ranks(1, 2, 4)
@@ -118,8 +146,47 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
     for args, said in (
         ((values[..., 1:], ids), "teacher_topk_logits has shape"),
         ((values.repeat(1, 2, 1), ids.repeat(1, 2, 1)), "teacher_topk_indices has 14 positions"),
-        ((values, ids + 24), "24"),
+        ((values[:1], ids[:1]), r"teacher_topk_indices is \(1, 7, 4\): it must be \[2, sequence, K\]"),
+        ((values, ids.float()), "indices is torch.float32"),
+        ((values, ids - 24), r"outside \[0, 24\)"),
     ):
         with count_collectives() as sent, pytest.raises(ValueError, match=said):
             get_distillation_topk_logprobs_from_logits(grid.columns(logits), *args, True, False, **more)
         assert not sent
+    with pytest.raises(ValueError, match=r"outside \[0, 24\)"):  # at unequal shards another rank might know it
+        get_distillation_topk_logprobs_from_logits(grid.columns(logits), values, ids + 24, True, False, **more)
+    vocab = {"vocab_start_index": 0, "vocab_end_index": 24}
+    for call in (  # the whole vocabulary on every rank, with a group
+        lambda: gather_logits_at_global_indices(logits, ids % 12, grid.tp_group, **grid.vocab(48)),
+        lambda: distributed_vocab_topk(logits, 3, grid.tp_group, **grid.vocab(48)),
+        lambda: gather_logits_at_global_indices(logits, ids, grid.tp_group, **vocab),
+    ):
+        with pytest.raises(ValueError, match="every rank of tp_group passed the same 24 columns|vocab|refused"):
+            call()
+
+
+@ranks(2, 4)
+def test_ids_that_only_one_context_parallel_rank_holds():
+    """Each holds a part of the sequence, and all see the same ids: every rank says so, before anything is sent."""
+    logits, _ = problem(length=8)
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        mine = grid.columns(grid.part(logits))
+        for bad in (-1, 24):
+            ids = torch.zeros(2, 8, K, dtype=torch.int64)
+            ids[1, 7, 0] = bad  # of the first rank's part
+            said = r"outside \[0, 24\)|another rank of cp_group refused"
+            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+                gather_logits_at_global_indices(mine, ids, grid.tp_group, grid.cp_group, **grid.vocab(24))
+            assert not sent or (grid.tp > 1 and bad == 24)
+            with pytest.raises(ValueError, match=said):
+                get_distillation_topk_logprobs_from_logits(
+                    mine,
+                    torch.zeros(2, 8, K),
+                    ids,
+                    True,
+                    True,
+                    vocab_parallel_group=grid.tp_group,
+                    context_parallel_group=grid.cp_group,
+                )

@@ -96,6 +96,19 @@ def test_the_chunk_size_is_honoured():
         assert passes.call_count == wanted
 
 
+@ranks(2, 4)
+def test_an_id_that_only_one_context_parallel_rank_holds():
+    logits, tokens = problem(length=8)
+    mesh, order = mesh_of(2), torch.tensor([0, 1, 6, 7, 2, 3, 4, 5])
+    sharded = distribute_tensor(logits[:, order], mesh, PARTS)
+    for bad in (-1, 24):
+        wrong = tokens.clone()
+        wrong[1, 7] = bad
+        target = distribute_tensor(wrong[:, order], mesh["cp"], [Shard(1)])
+        with pytest.raises(ValueError, match=r"labels holds \[-?\d+\], outside \[0, 24\)"):
+            get_logprobs_from_vocab_parallel_logits(sharded, target, seq_index=order)
+
+
 @ranks(2)
 def test_what_does_not_fit_is_an_error_on_every_rank():
     logits, tokens = problem(length=8)
@@ -111,6 +124,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
         ((in_rows, tokens), 'a dim "tp" must shard their vocabulary'),
         ((in_parts, target), "seq_index is None"),
         ((in_parts, target, order[1:]), r"seq_index must be \[8\]"),
+        ((in_parts, target, order.clamp(min=1)), "seq_index is .* each position from 0 to 7 once"),
         ((in_parts, tokens), "target has 8 positions"),
         ((in_parts, copied, order), "target must be Shard"),
     ):

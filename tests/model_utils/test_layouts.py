@@ -67,6 +67,18 @@ def test_from_vocabulary_to_tokens_and_back():
         same(grad, weights)
 
 
+@ranks(1, 2)
+def test_without_a_group_the_logits_are_whole():
+    """As everywhere in NeMo-RL; also where several ranks run, and none of Megatron's groups exist."""
+    x = torch.randn(3, 5)
+    with count_collectives() as sent:
+        for move in (all_to_all_vp2sq, all_to_all_sq2vp):
+            assert torch.equal(move(x, None), x)
+            with pytest.raises(ValueError, match="must be 2-D"):
+                move(x[0], None)
+    assert not sent
+
+
 @ranks(2)
 def test_what_cannot_be_shared_is_an_error_on_every_rank():
     grid = next(g for g in grids() if g.tp == 2)

@@ -182,6 +182,8 @@ def test_wrong_arguments_are_errors_on_every_rank():
             ({"target": tokens[0]}, "target is .* it must be token ids"),
             ({"target": tokens[:1]}, "target is .* batch size as of the logits"),
             ({"target": torch.cat([tokens, tokens], 1)}, "target has 16 positions, logits or hidden states 8"),
+            ({"target": tokens.float()}, "target is torch.float32: it must be integer token ids"),
+            ({"target": tokens - 24}, "outside .* token id of the vocabulary"),
             ({"target": tokens + 24}, "outside .* token id of the vocabulary"),
             ({"logits": mine[0]}, r"must be \[batch, sequence, vocabulary shard\]"),
             ({"chunk_size": 0}, "chunk_size is 0: .* positive number of sequence positions"),
@@ -189,8 +191,41 @@ def test_wrong_arguments_are_errors_on_every_rank():
         ):
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 call(**wrong)
-            assert not sent
+            assert not sent or (said.startswith("outside") and grid.tp > 1)  # another rank might have more columns
         same(call(), next_log_probs(logits, tokens))  # every rank is still here
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("place", [1, 4, 7])
+def test_an_id_that_only_one_context_parallel_rank_holds(place):
+    """It lies in one rank's part of the sequence; all have the whole target, or learn of it where they meet."""
+    logits, tokens = problem(length=8)
+    for grid in grids():
+        mine, groups = grid.columns(grid.part(logits)), {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        for bad in (-1, 24, 1000):
+            wrong = tokens.clone()
+            wrong[1, place] = bad
+            said = f"outside \\[0, 24\\)|another rank of {'cp_group' if grid.cp > 1 else 'tp_group'} refused"
+            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+                from_parallel_logits_to_logprobs(mine, wrong, **grid.vocab(24), **groups)
+            assert not sent or (grid.tp > 1 and bad > 0)
+        same(from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups), next_log_probs(logits, tokens))
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sampling", [None, TrainingSamplingParams(top_p=0.9)], ids=["all", "top-p"])
+def test_columns_that_only_one_context_parallel_rank_has_wrong(sampling):
+    """The ranks that share its vocabulary learn of it from each other, the others where results are joined."""
+    logits, tokens = problem(length=8)
+    for grid in grids():
+        mine, vocab = grid.columns(grid.part(logits)), grid.vocab(24)
+        if dist.get_rank() == 1:
+            vocab = {"vocab_start_index": 3, "vocab_end_index": 5}
+        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        with pytest.raises(ValueError, match="vocab|refused"):
+            from_parallel_logits_to_logprobs(mine, tokens, **vocab, **groups, sampling_params=sampling)
+        found = from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups)
+        same(found, next_log_probs(logits, tokens))  # every rank is still here
 
 
 @ranks(2, 4)

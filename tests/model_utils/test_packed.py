@@ -146,6 +146,50 @@ def test_lengths_that_the_ranks_cannot_share_are_errors():
         assert not sent
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("rolled", [False, True], ids=["whole", "each its own"])
+def test_an_id_that_only_one_context_parallel_rank_holds(rolled):
+    """Of labels split before, one rank alone sees it: the others learn of it where results are joined."""
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        logits, tokens, padded = pack(grid)
+        parts = SequenceParts(grid.cp_group, cumulative(padded))
+        for bad in (-5, 24):
+            wrong = tokens.clone()
+            wrong[0, 0 if rolled else 1] = bad  # of the first rank's part; an unshifted first token is no label
+            mine = parts.split(wrong, 1) if rolled else wrong
+            with pytest.raises(ValueError, match=r"outside \[0, 24\)|another rank of cp_group refused") as error:
+                ours(grid, logits, mine, padded, target_is_pre_rolled=rolled)
+            if rolled:
+                assert ("another rank of cp_group" in str(error.value)) == bool(grid.cp_rank)
+        ours(grid, logits, tokens, padded)  # every rank is still here
+
+
+@ranks(1, 2, 4)
+def test_padding_beyond_the_rows():
+    """Sequence parallelism pads a document of 5 further than to 5; the row has no room for it and needs none."""
+    for grid in grids():
+        multiple = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
+        room = -(-5 // multiple) * multiple
+        logits, tokens = problem(batch=1, length=room + multiple)
+
+        def call(*padded, logits=logits, tokens=tokens, grid=grid, **more):
+            mine = grid.columns(SequenceParts(grid.cp_group, cumulative(padded)).split(logits, 1))
+            groups = {"group": grid.tp_group, "cp_group": grid.cp_group}
+            return from_parallel_logits_to_logprobs_packed_sequences(
+                mine, tokens, cumulative(padded), 5, **grid.vocab(24), **groups, **more
+            )
+
+        row = next_log_probs(logits[:, :room], tokens[:, :room])[0, :4]
+        same(call(room, multiple)[0], row)
+        same(call(room, multiple, cu_seqlens=cumulative([5, 1]))[0], row)
+        same(call(room + multiple, cu_seqlens=cumulative([5]))[0], row)
+        with count_collectives() as sent, pytest.raises(ValueError, match="a document is longer than"):
+            call(room + multiple)
+        assert not sent
+
+
 @ranks(2)
 def test_nothing_waits_for_the_device():
     """On fake tensors whoever reads a value fails: cu_seqlens may lie on a GPU."""
@@ -194,6 +238,6 @@ def test_time_does_not_depend_on_the_number_of_documents():
         with Count() as count:
             lengths = [400 // documents] * documents
             targets = PackedTargets(tokens, torch.Size((1, 400)), None, cumulative(lengths), 400)
-            targets.results(targets.labels().double())
+            targets.results(targets.labels(lambda labels: None).double())
         counts.append(count.calls)
     assert counts[0] == counts[1]
