@@ -196,7 +196,8 @@ def _in_use(kinds: tuple[type, ...]) -> list[Any]:
             reached.extend(frame.f_locals.values())
             frame = frame.f_back  # type: ignore[assignment]
     while reached:
-        new = list({id(thing): thing for thing in reached if id(thing) not in seen}.values())
+        # What the garbage collector does not track (numbers, strings, ...) holds no other objects.
+        new = list({id(t): t for t in reached if gc.is_tracked(t) and id(t) not in seen}.values())
         seen.update(map(id, new))
         found.extend(thing for thing in new if issubclass(type(thing), kinds) and _has_its_group(thing))
         reached = gc.get_referents(*new)

@@ -1,7 +1,11 @@
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
@@ -73,6 +77,37 @@ def check(z, target, g, e=0.0):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.97])
 def test_loss_and_gradient(dtype, smoothing):
     check(*draw(dtype), smoothing)
+
+
+class Made(TorchDispatchMode):
+    """Weak references to the tensors of at least `numel` elements that operations give."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.references = numel, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        large = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel() >= self.numel]
+        self.references += map(weakref.ref, large)
+        return out
+
+    def kept_beside(self, z):
+        there = [reference() for reference in self.references]
+        memory = z.untyped_storage().data_ptr()
+        return [t.shape for t in there if t is not None and t.untyped_storage().data_ptr() != memory]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_nothing_of_the_logits_size_is_kept_for_backward(smoothing):
+    z = torch.randn(5, 3, 512, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(512 * dist.get_world_size(), (5, 3), generator=torch.Generator().manual_seed(0))
+    with Made(z.numel()) as made:
+        loss = vocab_parallel_cross_entropy(z, target, smoothing, dist.group.WORLD)
+    assert loss.requires_grad
+    assert made.references, "the exponentials, at least"
+    assert not made.kept_beside(z)
 
 
 @ranks(1, 2, 4)

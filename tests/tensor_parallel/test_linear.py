@@ -160,6 +160,20 @@ def test_any_leading_dimensions(shape, function):
             assert actual.shape == (0, N // dist.get_world_size() if i == 0 else D)
 
 
+@ranks(2)
+@pytest.mark.parametrize("layouts", [("sequence", "sharded"), ("sharded", "sequence")], ids="-".join)
+def test_any_leading_dimensions_behind_the_sequence(layouts):
+    w, column = numbers(N, D, seed=1), layouts[0] == "sequence"
+    for lead in ((4,), (4, 3, 2), (2, 1, 2, 3)):
+        x, dy = numbers(*lead, D, seed=0), numbers(*lead, N, seed=3)
+        own_x, own_w = cut(x, layouts[0]).requires_grad_(), piece(w, 0 if column else 1).requires_grad_()
+        y = parallel_linear(own_x, own_w, None, Plan(world(), *layouts))
+        y.backward(cut(dy, layouts[1]))
+        _, dx, dw, _ = plain_linear(torch.float32, x, w, torch.zeros(N), dy)
+        expected = cut(F.linear(x, w), layouts[1]), cut(dx, layouts[0]), piece(dw, 0 if column else 1)
+        torch.testing.assert_close((y.detach(), own_x.grad, own_w.grad), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_without_torch_distributed():
     """One process, no process group: TP 1, with sequence parallelism asked for too."""
     x, w = torch.randn(3, 2, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True)

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,26 +25,30 @@ CLASSES = {  # shapes of what `forward` and `backward` take
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_parts_by_themselves_as_megatrons(name):
+def test_the_parts_by_themselves_as_megatrons():
     """As Megatron's own tests call them. Clones, since it reduces its arguments in place."""
     with model_parallel(tp=2):
         from megatron.core.tensor_parallel import mappings as stock
 
-        group, results = dist.group.WORLD, []
-        for module in (stock, mappings):
-            (x,), (g,) = ([t + dist.get_rank() for t in draw([shape], 4)] for shape in CLASSES[name])
-            function, written = getattr(module, name), SimpleNamespace()
-            options = {"output_split_sizes": None, "input_split_sizes": None, "use_global_buffer": False}
-            given = [SimpleNamespace(group=group, tensor_parallel_output_grad=t, **options) for t in (True, False)]
-            if name == "_AllToAll":
-                made = [function.forward(written, group, x, None, None)]
-            else:
-                made = [function.symbolic(None, x.clone(), group), function.forward(written, x.clone(), group)]
-            gradients = [function.backward(context, g.clone()) for context in given]
-            results.append([*made, *(part for found in gradients for part in found)])
-            for option in vars(written):
-                assert option in vars(given[0])
-        assert [type(part) for part in results[0]] == [type(part) for part in results[1]]
-        for theirs, ours in zip(*results, strict=True):
-            assert theirs is None or torch.equal(theirs, ours)
+        for name, shapes in CLASSES.items():
+            theirs, ours = (list(parts(getattr(module, name), shapes)) for module in (stock, mappings))
+            assert [type(part) for part in theirs] == [type(part) for part in ours], name
+            for a, b in zip(theirs, ours, strict=True):
+                assert a is None or torch.equal(a, b), name
+
+
+def parts(function, shapes):
+    """What `symbolic`, `forward` and `backward` give, the last for either kind of context."""
+    group = dist.group.WORLD
+    (x,), (g,) = ([t + dist.get_rank() for t in draw([shape], 4)] for shape in shapes)
+    options = {"group": group, "output_split_sizes": None, "input_split_sizes": None, "use_global_buffer": False}
+    contexts = [SimpleNamespace(tensor_parallel_output_grad=t, **options) for t in (True, False)]
+    written = SimpleNamespace()
+    if function.__name__ == "_AllToAll":
+        yield function.forward(written, group, x, None, None)
+    else:
+        yield function.symbolic(None, x.clone(), group)
+        yield function.forward(written, x.clone(), group)
+    assert vars(written).keys() <= vars(contexts[0]).keys()
+    for context in contexts:
+        yield from function.backward(context, g.clone())
