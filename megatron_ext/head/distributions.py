@@ -1,7 +1,8 @@
 """Public functions that read more out of vocabulary-sharded logits than the loss of a label.
 
 Shapes: `[...]` are leading dims, V the vocabulary, R the ranks of `tp_group`, K ids per token. All results are fp32
-(fp64 for fp64), gradients have the logits' dtype. -inf columns have no probability and get no gradient.
+(fp64 for fp64), gradients have the logits' dtype. -inf columns have no probability and get no gradient. In a row
+of -inf alone every label has -inf, with a filter and without, the entropy is 0, and gradients are not NaN.
 
 What all functions here take:
     tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is

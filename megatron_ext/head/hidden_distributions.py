@@ -21,7 +21,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks
@@ -30,7 +29,7 @@ from megatron_ext.head.divergence import Direction, Divergence
 from megatron_ext.head.nucleus import TopP, candidates_log_probs
 from megatron_ext.head.options import HeadOptions, Layout, one_of
 from megatron_ext.head.picks import Gather, TopK
-from megatron_ext.head.read_outs import FromHidden, ReadOut
+from megatron_ext.head.read_outs import FromHidden, ReadOut, gather_tokens
 from megatron_ext.head.sampling_checks import check_ids, check_k, filters
 
 
@@ -150,7 +149,7 @@ def linear_kl_divergence(
     """KL divergence `[...]` of a student from a teacher over the whole vocabulary, as `kl_divergence`.
 
     Hidden sizes and dtypes may differ, tokens and vocabulary shards may not. Gradients reach the student only. The
-    teacher's matmul runs in both passes; with the sequence layout each pass gathers its hidden states by 1 collective.
+    teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's.
     """
     one_of("direction", direction, get_args(Direction))
     checks.check_floating("teacher_hidden", teacher_hidden)
@@ -230,9 +229,8 @@ class _Hidden:
         sides = [_computed(x) for x in (self.hidden, *(x.detach() for x in teacher[:1]))]
         if self.fault is not None:
             if ranks > 1 and tokens:
-                for x_TD in sides if sizes else []:
-                    piece = x_TD.new_zeros(tokens // ranks, x_TD.shape[1])
-                    collectives.all_gather(piece, group, sizes=sizes)
+                if sizes:
+                    gather_tokens([x.new_zeros(tokens // ranks, x.shape[1]) for x in sides], group, sizes)
                 read_out.refuse(sides[0], tokens)
             raise self.fault
         teacher_sides = (sides[1], teacher[1].detach()) if teacher else (None, None)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group
 from megatron_ext.head import matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.once import differentiable_once
@@ -139,7 +140,7 @@ class FromHidden(torch.autograd.Function):
     this rank's slice, the number of each rank's tokens; else None.
 
     Communicates, at several ranks: forward what the exchange does, backward one all-reduce of dx. With the sequence
-    layout each also gathers the hidden states (forward the teacher's too), and dx is reduce-scattered.
+    layout each also gathers the hidden states, with the teacher's in the same collective, and dx is reduce-scattered.
     """
 
     @staticmethod
@@ -222,12 +223,22 @@ class _Maker:
 
 def _makers(inputs: Sequence[Tensor], options: HeadOptions, sizes: list[int] | None) -> list[_Maker]:
     """The student's, and the teacher's where there is one, with all tokens' hidden states."""
-    found = []
-    for x_TD, w_VD in zip(inputs[::2], inputs[1::2], strict=True):
-        if sizes and any(sizes):
-            x_TD = collectives.all_gather(x_TD, options.group, sizes=sizes)
-        found.append(_Maker(x_TD, w_VD.to(x_TD.dtype)))
-    return found
+    hidden = [*inputs[::2]]
+    if sizes and any(sizes):
+        hidden = gather_tokens(hidden, options.group, sizes)
+    return [_Maker(x_TD, w_VD.to(x_TD.dtype)) for x_TD, w_VD in zip(hidden, inputs[1::2], strict=True)]
+
+
+def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
+    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ. Communicates: 1 all-gather."""
+    if len(hidden) == 1:
+        return [collectives.all_gather(hidden[0], group, sizes=sizes)]
+    dtypes = [x.dtype for x in hidden]
+    alike = len(set(dtypes)) == 1
+    sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
+    whole = collectives.all_gather(torch.cat(sides, 1), group, sizes=sizes)
+    found = whole.split([x.shape[1] for x in sides], 1)
+    return [x if alike else x.contiguous().view(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
 
 def _room(like: Tensor, tokens: int, read_out: ReadOut) -> Tensor:

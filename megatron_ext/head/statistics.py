@@ -77,6 +77,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
     below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
     weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
     total = (stats_RKT[:, SUM_EXP] * weight_RT).sum(0)
+    total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
     mean = columns = expected = hits = None
     extra = 3
     if options.label_smoothing:

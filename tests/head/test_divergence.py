@@ -85,11 +85,34 @@ def test_from_hidden_states(direction, layout):
                 chunk_tokens=chunk_tokens,
                 gradient_accumulation_fusion=fused,
             )
-        assert counts.total() == (0 if size == 1 else 1 if layout == "replicated" else 3)
+        sent = 0 if size == 1 else 1 if layout == "replicated" else 2
+        assert counts.total() == sent
         torch.testing.assert_close(found, want)
-        found.backward(upstream)
+        with count_collectives() as counts:
+            found.backward(upstream)
+        assert counts.total() == sent
         torch.testing.assert_close(mine[0].grad, dx[rows])
         torch.testing.assert_close(mine[1].main_grad - 0.5 if fused else mine[1].grad, dw[own])
+
+
+@ranks(2)
+def test_a_teacher_of_another_dtype_in_slices():
+    """Hidden states of 3 and 5 columns, in 4 and 2 bytes each, gathered by one collective."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    hidden, weight = torch.randn(4, 3), torch.randn(20, 3)
+    teacher_hidden, teacher_weight = torch.randn(4, 5).bfloat16(), torch.randn(20, 5).bfloat16()
+    own, rows = slice(10 * rank, 10 * rank + 10), slice(2 * rank, 2 * rank + 2)
+    with count_collectives() as counts:
+        found = linear_kl_divergence(
+            hidden[rows], weight[own], teacher_hidden[rows], teacher_weight[own], "forward", group, "sequence"
+        )
+    assert counts.total() == 2
+    want = truth("forward", hidden @ weight.t(), (teacher_hidden @ teacher_weight.t()).float())
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    message = r"weight has shape" if rank else "another rank of tp_group refused"
+    wrong = torch.zeros(10, 5 + rank).bfloat16()
+    with pytest.raises(ValueError, match=message):
+        linear_kl_divergence(hidden[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
 
 
 def test_in_bf16_as_exact_as_plain_pytorch():

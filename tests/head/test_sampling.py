@@ -8,7 +8,13 @@ from benchmarks.meter import measure, one_rank_of
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head import linear_sampled_log_probs, sampled_log_probs
+from megatron_ext.head import (
+    gather_log_probs,
+    linear_sampled_log_probs,
+    sampled_log_probs,
+    token_entropy,
+    vocab_parallel_log_softmax,
+)
 from tests.head.problems import error
 from tests.ranks import ranks
 
@@ -255,6 +261,36 @@ def test_a_refusal_is_of_the_dtype_that_others_wait_for(dtype):
                 for top_k, top_p in ((None, 0.5), (2, 0.5), (None, 1.0)):
                     with pytest.raises(ValueError, match=message):
                         linear_sampled_log_probs(hidden, weight, labels, top_k, top_p, 1.0, group, layout)
+
+
+@ranks(1, 2)
+def test_a_row_of_minus_infinity():
+    """No id has any probability there: -inf whatever the filter, the entropy 0, and no NaN flows back."""
+    group = dist.group.WORLD
+    own = slice(*(10 * n // group_size(group) for n in (dist.get_rank(), dist.get_rank() + 1)))
+    whole = torch.randn(4, 10).double()
+    whole[1:3] = -torch.inf
+    labels = torch.tensor([3, 0, -100, 7])
+    z, hidden = whole[:, own].clone().requires_grad_(), torch.eye(4).double()
+    for top_k, top_p in ((None, 1.0), (3, 1.0), (3, 0.5), (10, 0.9), (None, 0.5)):
+        for chunk_tokens in (None, 1):
+            from_logits = sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
+            weight = whole[:, own].t().nan_to_num(neginf=-1e308).requires_grad_()  # times 4 it is -inf
+            x = 4 * hidden[1:3]
+            from_hidden = linear_sampled_log_probs(x, weight, labels[1:3], top_k, top_p, 1.0, group)
+            assert from_logits[1].item() == from_hidden[0].item() == -torch.inf
+            assert from_logits[2].item() == from_hidden[1].item() == 0
+            (grad,) = torch.autograd.grad(from_logits.sum(), z)
+            assert grad.isfinite().all()
+            assert not grad[2].any()
+            assert not grad[1].any() or (top_k, top_p) == (None, 1.0)  # there a label at -inf has log_softmax's
+            if grad[0].any():
+                assert from_logits[0].isfinite()
+    assert token_entropy(z, group)[1].item() == 0
+    picked = gather_log_probs(z, labels.clamp(min=0).unsqueeze(1), group)
+    assert picked[1].item() == -torch.inf
+    assert torch.autograd.grad(picked[:2].sum(), z)[0].isfinite().all()
+    assert vocab_parallel_log_softmax(z, group)[1].isneginf().all()
 
 
 @ranks(1, 2)
