@@ -160,5 +160,6 @@ class Problem:
 
 def error(got: Tensor, truth: Tensor) -> float:
     """Relative to the truth's norm."""
-    size = truth.double().norm()
-    return float((got.double() - truth.double()).norm() / size) if size else float(got.double().norm())
+    got, truth = got.detach().double(), truth.detach().double()
+    size = truth.norm()
+    return float((got - truth).norm() / size) if size else float(got.norm())

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
 from tests.head.problems import OPTIONS, Problem, error
@@ -15,33 +16,57 @@ CACHES = [0, 0.5, 1]
 CHUNKS = [None, 7, 1]
 
 
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("what", ["loss", "log_probs"])
-def test_values_and_gradients(what, options, layout):
-    """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
+# cache, chunk_tokens, skip_ignored: any two of them meet in every way
+EVERY_CASE = list(itertools.product(CACHES, CHUNKS, [False, True]))
+EVERY_PAIR = [(c, n, (i + j) % 2 == 1) for i, c in enumerate(CACHES) for j, n in enumerate(CHUNKS)]
+
+
+def compare(what, options, layout, cases):
     group = dist.group.WORLD
     problem = Problem(options=OPTIONS[options])
     results, grads = problem.truth(what)
     pieces = problem.pieces(grads, group, layout)
-    for cache, chunk_tokens, skip_ignored in itertools.product(CACHES, CHUNKS, [False, True]):
+    for cache, chunk_tokens, skip_ignored in cases:
         case = {"cache": cache, "chunk_tokens": chunk_tokens, "skip_ignored": skip_ignored}
         got_results, got_grads = problem.ours(what, group, layout, **case)
         for got, want in zip([*got_results, *got_grads], [*results, *pieces], strict=True):
             torch.testing.assert_close(got, want, msg=lambda m, case=case: f"{case}: {m}")
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_values_and_gradients(what, options, layout):
+    """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
+    compare(what, options, layout, EVERY_PAIR)
+
+
+@ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", ["empty shard", "all"])
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_values_and_gradients_at_four(what, options, layout):
+    compare(what, options, layout, EVERY_PAIR)
+
+
+@pytest.mark.slow
 @ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("what", ["loss", "log_probs"])
+def test_every_case(what, options, layout):
+    compare(what, options, layout, EVERY_CASE)
+
+
+@ranks(1, 2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_collectives(layout):
     """None at one rank; else one forward and one backward, with the sequence layout two and two, at any chunk count."""
     group, problem = dist.group.WORLD, Problem()
-    for chunk_tokens, cache, skip in itertools.product([None, 7, 1], CACHES, [False, True]):
+    for cache, chunk_tokens, skip in EVERY_PAIR:
         hidden, weight, _ = problem.mine(group, layout)
         more = {"chunk_tokens": chunk_tokens, "cache": cache, "skip_ignored": skip, "vocab": problem.shard(group)}
-        from megatron_ext import linear_cross_entropy
-
         with count_collectives() as forward:
             loss = linear_cross_entropy(hidden, weight, problem.labels, group, layout, **more)
         with count_collectives() as backward:

@@ -23,6 +23,10 @@ STEADY = partial(
     suppress_health_check=list(HealthCheck),
 )
 
+# Roundings allowed beside twice PyTorch's error, by bytes of the dtype: where few terms cancel it may err by less than
+# one, by luck. Of 1200 problems drawn no fp32 one needed more than 5. In fp64 PyTorch is the truth itself.
+ROUNDINGS = {2: 4, 4: 8, 8: 64}
+
 
 @st.composite
 def cases(draw, ranks_):
@@ -59,7 +63,7 @@ def cases(draw, ranks_):
 
 
 def excess(problem, what, layout, how, group) -> float:
-    """The largest error beside what is allowed: twice plain PyTorch's in the same dtype, and a rounding."""
+    """The largest error beside what is allowed: twice plain PyTorch's in the same dtype, and a few roundings."""
     mask = how.get("loss_mask")
     if mask is not None:  # the reference knows labels and gradients only
         problem.labels = problem.labels.masked_fill(mask == 0, problem.ignore_index)
@@ -72,7 +76,7 @@ def excess(problem, what, layout, how, group) -> float:
         [*plain[:2], *problem.pieces(plain_grads, group, layout)],
         strict=True,
     )
-    rounding = (4 if problem.dtype.itemsize == 2 else 64) * torch.finfo(problem.dtype).eps
+    rounding = ROUNDINGS[problem.dtype.itemsize] * torch.finfo(problem.dtype).eps
     return max(error(ours, same) / (2 * error(theirs, same) + rounding) for ours, same, theirs in pairs)
 
 
