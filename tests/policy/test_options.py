@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
@@ -78,6 +79,7 @@ def test_activation_checkpointing(recompute):
 def test_cpu_offload():
     config = config_with(cpu_offload=True)
     worker = DTensorPolicyWorker(config)
+    assert isinstance(worker.model._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
     check_trains(worker, config)
     worker.prepare_for_lp_inference()
     worker.prepare_for_training()
