@@ -15,6 +15,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks, statistics
+from megatron_ext.head.flat import Flat
 from megatron_ext.head.linear import LinearHead
 from megatron_ext.head.logits import LogitsHead
 from megatron_ext.head.options import Cache, HeadOptions, Layout, Reduction, one_of
@@ -333,11 +334,8 @@ def on_logits(
     checks.check_floating("logits", logits)
     columns = logits.shape[-1]
     options = HeadOptions(group=group, vocab=checks.shard_of(vocab, max(columns, 1), group), **chosen)
-    # Leading dims in the order of their strides: a transposed tensor becomes flat without a copy.
-    strides = logits.stride()
-    order = sorted(range(logits.dim() - 1), key=lambda dim: -strides[dim])
-    back = sorted(range(len(order)), key=order.__getitem__)
-    labels_T, fault = _labels(labels, loss_mask, options, vocab, order)
+    flat = Flat(logits)
+    labels_T, fault = _labels(labels, loss_mask, options, vocab, flat.order)
     if logits.shape[:-1] != labels.shape or logits.device != labels.device:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)} on {logits.device}, labels {tuple(labels.shape)} on "
@@ -346,11 +344,10 @@ def on_logits(
     fault = checks.shard_fault(options.vocab, columns, "logits", options.ranks) or fault
     if fault is not None:
         _refuse(fault, logits, labels_T.shape[0], None, options)
-    z_TV = logits.permute(*order, -1).reshape(labels_T.shape[0], columns)
-    own_memory = all(stride or size == 1 for size, stride in zip(z_TV.shape, z_TV.stride(), strict=True))
-    results = LogitsHead.apply(z_TV, labels_T, options, gradient_into_logits and own_memory)
-    shape = [labels.shape[dim] for dim in order]
-    return _Found(*(None if x is None else x.reshape(shape).permute(back) for x in results))
+    z = flat.rows(logits)
+    own_memory = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+    results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory)
+    return _Found(*(None if x is None else flat.up(x) for x in results))
 
 
 def _labels(
@@ -366,7 +363,7 @@ def _labels(
     if loss_mask is not None:
         checks.check_same_shape("loss_mask", loss_mask, labels)
         labels = labels.masked_fill(loss_mask == 0, options.ignore_index)
-    return (labels if order is None or len(order) != labels.dim() else labels.permute(*order)).reshape(-1), fault
+    return (labels if order is None or len(order) != labels.dim() else labels.permute([*order])).reshape(-1), fault
 
 
 def _refuse(fault: ValueError, like: Tensor, tokens: int, sizes: list[int] | None, options: HeadOptions) -> None:

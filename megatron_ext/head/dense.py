@@ -33,12 +33,13 @@ class DenseSoftmax(torch.autograd.Function):
         stats_RKT = statistics.exchange(stats_KT, options)
         check_exchange(stats_RKT, nowhere_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)
-        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
+        log_sum_T = stats.log_sum.to(stats.peak.dtype)
+        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.peak.dtype)
         out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)
         for at in blocks(z_TV):
             out = out_TV[at, :counted]
             out.copy_(transformed(z_TV[at, :counted], None, None, temperature, out.dtype))
-            out.sub_(largest_T[at].unsqueeze(1)).sub_(stats.log_sum[at].unsqueeze(1))
+            out.sub_(largest_T[at].unsqueeze(1)).sub_(log_sum_T[at].unsqueeze(1))
             if not logarithm:
                 out.exp_()
         ctx.options, ctx.logarithm, ctx.dtype = options, logarithm, z_TV.dtype

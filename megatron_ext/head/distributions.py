@@ -241,12 +241,11 @@ def _read(logits: Tensor, read_out: ReadOut, fault: ValueError | None, flat: Fla
 
 
 def _flat_results(logits: Tensor, read_out: ReadOut, fault: ValueError | None, flat: Flat, teacher: Any = None):
-    z_TV = flat(logits)
     if fault is not None:
-        if read_out.options.ranks > 1 and z_TV.shape[0]:
-            read_out.refuse(logits, z_TV.shape[0])
+        if read_out.options.ranks > 1 and flat.shape.numel():
+            read_out.refuse(logits, flat.shape.numel())
         raise fault
-    return FromLogits.apply(z_TV, None if teacher is None else flat(teacher.detach()), read_out)
+    return FromLogits.apply(flat.rows(logits), None if teacher is None else flat.rows(teacher.detach()), read_out)
 
 
 def _check_leading(argument: str, leading: torch.Size, logits: Tensor) -> None:

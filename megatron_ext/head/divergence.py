@@ -57,8 +57,9 @@ class Divergence(ReadOut):
         parts_RT = weight_RT * (stats_RKT[:, 2 * OWN, :-1] + sum_RT * apart_RT)
         value_T = parts_RT.where(weight_RT > 0, 0.0).sum(0) / (weight_RT * sum_RT).sum(0)
         value_T = value_T - self._parts(student.log_sum, teacher.log_sum)[1]
-        saved = [x for stats in (student, teacher) for x in (_finite(stats.largest), stats.log_sum)]
-        return [value_T], [value_T, *saved]
+        levels = [x for stats in (student, teacher) for x in (_finite(stats.largest), stats.log_sum)]
+        saved = [x.to(own_KT.dtype) for x in (value_T, *levels)]
+        return saved[:1], saved
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         value_t, *levels = (x[rows] for x in saved)

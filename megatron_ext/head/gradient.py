@@ -4,7 +4,7 @@
 
 with per-token a, b, c, d, whatever was read out and whatever gradients came back. docs/head.md derives it.
 
-Legend: T tokens; everything is `[T]`, in fp32 (fp64 for fp64 input). p_y: the label's probability.
+Legend: T tokens; everything is `[T]`, in fp64 until it is given to a pass over logits. p_y: the label's probability.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Coefficients(NamedTuple):
 
 
 class PassCoefficients(NamedTuple):
-    """What `row_gradient` takes: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
+    """What `row_gradient` takes, in its dtype: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
 
     scale: Tensor
     slope: Tensor | None
@@ -81,8 +81,9 @@ def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | No
     a, c, d, _, alpha = coef
     if unit_T is not None:
         a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
-    if c is None:
-        return PassCoefficients(alpha * a, None, d)
-    assert stats.expected is not None
-    away = (stats.peak - stats.largest - stats.expected).where(alpha > 0, 0.0)
-    return PassCoefficients(alpha * (a + c * away), alpha * c, d)
+    dtype, scale, slope = stats.peak.dtype, alpha * a, None
+    if c is not None:
+        assert stats.expected is not None
+        away = (stats.peak - stats.largest - stats.expected).where(alpha > 0, 0.0)
+        scale, slope = alpha * (a + c * away), (alpha * c).to(dtype)
+    return PassCoefficients(scale.to(dtype), slope, None if d is None else d.to(dtype))

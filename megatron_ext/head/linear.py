@@ -147,7 +147,7 @@ def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gr
     coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
     owned_T = target_T >= 0
     if coef.c is None and options.softcap is None:
-        return _Gradient(None, coef.a * coef.alpha, stats.peak, coef.target.where(owned_T, 0.0), coef.d)
+        return _rounded(None, coef.a * coef.alpha, stats.peak, coef.target.where(owned_T, 0.0), coef.d)
     target, through = coef.target, None
     if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
@@ -157,7 +157,13 @@ def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gr
     others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
     unit = torch.stack([coef.a.abs(), *others]).amax(0)
     inside = gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    return _Gradient(inside, unit, stats.peak, target.where(owned_T, 0.0), coef.d if through is None else None)
+    return _rounded(inside, unit, stats.peak, target.where(owned_T, 0.0), coef.d if through is None else None)
+
+
+def _rounded(inside, scale, shift, target, offset) -> _Gradient:
+    """What is known in fp64, once rounded to the dtype of the passes."""
+    offset = None if offset is None else offset.to(shift.dtype)
+    return _Gradient(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)
 
 
 def _backward(ctx, grad_loss_T, grad_entropy_T):

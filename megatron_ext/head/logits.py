@@ -1,8 +1,9 @@
 """The head on logits that the caller already has: the same statistics, the same gradient, nothing of their size saved.
 
-Legend: T tokens, V columns of this rank's vocabulary shard. z_TV logits.
+Legend: T tokens, V columns of this rank's vocabulary shard.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.head import gradient, statistics
 from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.flat import in_runs, new_gradient, rows_of, tokens_of
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_gradient, row_statistics
@@ -18,7 +20,7 @@ from megatron_ext.head.sizes import chunks
 
 
 class LogitsHead(torch.autograd.Function):
-    """`(loss_T, entropy_T or None, hits_T or None)` of logits `[T, V]`, of any strides.
+    """`(loss_T, entropy_T or None, hits_T or None)` of logits `[T, V]`, or as `Flat.rows` has them.
 
     Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once.
 
@@ -26,14 +28,14 @@ class LogitsHead(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, labels_T: Tensor, options: HeadOptions, into_logits: bool):
+    def forward(ctx: Any, z: Tensor, labels_T: Tensor, options: HeadOptions, into_logits: bool):
         ctx.set_materialize_grads(False)
         kept_T = labels_T != options.ignore_index
         target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
-        stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
-        for rows in chunks(slice(0, z_TV.shape[0]), 0, options.chunk_tokens, z_TV.shape[1], z_TV.device):
+        stats_KT = statistics.new_statistics(tokens_of(z), options, accumulation_dtype(z.dtype), z.device)
+        for rows in _chunks(z, options):
             row_statistics(
-                z_TV[rows],
+                rows_of(z, rows),
                 target_T[rows],
                 stats_KT[:, rows],
                 None,
@@ -49,7 +51,7 @@ class LogitsHead(torch.autograd.Function):
         check_exchange(stats_RKT, labels_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)
         ctx.options, ctx.into_logits = options, into_logits
-        ctx.save_for_backward(z_TV, target_T, kept_T, *stats)
+        ctx.save_for_backward(z, target_T, kept_T, *stats)
         entropy = statistics.entropy(stats, kept_T) if options.entropy else None
         hits = None
         if stats.hits is not None:
@@ -61,15 +63,16 @@ class LogitsHead(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
         options = ctx.options
-        z_TV, target_T, kept_T, *rest = ctx.saved_tensors
+        z, target_T, kept_T, *rest = ctx.saved_tensors
         stats = statistics.Statistics(*rest)
         coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
         scale, slope, offset = gradient.pass_coefficients(stats, coef)
-        value = (coef.target if offset is None else coef.target + offset) * gradient.target_bend(stats)
-        dz_TV = z_TV.detach() if ctx.into_logits else torch.empty_like(z_TV)
-        for rows in chunks(slice(0, z_TV.shape[0]), 0, options.chunk_tokens, z_TV.shape[1], z_TV.device):
+        value = (coef.target if coef.d is None else coef.target + coef.d) * gradient.target_bend(stats)
+        value = value.to(stats.peak.dtype)
+        dz = z.detach() if ctx.into_logits else new_gradient(z)
+        for rows in _chunks(z, options, ctx.into_logits):
             row_gradient(
-                z_TV[rows],
+                rows_of(z, rows),
                 False,
                 target_T[rows],
                 stats.peak[rows],
@@ -77,10 +80,16 @@ class LogitsHead(torch.autograd.Function):
                 None if slope is None else slope[rows],
                 None if offset is None else offset[rows],
                 value[rows],
-                dz_TV[rows],
+                rows_of(dz, rows),
                 None,
                 options.vocab.counted,
                 options.softcap,
                 options.temperature,
             )
-        return dz_TV, None, None, None
+        return dz.view(z.shape), None, None, None
+
+
+def _chunks(z: Tensor, options: HeadOptions, into_logits: bool = False) -> Iterator[slice]:
+    """All tokens, by chunks; `into_logits`: the rows of each must be the logits' own memory."""
+    found = chunks(slice(0, tokens_of(z)), 0, options.chunk_tokens, z.shape[-1], z.device)
+    return in_runs(z, found, copy=not into_logits)

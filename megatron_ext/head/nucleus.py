@@ -60,6 +60,7 @@ class TopP(ReadOut):
     top_p: float
 
     more = _CUTS
+    in_step = True
 
     @property
     def width(self) -> int:

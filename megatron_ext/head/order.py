@@ -6,6 +6,26 @@ Legend: T tokens, N candidates.
 import torch
 from torch import Tensor
 
+_GROUP = 64  # columns
+
+
+def largest_columns(z_TV: Tensor, k: int) -> Tensor:
+    """`[T, k]`, int64: the first k columns of each row, where the ids are the columns.
+
+    A group of neighbours whose largest comes after k other groups' largest has none of the k: only the others are
+    compared one by one, and the logits themselves are read once.
+    """
+    groups, rest = divmod(z_TV.shape[1], _GROUP)
+    if groups < 2 * k:
+        return largest(z_TV, torch.arange(z_TV.shape[1], device=z_TV.device), k)
+    largest_TN = z_TV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP)).amax(-1)
+    found_TK = largest_columns(largest_TN, k)
+    ids_TN = (found_TK.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=z_TV.device)).flatten(1)
+    if rest:
+        others = torch.arange(groups * _GROUP, z_TV.shape[1], device=z_TV.device)
+        ids_TN = torch.cat([ids_TN, others.expand(z_TV.shape[0], rest)], 1)
+    return ids_TN.gather(1, largest(z_TV.gather(1, ids_TN), ids_TN, k))
+
 
 def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
     """`[T, k]`, int64: where the first k of each row are. `ids_TN` broadcast to `z_TN`, differ, are below 2^31."""
@@ -22,10 +42,10 @@ def ordered(z_TN: Tensor) -> Tensor:
     return z_TN.sort(dim=-1, descending=True, stable=True).indices
 
 
-def blocks(z_TV: Tensor) -> list[slice]:
-    """Rows to work on at a time with a few temporaries of their size each: a small part of all logits."""
+def blocks(z_TV: Tensor, more: int = 1) -> list[slice]:
+    """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
     tokens, columns = z_TV.shape
-    step = max(1, (1 << (22 if z_TV.is_cuda else 16)) // max(columns, 1))
+    step = max(1, (more << (22 if z_TV.is_cuda else 16)) // max(columns, 1))
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 

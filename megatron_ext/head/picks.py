@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import statistics
-from megatron_ext.head.order import blocks, largest
+from megatron_ext.head.order import blocks, largest, largest_columns
 from megatron_ext.head.passes import row_gradient
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut
 from megatron_ext.head.rows import accumulation_dtype
@@ -39,7 +39,7 @@ class _Picks(ReadOut):
             return [values_TK, ids_TK], [ids_TK]
         stats = statistics.combine(stats_RKT[:, : self.own], own_KT[: self.own], self.options)
         reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
-        log_probs_TK = values_TK.sub_(reference_T.unsqueeze(1)).sub_(stats.log_sum.unsqueeze(1))
+        log_probs_TK = ((values_TK - reference_T.unsqueeze(1)) - stats.log_sum.unsqueeze(1)).to(values_TK.dtype)
         alpha_T = (stats.peak - stats.largest - stats.log_sum).clamp(max=0).exp()  # see gradient.py
         saved = [ids_TK, stats.peak, alpha_T]
         if self.options.entropy:
@@ -130,10 +130,9 @@ class TopK(_Picks):
         own = min(self.k, vocab.counted)
         z_Kt[own:] = -torch.inf  # a shard too small sends what comes after every id that exists
         ids_Kt[own:] = torch.arange(own, self.k, device=ids_Kt.device).unsqueeze(1) + vocab.size
-        columns_V = torch.arange(vocab.counted, device=z_tV.device)
-        for at in blocks(z_tV) if own else []:
+        for at in blocks(z_tV, 4) if own else []:
             block = z_tV[at, : vocab.counted]
-            order_tK = largest(block, columns_V, own)
+            order_tK = largest_columns(block, own)
             z_Kt[:own, at] = block.gather(1, order_tK).t().to(z_Kt.dtype)
             ids_Kt[:own, at] = (order_tK + vocab.start).t().to(ids_Kt.dtype)
 

@@ -8,9 +8,9 @@ Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabula
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head import matmul, statistics
 from megatron_ext.head.checks import check_exchange
+from megatron_ext.head.flat import in_runs, new_gradient, rows_of, tokens_of
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import row_statistics
@@ -41,6 +42,8 @@ class ReadOut(ABC):
     """
 
     options: HeadOptions
+
+    in_step: ClassVar[bool] = False  # whether `scan` communicates: then all ranks must cut the tokens alike
 
     @property
     @abstractmethod
@@ -104,18 +107,21 @@ def fingerprint(z_tV: Tensor, counted: int) -> Tensor:
 
 
 class FromLogits(torch.autograd.Function):
-    """The results of `read_out` from logits `[T, V]`, and a teacher's, which get no gradient. Saves the logits.
+    """The results of `read_out` from logits `[T, V]`, or as `Flat.rows` has them, and a teacher's, which get no
+    gradient. Saves the logits.
 
     Communicates: forward what the read-out's exchange does, backward nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, teacher_TV: Tensor | None, read_out: ReadOut):
-        logits = [z_TV] if teacher_TV is None else [z_TV, teacher_TV]
-        read_out.begin(z_TV.shape[0], z_TV.device)
-        stats_KT = _room(z_TV, z_TV.shape[0], read_out)
-        for rows in read_out.chunks(z_TV.shape[0], z_TV.device):
-            read_out.scan([z[rows] for z in logits], rows, stats_KT[:, rows])
+    def forward(ctx: Any, z: Tensor, teacher: Tensor | None, read_out: ReadOut):
+        logits = [z] if teacher is None else [z, teacher]
+        tokens = tokens_of(z)
+        read_out.begin(tokens, z.device)
+        stats_KT = _room(z, tokens, read_out)
+        chunks = read_out.chunks(tokens, z.device)
+        for rows in chunks if read_out.in_step else _in_runs(logits, chunks):
+            read_out.scan([rows_of(each, rows) for each in logits], rows, stats_KT[:, rows])
         results, saved = _combined(stats_KT, read_out)
         _prepare(ctx, read_out, results, [*logits, *saved], len(logits))
         return tuple(results)
@@ -126,10 +132,18 @@ class FromLogits(torch.autograd.Function):
         if grads[0] is None:
             return None, None, None
         logits, saved = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
-        dz_TV = torch.empty_like(logits[0])
-        for rows in ctx.read_out.chunks(dz_TV.shape[0], dz_TV.device):
-            ctx.read_out.pull(lambda rows=rows: [z[rows] for z in logits], rows, saved, grads[0], dz_TV[rows])
-        return dz_TV, None, None
+        dz = new_gradient(logits[0])
+        for rows in _in_runs(logits, ctx.read_out.chunks(tokens_of(dz), dz.device)):
+            ctx.read_out.pull(
+                lambda rows=rows: [rows_of(z, rows) for z in logits], rows, saved, grads[0], rows_of(dz, rows)
+            )
+        return dz.view(logits[0].shape), None, None
+
+
+def _in_runs(logits: Logits, chunks: Iterable[slice]) -> Iterable[slice]:
+    for z in logits:
+        chunks = in_runs(z, chunks)
+    return chunks
 
 
 class FromHidden(torch.autograd.Function):

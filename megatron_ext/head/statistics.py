@@ -1,10 +1,12 @@
 """Row statistics of all ranks made one, and what is read out of them.
 
-Legend: T tokens, K statistics of a shard (see `rows.py`), R ranks. Everything here is `[T]` or `[K, T]`, in fp32 (fp64
-for fp64 input): nothing of vocabulary size.
+Legend: T tokens, K statistics of a shard (see `rows.py`), R ranks. Everything here is `[T]` or `[K, T]`: nothing of
+vocabulary size.
 
-M and log S stay apart and sums are taken of z - m: at logits near 1000 `z_y - lse` in fp32 is off by 6e-5, and
-`(z_y - M) - log S` by 2e-6.
+Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
+once, where it leaves this module or `gradient.py`: in fp32 `(z_y - M) - log S` would round three times, as PyTorch's
+log_softmax does, and the gradient of the label's logit as often. M and log S stay apart and sums are taken of z - m: at
+logits near 1000 the lse in fp32 is off by 6e-5.
 """
 
 from typing import NamedTuple
@@ -23,7 +25,8 @@ REFUSED = -1.0
 
 
 class Statistics(NamedTuple):
-    """Per-token facts about the whole vocabulary, and `peak`, the maximum of this rank's shard (0 if all -inf)."""
+    """Per-token facts about the whole vocabulary in fp64, and `peak`, the maximum of this rank's shard (0 if all -inf),
+    in the dtype of the passes."""
 
     largest: Tensor  # M = max z
     log_sum: Tensor  # log S, S = sum exp(z - M)
@@ -69,7 +72,7 @@ def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out."""
-    stats_RKT, own_KT = stats_RKT[..., :-1], own_KT[:, :-1]
+    stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
     largest = peaks_RT.amax(0)
     reference = _finite(largest)
@@ -100,14 +103,14 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
 
 
 def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
-    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept."""
+    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
     value = -stats.log_prob
     if stats.mean is not None:
         e = smoothing(stats, options)
         value = (1 - e) * value - e * (stats.mean - stats.log_sum)
     if options.z_loss:
         value = value + options.z_loss * stats.lse.square()
-    return value.where(kept_T, 0.0)
+    return value.where(kept_T, 0.0).to(stats.peak.dtype)
 
 
 def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
@@ -119,11 +122,10 @@ def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
     return e * stats.columns / (stats.columns - 1).clamp(min=1)
 
 
-def entropy(stats: Statistics, kept_T: Tensor | None) -> Tensor:
-    """`log S - E_p[z - M]`, 0 where not kept."""
+def entropy(stats: Statistics, kept_T: Tensor) -> Tensor:
+    """`log S - E_p[z - M]`, 0 where not kept, in the dtype of the passes."""
     assert stats.expected is not None
-    value = stats.log_sum - stats.expected
-    return value if kept_T is None else value.where(kept_T, 0.0)
+    return (stats.log_sum - stats.expected).where(kept_T, 0.0).to(stats.peak.dtype)
 
 
 def _finite(peak_T: Tensor) -> Tensor:

@@ -51,24 +51,52 @@ CALLS = {
 
 
 QUICK = ("log-prob", "gathered logits")
+SOME_QUICK = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
-def test_bytes_and_collectives_on_logits(name):
-    """Beyond the logits and their gradient at most a tenth of the logits; NeMo-RL takes 3.5 to 7 times as much."""
-    with one_rank_of(RANKS) as group:
-        logits = torch.empty(B, S, COLUMNS, dtype=torch.bfloat16, requires_grad=True)
+def on_logits(call, ranks=RANKS, columns=COLUMNS, sliced=False):
+    """Costs forward and backward as parts of the bytes of the logits. `sliced`: all but the last of S + 1 positions."""
+    with one_rank_of(ranks) as group:
+        logits = torch.empty(B, S + sliced, columns, dtype=torch.bfloat16, requires_grad=True)
         held = logits + 0  # not a leaf, as in a model
+        held = held[:, :-1] if sliced else held
         tokens, ids = torch.zeros(B, S, dtype=torch.int64), torch.zeros(B, S, 8, dtype=torch.int64)
         with measure() as forward:
-            found = CALLS[name](held, tokens, ids, group)
+            found = call(held, tokens, ids, group)
         with measure() as backward:
             (grad,) = torch.autograd.grad(found, held, torch.ones_like(found))
-    assert forward.peak_bytes <= 0.1 * LOGITS_BYTES
-    assert backward.peak_bytes <= 1.1 * LOGITS_BYTES
-    assert grad.dtype == torch.bfloat16
+    assert (grad.dtype, grad.shape) == (torch.bfloat16, (B, S, columns))
+    return forward, backward
+
+
+def check_bytes(forward, backward, columns=COLUMNS):
+    """Beyond the logits and their gradient at most a tenth of the logits; NeMo-RL takes 3.5 to 7 times as much."""
+    logits = 2 * B * S * columns
+    assert forward.peak_bytes <= 0.1 * logits
+    assert backward.peak_bytes <= 1.1 * logits
+
+
+@pytest.mark.parametrize("name", SOME_QUICK)
+def test_bytes_and_collectives_on_logits(name):
+    forward, backward = on_logits(CALLS[name])
+    check_bytes(forward, backward)
     assert forward.collectives.total() <= (2 * (S // CHUNK) if name == "top-p" else 1)
     assert not backward.collectives
+
+
+@pytest.mark.parametrize("name", SOME_QUICK)
+def test_a_slice_of_logits_is_not_copied(name):
+    check_bytes(*on_logits(CALLS[name], sliced=True))
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(CHUNK, marks=pytest.mark.slow), None])
+def test_bytes_of_top_k_50_over_two_ranks(chunk):
+    """What is sent, 50 candidates of each rank for every token, is the most of it."""
+
+    def top_50(z, tokens, ids, group):
+        return ChunkedDistributedLogprobWithSampling.apply(z, tokens, group, 50, 1.0, chunk)
+
+    check_bytes(*on_logits(top_50, ranks=2, columns=16384), columns=16384)
 
 
 def test_distillation_sends_once():

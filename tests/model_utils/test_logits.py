@@ -119,7 +119,7 @@ def test_masked_columns_have_no_probability():
 @ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_worse_than_plain_pytorch(dtype):
-    """Against fp64, the error is at most that of torch's log_softmax in the same dtype (fp32: up to the last bit)."""
+    """Against fp64, the error is at most that of torch's log_softmax in the same dtype."""
     logits, tokens = problem(batch=4, length=64, vocabulary=512, dtype=dtype)
     truth = next_log_probs(logits.double(), tokens)
     plain = (next_log_probs(logits, tokens).double() - truth).norm()
@@ -127,7 +127,7 @@ def test_no_worse_than_plain_pytorch(dtype):
         found, grad = ours(grid, logits, tokens)
         assert found.dtype == torch.float32
         assert grad.dtype == dtype
-        assert (found.double() - truth).norm() <= (1.05 if dtype == torch.float32 else 0.01) * plain
+        assert (found.double() - truth).norm() <= (1 if dtype == torch.float32 else 0.01) * plain
 
 
 @ranks(1, 2)
