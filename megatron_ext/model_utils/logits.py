@@ -21,6 +21,7 @@ from megatron_ext.model_utils.arguments import (
     whole_results,
 )
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
+from megatron_ext.sequence.devices import on_device
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
 
 
@@ -172,7 +173,7 @@ def get_next_token_logprobs_from_logits(
     start, stop = columns_of(next_token_logits, vocab_parallel_rank, vocab_parallel_group)
     return from_parallel_logits_to_logprobs(
         next_token_logits,
-        input_ids.to(next_token_logits.device),
+        on_device(input_ids, next_token_logits.device),
         start,
         stop,
         vocab_parallel_group,

@@ -22,6 +22,7 @@ from megatron_ext.model_utils.arguments import (
     whole_if_none,
 )
 from megatron_ext.model_utils.dtensor import local_shard, sequence_group
+from megatron_ext.sequence.devices import on_device
 from megatron_ext.sequence.targets import PaddedParts
 
 
@@ -144,7 +145,7 @@ def get_distillation_topk_logprobs_from_logits(
     columns = logits.shape[-1]
     size_check(columns, group, vocab)(check_ids, teacher_topk_indices)
     parts = PaddedParts(teacher_topk_indices.shape[1], logits.shape[1], cp_group, "teacher_topk_indices")
-    indices = parts.split(teacher_topk_indices.to(logits.device), 0)
+    indices = parts.split(on_device(teacher_topk_indices, logits.device), 0)
     with_entropy = zero_outside_topk and calculate_entropy
 
     def compute() -> Any:
@@ -160,7 +161,7 @@ def get_distillation_topk_logprobs_from_logits(
     batch, positions, k = indices.shape
     found = parts.whole(*or_refuse(compute, (batch, positions, k + with_entropy), logits))[:, :-1]
     student = found[..., :k] if zero_outside_topk else _over_last_dim(found)
-    teacher = _over_last_dim(teacher_topk_logits.to(student))[:, :-1]
+    teacher = _over_last_dim(on_device(teacher_topk_logits, student.device).to(student.dtype))[:, :-1]
     return student, teacher, found[..., k] if with_entropy else None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
+from megatron_ext.sequence.devices import on_device
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts, told_parts
 from megatron_ext.sequence.zigzag import check_cu_seqlens, demand
@@ -157,8 +158,8 @@ class PackedTargets:
             _check_lengths(cu_seqlens, cu_seqlens_padded, unpacked_seqlen)
         device = tokens_1T.device
         self._tokens_1T, self._shifted, self._unpacked_seqlen = tokens_1T, shifted, unpacked_seqlen
-        self._start = cu_seqlens_padded.to(device, torch.int64, non_blocking=True)
-        self._ends = None if cu_seqlens is None else cu_seqlens.to(device, torch.int64, non_blocking=True)
+        self._start = on_device(cu_seqlens_padded, device).long()
+        self._ends = None if cu_seqlens is None else on_device(cu_seqlens, device).long()
         self._parts = SequenceParts(cp_group, self._start)
         self._fault: ValueError | None = None
 
@@ -247,7 +248,9 @@ def _check_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, longest: int) 
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}, cu_seqlens_padded {tuple(cu_seqlens_padded.shape)}: they "
             f"must be equal, one entry per document and one more"
         )
-    lengths, places = cu_seqlens.diff(), cu_seqlens_padded.diff().to(cu_seqlens.device)
+    if cu_seqlens.device.type == "cpu":
+        cu_seqlens = on_device(cu_seqlens, cu_seqlens_padded.device)
+    lengths, places = cu_seqlens.diff(), on_device(cu_seqlens_padded, cu_seqlens.device).diff()
     demand(
         (cu_seqlens[0] == 0) & ((lengths >= 0) & (lengths <= places) & (lengths <= longest)).all(),
         lambda found: (
