@@ -14,11 +14,12 @@ from megatron_ext.head.kernels import blocks
 
 @triton.jit
 def _tanh(x):
-    """tanh with a relative error near fp32's own: a series near 0, where the quotient cancels."""
+    """tanh, a series near 0, where the quotient cancels: to fp32's precision, and in fp64 to an absolute 1e-16."""
     e = tl.exp(-2.0 * tl.abs(x))
     quotient = (1.0 - e) / (1.0 + e)
     s = x * x
-    series = 1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835 + s * (-1382.0 / 155925)))))
+    series = -1382.0 / 155925 + s * (21844.0 / 6081075 + s * (-929569.0 / 638512875))
+    series = 1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835 + s * series))))
     return tl.where(tl.abs(x) < 0.15, x * series, tl.where(x < 0, -quotient, quotient))
 
 
