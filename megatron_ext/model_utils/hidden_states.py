@@ -139,6 +139,9 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
         hidden_layout: Layout = "sequence",
     ) -> Tensor:
         with saving(not inference_only):
+            if not isinstance(target, Tensor) or target.dim() != 2:
+                found = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
+                raise ValueError(f"target is {found}: it must be token ids [batch, sequence], shifted already")
             vocab = shard(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], tp_group)
             return _log_probs(
                 tensor_parallel_hidden_states,

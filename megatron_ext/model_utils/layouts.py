@@ -70,8 +70,9 @@ def all_to_all_sq2vp(seq_parallel_logits: Tensor, tp_group: Group) -> Tensor:
 
 def _check_2d(argument: str, logits: Tensor, split: int, tp_group: Group) -> None:
     ranks = group_size(check_group(tp_group))
-    if logits.dim() != 2 or logits.shape[split] % ranks:
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[split] % ranks:
+        found = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is {type(logits).__name__}"
         raise ValueError(
-            f"{argument} has shape {tuple(logits.shape)}: it must be 2-D, with a dim {split} that divides by the "
+            f"{argument} {found}: it must be 2-D, with a dim {split} that divides by the "
             f"{ranks} ranks of tp_group; flatten batch and sequence, and pad"
         )

@@ -170,6 +170,8 @@ def get_next_token_logprobs_from_logits(
             next_token_logits, input_ids, seq_index, chunk_size, sampling_params
         )
     check_logits(next_token_logits)
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids is {type(input_ids).__name__}: it must be token ids [batch, sequence], a tensor")
     start, stop = columns_of(next_token_logits, vocab_parallel_rank, vocab_parallel_group)
     return from_parallel_logits_to_logprobs(
         next_token_logits,

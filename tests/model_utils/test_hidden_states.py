@@ -228,5 +228,9 @@ def test_wrong_arguments_are_errors_on_every_rank():
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 wrong()
             assert not sent
+        columns = (*grid.vocab(VOCABULARY).values(), None, grid.tp_group)
+        for target in (tokens[0], tokens[None], tokens.tolist()):
+            with pytest.raises(ValueError, match=r"target is .* it must be token ids \[batch, sequence\]"):
+                ChunkedDistributedHiddenStatesToLogprobs.apply(mine.hidden, target, mine.weight, *columns)
         with pytest.raises(ValueError, match="output_weight_layer and output_weight are None"):
             from_parallel_hidden_states_to_logprobs(hidden, None, None, None, tokens, 0, 24, None)

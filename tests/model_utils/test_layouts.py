@@ -76,6 +76,8 @@ def test_without_a_group_the_logits_are_whole():
             assert torch.equal(move(x, None), x)
             with pytest.raises(ValueError, match="must be 2-D"):
                 move(x[0], None)
+            with pytest.raises(ValueError, match="is list: it must be 2-D"):
+                move([[1.0]], None)
     assert not sent
 
 

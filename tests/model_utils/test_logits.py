@@ -148,6 +148,8 @@ def test_next_token_log_probs_of_any_logits():
     truth = next_log_probs(logits, tokens)
     same(get_next_token_logprobs_from_logits(tokens, logits), truth)
     same(get_next_token_logprobs_from_logits(tokens.int(), logits, chunk_size=2), truth)
+    with pytest.raises(ValueError, match="input_ids is list"):
+        get_next_token_logprobs_from_logits(tokens.tolist(), logits)
     for grid in grids():
         groups = {"vocab_parallel_group": grid.tp_group, "context_parallel_group": grid.cp_group}
         mine = grid.columns(grid.part(grid.padded(logits)))
