@@ -161,14 +161,15 @@ def time_ms(step: Callable[[], object], device: str) -> float:
 def interleaved(
     steps: dict[str, Callable[[], object]], device: str, budget_s: float, slow: frozenset[str] = frozenset()
 ) -> dict[str, list[float]]:
-    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least 2, at most 20.
+    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least 3, so that a
+    median rejects one that was disturbed, at most 20.
 
     `slow` steps run in the first round alone; NaN stands for the rounds they miss. All ranks do the same rounds.
     """
     found: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for round_ in range(20):
-        if round_ >= 2 and any_rank(time.perf_counter() - start > budget_s, device):
+        if round_ >= 3 and any_rank(time.perf_counter() - start > budget_s, device):
             break
         for name, step in steps.items():
             found[name].append(float("nan") if name in slow and round_ else time_ms(step, device))

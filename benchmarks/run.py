@@ -99,7 +99,7 @@ def heads(options: argparse.Namespace) -> Iterator[Found]:
 
 def layers(options: argparse.Namespace) -> Iterator[Found]:
     for width in layer_step.BATCHES:
-        yield layer_step.case_name(width), layer_step.measure_layers(min(8, options.seconds), width), []
+        yield layer_step.case_name(width), layer_step.measure_layers(min(5, options.seconds), width), []
 
 
 def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", choices=list(DEVICES))
     parser.add_argument("--only", choices=list(PARTS), nargs="+", help="these parts (default: all of the machine)")
-    parser.add_argument("--seconds", type=float, default=20, help="for the times of one case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10, help="for the times of one case (default: %(default)s)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="CPU cases of other sizes")
     parser.add_argument("--out", type=Path, help="the CSV (default: benchmarks/results/, named for the machine)")
     options = parser.parse_args()
