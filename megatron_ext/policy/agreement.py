@@ -10,14 +10,31 @@ from megatron_ext.distributed.collectives import all_gather_object
 T = TypeVar("T")
 
 
+class FailedElsewhere(Exception):
+    """Something failed on another rank, and nothing on this one. Raised as one of the kinds below."""
+
+
+class ValueErrorElsewhere(FailedElsewhere, ValueError):
+    pass
+
+
+class OSErrorElsewhere(FailedElsewhere, OSError):
+    pass
+
+
+class RuntimeErrorElsewhere(FailedElsewhere, RuntimeError):
+    pass
+
+
 def agree(act: Callable[[], T]) -> list[T]:
     """What `act` returned on each rank of the world, in rank order. The results are pickled.
 
     Communicates: two collectives; the ranks are in step afterwards.
 
     Raises:
-        ValueError, OSError: `act` raised it on this rank, or on another one: then the message says on which.
-        RuntimeError: `act` raised anything else on another rank.
+        ValueError, OSError: `act` raised it on this rank, or on another one: then the message says on which, and the
+            error is a `FailedElsewhere` too.
+        RuntimeErrorElsewhere: `act` raised anything else on another rank.
     """
     fault: Exception | None = None
     result: T | None = None
@@ -37,5 +54,7 @@ def agree(act: Callable[[], T]) -> list[T]:
     return [result for _, result in found]
 
 
-def _kind(fault: Exception) -> type[Exception]:
-    return next((kind for kind in (ValueError, OSError) if isinstance(fault, kind)), RuntimeError)
+def _kind(fault: Exception) -> type[FailedElsewhere]:
+    """What the other ranks raise."""
+    kinds = {ValueError: ValueErrorElsewhere, OSError: OSErrorElsewhere}
+    return next((kinds[kind] for kind in kinds if isinstance(fault, kind)), RuntimeErrorElsewhere)

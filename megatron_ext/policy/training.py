@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.policy.agreement import RuntimeErrorElsewhere
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.plan import Shape, Step, training_steps
@@ -138,7 +139,7 @@ class Training(Scoring):
             if fault is not None:
                 raise fault
             if failed := found[:, 1].nonzero().flatten().tolist():
-                raise RuntimeError(
+                raise RuntimeErrorElsewhere(
                     f"loss_fn failed on ranks {failed} in global batch {number}; see what it raised there"
                 )
             wrong = {rank: value for rank, value in enumerate(found[:, 0].tolist()) if not abs(value) < float("inf")}
