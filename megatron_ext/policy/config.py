@@ -1,6 +1,7 @@
 """What a policy worker is asked to be: NeMo-RL's nested dict, read once, checked, and made a dataclass."""
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,10 +81,10 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
             )
     tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
     rows = _positive(config, "train_micro_batch_size", "config")
-    temperature = float((config.get("generation") or {}).get("temperature", 1.0))
-    if temperature <= 0:
+    temperature = (config.get("generation") or {}).get("temperature", 1.0)
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
         raise ValueError(
-            f"generation.temperature is {temperature}: it must be positive; greedy sampling has no log-probs"
+            f"generation.temperature is {temperature!r}: it must be a positive number; greedy sampling has no log-probs"
         )
     max_grad_norm = config.get("max_grad_norm")
     if max_grad_norm is not None and max_grad_norm <= 0:
@@ -103,9 +104,20 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         custom_parallel_plan=parallel.get("custom_parallel_plan"),
         optimizer=config.get("optimizer"),
         scheduler=config.get("scheduler"),
-        temperature=temperature,
+        temperature=float(temperature),
         refit_buffer_bytes=_positive(config, "refit_buffer_bytes", "config", 1 << 30),
     )
+
+
+def check_positive(name: str, value: Any) -> int:
+    """`value`, if it is a positive integer.
+
+    Raises:
+        ValueError: it is not; the message calls it `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+    return value
 
 
 def import_from_path(path: str) -> Any:
@@ -144,7 +156,4 @@ def _required(config: Mapping[str, Any], key: str, where: str, default: Any = _A
 
 
 def _positive(config: Mapping[str, Any], key: str, where: str, default: Any = _ABSENT) -> int:
-    value = _required(config, key, where, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}.{key} is {value!r}: it must be a positive integer")
-    return value
+    return check_positive(f"{where}.{key}", _required(config, key, where, default))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from megatron_ext.policy.config import import_from_path
 
@@ -35,12 +35,18 @@ def make_scheduler(
     follows another. None: the learning rate stays.
 
     Raises:
-        ValueError: no such class, or no milestones in a list.
+        ValueError: no such class, one that needs more than the number of the step, or no milestones in a list.
     """
     if description is None:
         return LambdaLR(optimizer, lr_lambda=_constant)
     if isinstance(description, Mapping):
-        return import_from_path(description["name"])(optimizer, **(description.get("kwargs") or {}))
+        cls = import_from_path(description["name"])
+        if isinstance(cls, type) and issubclass(cls, ReduceLROnPlateau):
+            raise ValueError(
+                f"scheduler is {description['name']}: it follows a metric, and `train` has none to give; pass one that "
+                f"follows the number of steps, as torch.optim.lr_scheduler.CosineAnnealingLR"
+            )
+        return cls(optimizer, **(description.get("kwargs") or {}))
     milestones = [entry["milestones"] for entry in description if "milestones" in entry]
     if len(milestones) != 1:
         raise ValueError(f"scheduler is a list with {len(milestones)} entries of milestones: it must have one")
