@@ -29,6 +29,7 @@ class Backend(ABC):
     """A policy's model, optimizer and reference model, as far as they lie on this rank. See `PolicyWorker`."""
 
     parallel_key: str  # the part of the configuration with the parallel sizes
+    _is_reference = False  # whether the model has the reference policy's weights now
 
     def __init__(self, config: Mapping[str, Any], init_optimizer: bool = True, init_reference_model: bool = True):
         self.cfg = config
@@ -67,6 +68,11 @@ class Backend(ABC):
     def _state(self) -> dict[str, Tensor]:
         """The weights by name, each once: DTensors, or the same on all ranks. They share the model's memory."""
 
+    @property
+    @abstractmethod
+    def _vocabulary(self) -> int:
+        """How many tokens the model knows: all ids are below."""
+
     def _exports(self) -> dict[str, Export]:
         """The weights that generators get, by transformers' names."""
         return {name: Export(x.shape, partial(whole, x)) for name, x in self._state().items()}
@@ -74,6 +80,12 @@ class Backend(ABC):
     def _as_global(self, name: str, x: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
         return x
+
+    def _refuse_reference(self, act: str) -> None:
+        if self._is_reference:
+            raise ValueError(
+                f"{act} inside use_reference_model(): the model has the reference's weights; leave it first"
+            )
 
     def _zero_grad(self) -> None:
         self.model.zero_grad(set_to_none=True)

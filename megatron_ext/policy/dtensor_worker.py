@@ -1,6 +1,7 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from megatron_ext.dtensor import (
     get_grad_norm,
     tie_word_embeddings,
 )
+from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.factories import model_factories
 from megatron_ext.policy.memory import move_buffers
 from megatron_ext.policy.worker import PolicyWorker
@@ -31,12 +33,18 @@ class DTensorPolicyWorker(PolicyWorker):
     def _build_model(self) -> nn.Module:
         from accelerate import init_empty_weights
 
-        make, make_empty, _ = model_factories(self.settings.model)
         whole: dict[str, Any] = {}
-        if self.rank == 0:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.settings.seed)
-                whole = make().float().state_dict()
+        make_empty: Callable[[], nn.Module]
+
+        def load() -> None:
+            nonlocal whole, make_empty
+            make, make_empty, _ = model_factories(self.settings.model)
+            if self.rank == 0:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self.settings.seed)
+                    whole = make().float().state_dict()
+
+        agree(load)  # the others would wait for what a rank that fails here has to give
         with init_empty_weights():
             model = make_empty().float()
         tie_word_embeddings(model)  # on the meta device each module has a weight of its own
@@ -82,6 +90,10 @@ class DTensorPolicyWorker(PolicyWorker):
         if max_norm is not None:
             clip_grad_by_total_norm_(parameters, max_norm, norm)
         return norm
+
+    @property
+    def _vocabulary(self) -> int:
+        return cast(int, cast(Any, self.model).get_input_embeddings().num_embeddings)
 
     def _state(self) -> dict[str, Tensor]:
         all_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}

@@ -20,7 +20,7 @@ def model_factories(source: Any) -> ModelFactories:
     Nothing that lies in a folder is executed.
 
     Raises:
-        ValueError: `source` is none of these.
+        ValueError: `source` is none of these; from `make`, a folder cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -28,9 +28,14 @@ def model_factories(source: Any) -> ModelFactories:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
 
         def load() -> nn.Module:
-            return AutoModelForCausalLM.from_pretrained(
-                source, config=config, use_safetensors=True, trust_remote_code=False
-            )
+            try:
+                return AutoModelForCausalLM.from_pretrained(
+                    source, config=config, use_safetensors=True, trust_remote_code=False
+                )
+            except Exception as error:  # of many kinds: safetensors, the operating system, shapes
+                raise ValueError(
+                    f"the model in {source} cannot be loaded ({error}); its config.json and safetensors must be whole"
+                ) from error
 
         return ModelFactories(load, lambda: AutoModelForCausalLM.from_config(config), config)
     if isinstance(source, PretrainedConfig):

@@ -27,7 +27,7 @@ class LossType(Enum):
 
 class LossFunction(Protocol):
     """What `train` takes. Beside the call it may have `loss_type`, `needs` (keys of the data) and `unit` (rows that
-    must come together, 1 if absent)."""
+    must come together, 1 if absent; they count where all of them do)."""
 
     def __call__(
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
@@ -91,7 +91,8 @@ class ClippedPGLoss:
         return tuple(keys)
 
     def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
-        mask_BS, advantages_BS = _mask(data), data["advantages"]
+        mask_BS = _mask(data)
+        advantages_BS = _counted(data["advantages"], mask_BS)
 
         def mean(x_BS: Tensor) -> Tensor:
             if self.token_level_loss:
@@ -133,7 +134,8 @@ class DPOLoss:
 
     Attributes:
         preference_average_log_probs, sft_average_log_probs: means over a row's tokens instead of sums.
-        data key: `reference_policy_logprobs` `[B, S]`. A pair counts where both rows' `sample_mask` is 1.
+        data key: `reference_policy_logprobs` `[B, S]`. A pair counts where both rows' `sample_mask` is 1, and
+            `global_valid_seqs` is the number of rows in such pairs.
     """
 
     reference_policy_kl_penalty: float = 0.1
@@ -148,33 +150,39 @@ class DPOLoss:
 
     def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
         mask_BS = _mask(data)
-        pairs = _divide(torch.ones((), device=log_probs_BS.device), global_valid_seqs / 2)
+        a_pair = _divide(torch.ones((), device=log_probs_BS.device), global_valid_seqs / 2)
 
         def reduce(x_BS: Tensor, average: bool) -> Tensor:
+            x_BS = _counted(x_BS, mask_BS)
             return _row_means(x_BS, mask_BS) if average else (x_BS * mask_BS).sum(1)
 
         rewards_B = reduce(log_probs_BS - data["reference_policy_logprobs"], self.preference_average_log_probs)
         margin_P = rewards_B[0::2] - rewards_B[1::2]
         counts_P = (data["sample_mask"][0::2] * data["sample_mask"][1::2]).to(margin_P.dtype)
-        preference = -(F.logsigmoid(self.reference_policy_kl_penalty * margin_P) * counts_P).sum() * pairs
-        sft = -(reduce(log_probs_BS, self.sft_average_log_probs)[0::2] * counts_P).sum() * pairs
+        preference = -(F.logsigmoid(self.reference_policy_kl_penalty * margin_P) * counts_P).sum() * a_pair
+        sft = -(reduce(log_probs_BS, self.sft_average_log_probs)[0::2] * counts_P).sum() * a_pair
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
         return loss, {
             "loss": loss.detach(),
             "preference_loss": preference.detach(),
             "sft_loss": sft.detach(),
-            "accuracy": ((margin_P.detach() > 0) * counts_P).sum() * pairs,
-            "rewards_margin": (margin_P.detach() * counts_P).sum() * pairs * self.reference_policy_kl_penalty,
-            "num_valid_samples": data["sample_mask"].sum(),
+            "accuracy": ((margin_P.detach() > 0) * counts_P).sum() * a_pair,
+            "rewards_margin": (margin_P.detach() * counts_P).sum() * a_pair * self.reference_policy_kl_penalty,
+            "num_valid_samples": 2 * counts_P.sum(),
         }
 
 
-def valid_counts(data: Mapping[str, Any]) -> tuple[float, float]:
-    """Rows and tokens of a batch that count, as `train` adds them up over the global batch."""
-    rows = float(data["sample_mask"].sum())
+def valid_counts(data: Mapping[str, Any], unit: int = 1) -> tuple[float, float]:
+    """Rows and tokens of a batch that count, as `train` adds them up over the global batch.
+
+    Of `unit` rows that come together all count, or none.
+    """
+    unit_weights_U = data["sample_mask"].float().view(-1, unit).prod(1)
+    counting = {**data, "sample_mask": unit_weights_U.repeat_interleave(unit)}
+    rows = float(counting["sample_mask"].sum())
     if "token_mask" not in data:
         return rows, rows * data["input_ids"].shape[1]
-    return rows, float(_mask(data).sum())
+    return rows, float(_mask(counting).sum())
 
 
 def _mask(data: Mapping[str, Any]) -> Tensor:

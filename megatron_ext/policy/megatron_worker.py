@@ -25,6 +25,7 @@ from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.policy import megatron_llama as llama
+from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.backend import Export, whole
 from megatron_ext.policy.factories import model_factories
 from megatron_ext.policy.worker import PolicyWorker
@@ -52,10 +53,20 @@ class MegatronPolicyWorker(PolicyWorker):
             raise ValueError(
                 "megatron_cfg: cpu_offload and custom_parallel_plan are DTensorPolicyWorker's; leave them out"
             )
-        make, _, config = model_factories(settings.model)
-        if config is None:
-            config = make().config
-        llama.check(config, settings.tensor_parallel_size)
+        config: Any = None
+        state: dict[str, Tensor] = {}
+
+        def load() -> None:
+            nonlocal config, state
+            make, _, config = model_factories(settings.model)
+            if config is None:
+                config = make().config
+            llama.check(config, settings.tensor_parallel_size)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(settings.seed)
+                state = make().float().state_dict()
+
+        agree(load)  # the others would wait for what a rank that fails here has to give
         if self.device.type == "cpu":
             self._open.enter_context(megatron_on_cpu())
         if not parallel_state.model_parallel_is_initialized():
@@ -65,10 +76,9 @@ class MegatronPolicyWorker(PolicyWorker):
                 create_gloo_process_groups=False,
             )
             self._open.callback(parallel_state.destroy_model_parallel)
+        _check_groups(settings.tensor_parallel_size, settings.context_parallel_size)
         with torch.random.fork_rng(devices=[]):
             tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)  # for dropout, which asks even at 0
-            torch.manual_seed(settings.seed)
-            state = make().float().state_dict()
             transformer = self._transformer_config(config)
             model = GPTModel(transformer, gpt_block_spec(transformer), **llama.gpt_arguments(config))
         self._sizes = llama.sizes(config)
@@ -167,6 +177,10 @@ class MegatronPolicyWorker(PolicyWorker):
         if self._data_parallel is not None:
             self._data_parallel.zero_grad_buffer()
 
+    @property
+    def _vocabulary(self) -> int:
+        return cast(int, self.model.vocab_size)
+
     def _state(self) -> dict[str, Tensor]:
         return {name: self._as_global(name, parameter.detach()) for name, parameter in self.model.named_parameters()}
 
@@ -185,6 +199,18 @@ class MegatronPolicyWorker(PolicyWorker):
         """Leaves nothing behind: Megatron's groups and the emulation end, if they began with this worker."""
         super().shutdown()
         self._open.close()
+
+
+def _check_groups(tp: int, cp: int) -> None:
+    """Raises ValueError unless Megatron's groups, of which a process has one set, are of these sizes."""
+    found_tp = parallel_state.get_tensor_model_parallel_world_size()
+    found_cp = parallel_state.get_context_parallel_world_size()
+    if (found_tp, found_cp) != (tp, cp):
+        raise ValueError(
+            f"megatron_cfg asks for tensor parallel size {tp} and context parallel size {cp}, and Megatron's groups in "
+            f"this process are of {found_tp} and {found_cp}: a process has one set of them; shut the other worker down "
+            f"first, or give both the same sizes"
+        )
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.losses import LossType, valid_counts
 from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
 
@@ -47,12 +48,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a micro-batch may be: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places."""
+    """What a micro-batch may be: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
+
+    Token ids are below `vocabulary`.
+    """
 
     kind: str
     rows: int
     tokens: int
+    vocabulary: int
     multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("mbs (micro_batch_size)", self.rows)
 
     def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
         if self.kind == "fixed":
@@ -73,6 +81,7 @@ def training_steps(
     Raises:
         ValueError: on every rank, if the data of one of them cannot be trained on; the message says why.
     """
+    check_positive("gbs", global_batch_size)
     unit = getattr(loss_fn, "unit", 1)
 
     def prepare() -> tuple[int, list[list[list[int]]], list[tuple[float, float]]]:
@@ -91,7 +100,7 @@ def training_steps(
         batches = [batch.get_batch(i, own) for i in range(batch.size // own)]
         cuts = [shape.cut(part, unit) for part in batches]
         shifted = [[[i * own + row for row in rows] for rows in cut] for i, cut in enumerate(cuts)]
-        return batch.size, shifted, [valid_counts(part) for part in batches]
+        return batch.size, shifted, [valid_counts(part, unit) for part in batches]
 
     found = _one_per_replica(agree(prepare), place)
     sizes = [size for size, _, _ in found]
@@ -127,6 +136,17 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
         raise ValueError("input_ids must be a tensor of integers [rows, positions]; pad the rows behind")
     if batch.size == 0 or tokens_BS.shape[1] < 2:
         raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of two tokens or more")
+    least, most = int(tokens_BS.min()), int(tokens_BS.max())
+    if least < 0 or most >= shape.vocabulary:
+        raise ValueError(
+            f"input_ids are {least} to {most}: they must lie in 0 to {shape.vocabulary - 1}, padding too, as the model "
+            f"knows no other tokens; give it the tokenizer that the model was made with"
+        )
+    for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2)):
+        value = batch.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != dims):
+            found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"{name} is {found}: it must be a tensor [{', '.join(('rows', 'positions')[:dims])}]")
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != tokens_BS.shape[1]:
             raise ValueError(

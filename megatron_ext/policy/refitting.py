@@ -43,6 +43,7 @@ class Refitting(Backend):
         Raises:
             ValueError: a name that the model lacks.
         """
+        self._refuse_reference("get_weights_ipc_handles()")
         self._free_held()
         info = self.prepare_refit_info()
         keys = list(keys)
@@ -92,6 +93,7 @@ class Refitting(Backend):
         Raises:
             ValueError: before `init_collective`; on every rank.
         """
+        self._refuse_reference("broadcast_weights_for_collective()")
 
         def joined() -> None:
             if self.rank == 0 and self._to_generators is None:

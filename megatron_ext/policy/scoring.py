@@ -38,9 +38,7 @@ class Scoring(Backend):
         """
         batching = self.settings.batching
         rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
-        step = scoring_step(
-            data, Shape(batching.kind, rows, batching.logprob_tokens, self._places_multiple), self._place
-        )
+        step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
         batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
         self.model.eval()
         log_probs_BS = torch.zeros(batch["input_ids"].shape)
@@ -60,14 +58,25 @@ class Scoring(Backend):
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
-        """While it lasts, the model has the reference policy's weights, and host memory those of the model."""
+        """While it lasts, the model has the reference policy's weights, and host memory those of the model.
+
+        Inside it may be entered again, to no effect; nothing can be trained, saved, loaded or handed on.
+        """
         if self.reference is None:
             raise ValueError("there is no reference policy: the worker was made with init_reference_model=False")
+        if self._is_reference:
+            yield
+            return
         memory.exchange(self._state().items(), self.reference)
+        self._is_reference = True
         try:
             yield
         finally:
             memory.exchange(self._state().items(), self.reference)
+            self._is_reference = False
+
+    def _shape(self, rows: int, tokens: int) -> Shape:
+        return Shape(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)
 
     def _micro_batch(self, batch: BatchedDataDict, rows: list[int]) -> BatchedDataDict:
         micro_batch = batch.select_indices(rows)

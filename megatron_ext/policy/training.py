@@ -15,7 +15,7 @@ from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.policy.agreement import RuntimeErrorElsewhere
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.losses import LossFunction
-from megatron_ext.policy.plan import Shape, Step, training_steps
+from megatron_ext.policy.plan import Step, training_steps
 from megatron_ext.policy.scoring import Scoring
 
 
@@ -53,12 +53,14 @@ class Training(Scoring):
                 weights are those after the last good step.
             RuntimeError: `loss_fn` raised; on other ranks than its own, where that error appears itself.
         """
-        if not eval_mode and self.optimizer is None:
-            raise ValueError("train() without an optimizer: the worker was made with init_optimizer=False")
+        if not eval_mode:
+            self._refuse_reference("train()")
+            if self.optimizer is None:
+                raise ValueError("train() without an optimizer: the worker was made with init_optimizer=False")
         batching = self.settings.batching
-        rows = batching.train_rows if mbs is None else mbs
-        shape = Shape(batching.kind, rows, batching.train_tokens, self._places_multiple)
-        steps = training_steps(data, loss_fn, gbs or self.settings.global_batch_size, shape, self._place)
+        shape = self._shape(batching.train_rows if mbs is None else mbs, batching.train_tokens)
+        global_batch_size = self.settings.global_batch_size if gbs is None else gbs
+        steps = training_steps(data, loss_fn, global_batch_size, shape, self._place)
         batch = BatchedDataDict(data).to(self.device)
         losses, norms = [], []
         metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -97,7 +99,8 @@ class Training(Scoring):
         for rows, real in step.rows():
             micro_batch = self._micro_batch(batch, rows)
             log_probs = self._row_log_probs(micro_batch)
-            loss, found = log_probs.sum() * 0.0, None
+            nothing = log_probs[:0].sum()  # 0, through which backward reaches every weight on every rank
+            loss, found = nothing, None
             if real and fault is None:
                 try:
                     loss, found = _validated(*loss_fn(log_probs, micro_batch, *counts))
@@ -105,7 +108,7 @@ class Training(Scoring):
                     fault = error
             total += loss.detach()
             if torch.is_grad_enabled():
-                self._backward(loss * self._loss_scale.value)
+                self._backward((loss + nothing) * self._loss_scale.value)
             if found is not None:
                 self._note(metrics, found, step, steps)
         return self._agreed_loss(number, total, fault)

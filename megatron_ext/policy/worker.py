@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_ext.policy import memory
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.refitting import Refitting
 from megatron_ext.policy.state import load_policy, save_policy
 from megatron_ext.policy.training import Training
+
+# Arguments that NeMo-RL's policy gives its workers, and these do without.
+_OTHERS = {"processor", "worker_sharding_annotations", "pre_init_communication_queue"}
 
 
 class PolicyWorker(Training, Refitting):
@@ -32,6 +36,8 @@ class PolicyWorker(Training, Refitting):
         weights_path, optimizer_path: a checkpoint to begin with.
         init_optimizer: False for a policy that is only scored with.
         init_reference_model: keep a copy of the first weights in host memory, as the reference policy.
+        others: `processor`, `worker_sharding_annotations` and `pre_init_communication_queue`, which NeMo-RL passes;
+            nothing depends on them.
 
     Raises:
         ValueError: the configuration, or a checkpoint, cannot be used.
@@ -45,7 +51,12 @@ class PolicyWorker(Training, Refitting):
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
+        **others: Any,
     ):
+        if unknown := sorted(others.keys() - _OTHERS):
+            raise ValueError(
+                f"{type(self).__name__} got {', '.join(unknown)}: it takes no such arguments; see its Args"
+            )
         if optimizer_path is not None and weights_path is None:
             raise ValueError(f"optimizer_path is {optimizer_path} without weights_path: give the weights saved with it")
         self.tokenizer = tokenizer
@@ -66,8 +77,8 @@ class PolicyWorker(Training, Refitting):
         self.model.eval()
         self.offload_before_refit()
 
-    def prepare_for_training(self) -> None:
-        """Model and optimizer on the device."""
+    def prepare_for_training(self, *_: Any, **__: Any) -> None:
+        """Model and optimizer on the device. Arguments are for other implementations of the interface."""
         self._move_model(self.device)
         self.model.train()
         if not self.settings.cpu_offload:
@@ -98,6 +109,7 @@ class PolicyWorker(Training, Refitting):
         """
         if tokenizer_path is not None and self.tokenizer is None:
             raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")
+        self._refuse_reference("save_checkpoint()")
         save_policy(self, weights_path, optimizer_path)
 
         def save_tokenizer() -> None:
@@ -114,7 +126,12 @@ class PolicyWorker(Training, Refitting):
             ValueError: on every rank, if it is incomplete, damaged, of another model or optimizer, or of two saves.
                 Nothing has changed.
         """
+        self._refuse_reference("load_checkpoint()")
         load_policy(self, weights_path, optimizer_path)
+
+    def return_state_dict(self) -> dict[str, Tensor]:
+        """The weights by name: DTensors that share the model's memory, or the same on all ranks."""
+        return self._state()
 
     def is_alive(self) -> bool:
         return True

@@ -102,7 +102,7 @@ def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list
     losses = []
     for i in range(data.size // config["train_global_batch_size"]):
         batch = data.get_batch(i, config["train_global_batch_size"])
-        counts = [torch.tensor(n) for n in valid_counts(batch)]
+        counts = [torch.tensor(n) for n in valid_counts(batch, getattr(loss_fn, "unit", 1))]
         loss, _ = loss_fn(plain_log_probs(model, batch), batch, *counts)
         optimizer.zero_grad()
         loss.backward()

@@ -1,5 +1,6 @@
 """What cannot be trained on or loaded is an error on every rank, changes nothing, and leaves no rank waiting."""
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -8,8 +9,20 @@ import torch.distributed as dist
 
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.agreement import agree
-from tests.policy.problems import shard, tiny_batch, tiny_config, whole
+from tests.policy.problems import (
+    VOCAB,
+    largest_error,
+    plain_train,
+    shard,
+    shared_folder,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    whole,
+)
 from tests.ranks import ranks
+
+PLATEAU = {"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
 
 def without(data, *names):
@@ -26,6 +39,10 @@ BAD_DATA = {
     "dim 1 of every tensor": lambda data: BatchedDataDict(data, advantages=data["advantages"][:, 1:]),
     "must have as many": lambda data: BatchedDataDict(data, advantages=data["advantages"][1:]),
     "input_lengths are": lambda data: BatchedDataDict(data, input_lengths=data["input_lengths"] + 9),
+    f"input_ids are .* 0 to {VOCAB - 1}": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] + VOCAB - 9),
+    "input_ids are -9 to": lambda data: BatchedDataDict(data, input_ids=data["input_ids"] - 9),
+    r"sample_mask is a list: .* \[rows\]": lambda data: BatchedDataDict(data, sample_mask=[1.0] * data.size),
+    r"token_mask is \[4\]: .* \[rows, positions\]": lambda data: BatchedDataDict(data, token_mask=data["sample_mask"]),
 }
 
 
@@ -40,10 +57,21 @@ def test_bad_data_of_one_rank_is_an_error_on_all():
         assert own_fault or "rank 1 failed" in str(error.value)
     with pytest.raises(ValueError, match="lacks input_lengths"):
         worker.get_logprobs(without(data, "input_lengths") if own_fault else data)
+    with pytest.raises(ValueError, match="input_ids are -9 to"):
+        worker.get_logprobs(BatchedDataDict(data, input_ids=data["input_ids"] - 9) if own_fault else data)
     worker.train(data, ClippedPGLoss())  # and both go on
 
 
-@pytest.mark.parametrize("gbs, mbs, message", [(5, None, "must divide by 2"), (8, 3, "multiple of it")])
+@pytest.mark.parametrize(
+    "gbs, mbs, message",
+    [
+        (5, None, "must divide by 2"),
+        (8, 3, "multiple of it"),
+        (None, 0, r"mbs \(micro_batch_size\) is 0: it must be a positive integer"),
+        (0, None, "gbs is 0"),
+        (-8, None, "gbs is -8"),
+    ],
+)
 @ranks(2)
 def test_sizes_that_do_not_divide(gbs, mbs, message):
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
@@ -101,6 +129,39 @@ def test_a_loss_that_is_none_changes_nothing(how):
 
 
 @dataclass(frozen=True)
+class Early:
+    """A loss that leaves the model out where no row counts."""
+
+    def __call__(self, log_probs_BS, data, *counts):
+        if not data["sample_mask"].any():
+            return torch.zeros((), requires_grad=True), {}
+        return NLLLoss()(log_probs_BS, data, *counts)
+
+
+@ranks(2)
+def test_a_loss_that_leaves_the_model_out_on_one_rank_keeps_no_other_waiting():
+    data = tiny_batch()
+    data["sample_mask"][4:] = 0  # rank 1's
+    true_losses, _, true_weights = plain_train(tiny_config(), data, NLLLoss())
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    assert worker.train(shard(data, worker), Early())["global_loss"].tolist() == pytest.approx(true_losses, rel=1e-5)
+    assert largest_error(whole(worker._state()), true_weights) < 3e-5
+
+
+@ranks(2)
+def test_a_model_that_rank_0_cannot_load_is_an_error_on_all():
+    folder = shared_folder()
+    if dist.get_rank() == 0:
+        tiny_model().save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(b"\0" * 50)
+    dist.barrier()
+    with pytest.raises(ValueError, match=f"the model in {folder} cannot be loaded"):
+        DTensorPolicyWorker(tiny_config(str(folder)), init_reference_model=False)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
 class Malformed:
     """A loss that returns what is none, on rank 1."""
 
@@ -155,6 +216,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         ({"train_micro_batch_size": 0}, "train_micro_batch_size is 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
         ({"generation": {"temperature": 0.0}}, "temperature"),
+        ({"generation": {"temperature": None}}, "temperature is None"),
+        ({"scheduler": PLATEAU}, "ReduceLROnPlateau: it follows a metric"),
+        ({"scheduler": [PLATEAU, {"milestones": [1]}]}, "ReduceLROnPlateau: it follows a metric"),
         ({"optimizer": {"name": "torch.optim.Nothing"}}, "cannot be imported"),
         ({"optimizer": None}, "optimizer is None"),
         ({"model_name": 5}, "model_name is a int"),
@@ -167,6 +231,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 def test_configurations_that_cannot_be(change, message):
     with pytest.raises(ValueError, match=message):
         DTensorPolicyWorker({**tiny_config(), **change})
+
+
+@ranks(1)
+def test_arguments_that_other_workers_take():
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False, worker_sharding_annotations=None)
+    worker.prepare_for_training(3, name="x")
+    assert worker.return_state_dict().keys() == worker._state().keys()
+    with pytest.raises(ValueError, match="DTensorPolicyWorker got init_reference: it takes no such arguments"):
+        DTensorPolicyWorker(tiny_config(), init_reference=False)
 
 
 @ranks(1)

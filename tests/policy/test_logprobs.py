@@ -88,6 +88,32 @@ def test_the_reference_policy_keeps_the_first_weights():
     assert torch.equal(worker.get_logprobs(mine)["logprobs"], trained)
 
 
+@ranks(2)
+def test_the_reference_model_inside_itself():
+    from megatron_ext.policy import NLLLoss
+
+    worker = DTensorPolicyWorker(tiny_config())
+    data = shard(tiny_batch(), worker)
+    before = worker.get_logprobs(data)["logprobs"]
+    worker.train(data, NLLLoss())
+    trained = worker.get_logprobs(data)["logprobs"]
+    with worker.use_reference_model():
+        assert torch.equal(worker.get_reference_policy_logprobs(data)["reference_logprobs"], before)
+        assert torch.equal(worker.get_logprobs(data)["logprobs"], before)
+        worker.train(data, NLLLoss(), eval_mode=True)
+        for act in (
+            lambda: worker.train(data, NLLLoss()),
+            lambda: worker.save_checkpoint("/nowhere"),
+            lambda: worker.load_checkpoint("/nowhere"),
+            lambda: worker.get_weights_ipc_handles([]),
+            worker.broadcast_weights_for_collective,
+        ):
+            with pytest.raises(ValueError, match=r"\(\) inside use_reference_model\(\)"):
+                act()
+    assert torch.equal(worker.get_logprobs(data)["logprobs"], trained)
+    worker.train(data, NLLLoss())
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @ranks(2)
 def test_low_precision_rounds_no_more_than_a_plain_model(precision):

@@ -17,7 +17,11 @@ def problem(rows=6, seed=1):
 
 
 def whole_loss(loss_fn, log_probs, data):
-    return loss_fn(log_probs, data, *(torch.tensor(n) for n in valid_counts(data)))[0]
+    return loss_fn(log_probs, data, *counts_for(loss_fn, data))[0]
+
+
+def counts_for(loss_fn, data):
+    return [torch.tensor(n) for n in valid_counts(data, getattr(loss_fn, "unit", 1))]
 
 
 def counting_tokens(data):
@@ -77,18 +81,20 @@ def test_dpo(average):
         return sum(found) / (len(found) if average else 1)
 
     reward = log_probs - data["reference_policy_logprobs"]
-    wanted, pairs = 0.0, sum(rows.__contains__(b) for b in range(data.size)) / 2
+    wanted, pairs = 0.0, 0
     for chosen in range(0, data.size, 2):
         if chosen in rows and chosen + 1 in rows:
+            pairs += 1
             margin = reduced(reward, chosen) - reduced(reward, chosen + 1)
             wanted += 1.5 * math.log1p(math.exp(-0.2 * margin)) - 0.4 * reduced(log_probs, chosen)
+    assert pairs == 2  # of the third one row does not count
     assert whole_loss(loss_fn, log_probs, data).item() == pytest.approx(wanted / pairs, rel=1e-6)
 
 
 @pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(0.1), ClippedPGLoss(token_level_loss=False), DPOLoss()])
 def test_parts_add_up_and_what_does_not_count_has_no_gradient(loss_fn):
     log_probs, data = problem()
-    counts = [torch.tensor(n) for n in valid_counts(data)]
+    counts = counts_for(loss_fn, data)
     whole, metrics = loss_fn(log_probs, data, *counts)
     [gradient] = torch.autograd.grad(whole, log_probs)
     parts = [loss_fn(log_probs[rows], data.select_indices(rows), *counts) for rows in ([4, 5], [0, 1], [2, 3])]
@@ -129,13 +135,20 @@ def test_settings_that_cannot_be(wrong):
         ClippedPGLoss(**wrong)
 
 
-def test_what_stands_at_padding_does_not_matter():
+@pytest.mark.parametrize("fill", [-torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        ClippedPGLoss(reference_policy_kl_penalty=0.3, ratio_clip_c=2.0, use_importance_sampling_correction=True),
+        DPOLoss(),
+    ],
+)
+def test_what_stands_at_padding_does_not_matter(loss_fn, fill):
     log_probs, data = problem()
-    loss_fn = ClippedPGLoss(reference_policy_kl_penalty=0.3, use_importance_sampling_correction=True)
     found = whole_loss(loss_fn, log_probs, data)
     outside = (data["token_mask"] * data["sample_mask"][:, None]) == 0
-    for name in ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs"):
-        data[name] = data[name].masked_fill(outside, -torch.inf)
+    for name in ("prev_logprobs", "reference_policy_logprobs", "generation_logprobs", "advantages"):
+        data[name] = data[name].masked_fill(outside, fill)
     masked = whole_loss(loss_fn, log_probs, data)
     assert masked.item() == found.item()
     assert torch.autograd.grad(masked, log_probs)[0].isfinite().all()

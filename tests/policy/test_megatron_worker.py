@@ -165,6 +165,22 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_open():
     assert torch.cuda.current_device is allocated
 
 
+@ranks(2)
+def test_a_second_worker_of_another_size_is_refused():
+    with worker_of(model_config(), "dp"), pytest.raises(ValueError, match="parallel size 2 .* are of 1 and 1"):
+        MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": LAYOUTS["tp"]})
+
+
+@ranks(2)
+def test_a_token_that_the_model_does_not_know_is_an_error_on_all():
+    with worker_of(model_config(), "dp") as worker:
+        data = shard(tiny_batch(), worker)
+        if dist.get_rank() == 1:
+            data["input_ids"][0, 3] = 98
+        with pytest.raises(ValueError, match="input_ids are .* to 98: they must lie in 0 to 97"):
+            worker.get_logprobs(data)
+
+
 @ranks(1)
 def test_models_that_gpt_model_does_not_compute():
     from megatron_ext.policy import megatron_llama
