@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from megatron_ext.policy.agreement import FailedElsewhere
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
@@ -26,6 +27,7 @@ from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
 _POLL_S = 0.5
 # How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
 _GRACE_S = 30.0
+_RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", "namespace"))
 
 
 class RayPolicy:
@@ -36,7 +38,8 @@ class RayPolicy:
 
     Args:
         config: of the workers.
-        worker_cls: `DTensorPolicyWorker` (None), `MegatronPolicyWorker`, or a function that makes such a worker.
+        worker_cls: `DTensorPolicyWorker` (None), `MegatronPolicyWorker`, or a function that makes such a worker and has
+            the attribute `parallel_key` of its class.
         num_workers: ranks; a multiple of tensor- times context-parallel size, and the data-parallel size that times.
         weights_path, optimizer_path: a checkpoint to begin with.
         init_optimizer, init_reference_model, tokenizer: as for the worker.
@@ -46,7 +49,7 @@ class RayPolicy:
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: the configuration, the number of workers or the checkpoint cannot be used.
+        ValueError: the configuration, the number of workers, the function or the checkpoint cannot be used.
         RuntimeError: the cluster has no room for the actors within `start_timeout_s`, or one of them died.
     """
 
@@ -105,7 +108,7 @@ class RayPolicy:
             ValueError: rows do not divide by the global batch, or that by the data-parallel ranks; what workers raise.
             RuntimeError: a worker died.
         """
-        gbs = gbs or self._make["config"]["train_global_batch_size"]
+        gbs = self._make["config"]["train_global_batch_size"] if gbs is None else gbs
         shards = BatchedDataDict(data).shard_by_batch_size(self.dp_size, batch_size=gbs)
         found = self._each("train", shards, loss_fn, eval_mode, gbs, mbs)
         metrics: dict[str, list[float]] = {}
@@ -193,10 +196,13 @@ class RayPolicy:
     def offload_after_refit(self) -> None:
         self._all("offload_after_refit")
 
-    def is_alive(self) -> bool:
-        """Whether every actor answers. Where one is dead, all are ended."""
+    def is_alive(self, timeout_s: float = 30.0) -> bool:
+        """Whether every actor answers in time. One that is busy does not, and goes on; if one is dead, all are ended.
+
+        False after `shutdown`, and after a `restart` that failed.
+        """
         try:
-            return all(self._all("is_alive"))
+            return all(self._collect(self._begin("is_alive"), timeout_s))
         except RuntimeError:
             return False
 
@@ -212,28 +218,42 @@ class RayPolicy:
 
     def restart(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """New actors with the weights of a checkpoint, after one has died; the old ones are gone."""
-        self._kill()
+        self._kill("restart() ended the actors")
         self._start(weights_path, optimizer_path)
 
     def shutdown(self) -> None:
         """Ends the actors and gives their resources back, whatever they are doing."""
         try:
-            if self._actors and self._failure is None:
+            if self._failure is None:
                 self._collect(self._begin("shutdown"), _GRACE_S)
         except RuntimeError:  # stuck or dead; they are ended anyway
             pass
         finally:
-            self._kill()
+            self._kill("shutdown() ended the actors")
 
     def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
+        self._failure = None
+        try:
+            self._make_actors()
+            address = self._collect([self._actors[0].address.remote()], self._start_timeout_s)[0]
+            make = self._make | {"weights_path": weights_path, "optimizer_path": optimizer_path}
+            begun = [
+                actor.build.remote(rank, self.world_size, address, self._worker_cls, make)
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._collect(begun, self._start_timeout_s)
+        except BaseException as error:
+            self._kill(f"the actors did not start: {type(error).__name__}: {error}")
+            raise
+
+    def _make_actors(self) -> None:
+        """Has Ray make the actors, each in its part of one placement group."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
-        self._failure = None
         self._placement = placement_group([dict(self._bundle) for _ in range(self.world_size)], strategy="PACK")
         if not self._placement.wait(self._start_timeout_s):
-            self._kill()
             raise RuntimeError(
                 f"Ray has no room for {self.world_size} actors with {self._bundle} each; it has "
                 f"{ray.cluster_resources()}: add nodes, or ask for less"
@@ -245,19 +265,6 @@ class RayPolicy:
         places = [PlacementGroupSchedulingStrategy(self._placement, i) for i in range(self.world_size)]
         actor = ray.remote(_Actor)
         self._actors = [actor.options(scheduling_strategy=place, **needs).remote() for place in places]
-        address = self._collect([self._actors[0].address.remote()])[0]
-        checkpoint = {"weights_path": weights_path, "optimizer_path": optimizer_path}
-        try:
-            self._collect(
-                [
-                    a.build.remote(rank, self.world_size, address, self._worker_cls, self._make | checkpoint)
-                    for rank, a in enumerate(self._actors)
-                ],
-                self._start_timeout_s,
-            )
-        except BaseException:
-            self._kill()
-            raise
 
     def _nearest(self, own: torch.device) -> str:
         """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
@@ -301,10 +308,13 @@ class RayPolicy:
             raise RuntimeError(f"{self._failure}; call restart(weights_path) to go on from a checkpoint")
 
     def _collect(self, begun: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """The results by rank. A rank that dies, or raises, ends the wait for the others."""
+        """The results by rank. A rank that dies ends the group; so does one that raises while others go on.
+
+        Without either, actors that do not answer in `timeout_s` are left to go on: a RuntimeError says which.
+        """
         ray, pending, results = self._ray, list(begun), {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        errors: dict[int, BaseException] = {}
+        errors: dict[int, Exception] = {}  # Ray's, with the rank's own as its cause
         while pending:
             done, pending = ray.wait(pending, timeout=_POLL_S)
             for ref in done:
@@ -312,27 +322,31 @@ class RayPolicy:
                 try:
                     results[rank] = ray.get(ref)
                 except ray.exceptions.RayTaskError as error:
-                    errors[rank] = error.cause if isinstance(error.cause, Exception) else error
+                    errors[rank] = error
                     deadline = min(deadline or float("inf"), time.monotonic() + _GRACE_S)
                 except ray.exceptions.RayError as error:
-                    self._fail(f"rank {rank} of {self.world_size} died: {_first_line(error)}")
+                    self._fail(f"rank {rank} of {self.world_size} died: {_death(error)}")
             if pending and deadline is not None and time.monotonic() > deadline:
-                silent = [begun.index(ref) for ref in pending]
-                self._fail(f"ranks {silent} of {self.world_size} did not answer" + _told(errors))
+                what = f"ranks {[begun.index(ref) for ref in pending]} of {self.world_size} did not answer"
+                if errors:
+                    self._fail(what + _told(errors))
+                raise RuntimeError(what + f" within {timeout_s} s")
         if errors:
-            # The rank that raised first has its own error, the others may have one that says so.
-            rank, cause = min(errors.items(), key=lambda item: isinstance(item[1], RuntimeError))
-            cause.add_note(f"on rank {rank} of {self.world_size}")
-            raise cause
+            # A rank on which nothing failed may have answered first.
+            rank, sent = min(errors.items(), key=lambda item: isinstance(_own(item[1]), FailedElsewhere))
+            own = _own(sent)
+            own.add_note(f"on rank {rank} of {self.world_size}")
+            raise own from sent  # which shows the traceback on that rank
         return [results[rank] for rank in range(len(begun))]
 
     def _fail(self, what: str) -> NoReturn:
         """The others may wait for ever in a collective: all actors are ended."""
-        self._kill()
-        self._failure = what
+        self._kill(what)
         raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
 
-    def _kill(self) -> None:
+    def _kill(self, why: str) -> None:
+        """Ends the actors, and has every later call say why: the first reason since they were started."""
+        self._failure = self._failure or why
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []
@@ -389,7 +403,13 @@ def _import_ray() -> Any:
 
 def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int:
     """Ranks that get the same rows."""
-    settings = read_config(config, getattr(worker_cls, "parallel_key", "dtensor_cfg"))
+    parallel_key = getattr(worker_cls, "parallel_key", None)
+    if not isinstance(parallel_key, str):
+        raise ValueError(
+            f"worker_cls is {worker_cls}, with parallel_key {parallel_key}: that must name the part of config with the "
+            f"parallel sizes; set it to that of the class whose workers the function makes"
+        )
+    settings = read_config(config, parallel_key)
     copies = settings.tensor_parallel_size * settings.context_parallel_size
     if num_workers < 1 or num_workers % copies:
         raise ValueError(
@@ -403,9 +423,17 @@ def _where(info: Mapping[str, Any]) -> tuple[str, str]:
     return info["node"], info["device_id"]
 
 
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _death(error: BaseException) -> str:
+    """What Ray says of an actor's death, without its own names for the actor, which come before the reason."""
+    told = [line for line in str(error).splitlines() if not line.startswith(_RAY_NAMES)]
+    return " ".join(" ".join(told).split())
 
 
-def _told(errors: dict[int, BaseException]) -> str:
-    return "".join(f"; rank {rank} raised {type(error).__name__}: {error}" for rank, error in errors.items())
+def _own(error: Any) -> Exception:
+    """What the rank raised, of the error in which Ray sent it."""
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+def _told(errors: Mapping[int, Exception]) -> str:
+    raised = {rank: _own(error) for rank, error in errors.items()}
+    return "".join(f"; rank {rank} raised {type(own).__name__}: {own}" for rank, own in raised.items())

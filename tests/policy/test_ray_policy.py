@@ -5,11 +5,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, NLLLoss, RayPolicy
+from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.ray_policy import local_ray
 from megatron_ext.policy.refit import read_weights
 from tests.policy.problems import tiny_batch, tiny_config
@@ -42,6 +45,36 @@ class Mortal(DTensorPolicyWorker):
         if self.rank == rank:
             raise ValueError("this rank has had enough")
         return self.rank
+
+    def late(self, rank, method, *args):
+        """`method`, with an answer from `rank` after those of the others."""
+        try:
+            return getattr(self, method)(*args)
+        finally:
+            if self.rank == rank:
+                time.sleep(0.3)
+
+    def all_fail(self, rank):
+        agree(lambda: self.fail(rank))
+
+    def nap(self, seconds):
+        time.sleep(seconds)
+
+
+class BrokenLoss(NLLLoss):
+    """Fails on rank 1."""
+
+    def __call__(self, *args):
+        if torch.distributed.get_rank() == 1:
+            self.helper_that_fails()
+        return super().__call__(*args)
+
+    def helper_that_fails(self):
+        raise RuntimeError("the loss has had enough")
+
+
+def a_function(**make):
+    return Mortal(**make)
 
 
 def wait_until(true, seconds=10):
@@ -118,8 +151,9 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
         [handle] = policy.get_weights_ipc_handles(list(policy.prepare_refit_info())).values()
         assert next(read_weights(handle))[1].isfinite().all()
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 1 of 2 died"):
+        with pytest.raises(RuntimeError, match="rank 1 of 2 died: .*Worker exit detail: .*SIGSEGV") as caught:
             policy._all("die", 1)
+        assert "actor_id" not in str(caught.value)
         assert time.monotonic() - start < 15, "the other rank waits in a collective, and nobody should wait for it"
         with pytest.raises(RuntimeError, match=r"rank 1 of 2 died.*restart"):
             policy.get_logprobs(data)
@@ -131,17 +165,54 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
         policy.restart(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(policy.train(data, NLLLoss())["global_loss"], goes_on, rtol=1e-6, atol=1e-6)
+        policy.shutdown()
+        assert not policy.is_alive()
+        with pytest.raises(RuntimeError, match=r"shutdown\(\) ended the actors; call restart"):
+            policy.save_checkpoint(str(tmp_path / "nothing"))
+        with pytest.raises(RuntimeError, match=r"shutdown\(\) ended the actors"):
+            policy.train(data, NLLLoss())
+        with pytest.raises(ValueError, match="is not there"):
+            policy.restart(str(tmp_path / "elsewhere"))
+        assert not policy.is_alive()
+        with pytest.raises(RuntimeError, match=r"the actors did not start: ValueError: .*elsewhere"):
+            policy.get_logprobs(data)
+
+
+def test_an_actor_that_is_busy_does_not_answer_and_goes_on(policy):
+    begun = policy._begin("nap", 2)
+    start = time.monotonic()
+    assert not policy.is_alive(timeout_s=0.2)
+    assert time.monotonic() - start < 1.8
+    policy.wait(begun)
+    assert policy.is_alive()
 
 
 def test_errors_keep_their_type_and_say_the_rank(policy):
     with pytest.raises(ValueError, match="had enough") as caught:
         policy._all("fail", 1)
     assert caught.value.__notes__ == ["on rank 1 of 2"]
+    with pytest.raises(ValueError, match="^this rank has had enough") as caught:
+        policy._all("late", 1, "all_fail", 1)
+    assert caught.value.__notes__ == ["on rank 1 of 2"]
+    with pytest.raises(RuntimeError, match="^the loss has had enough") as caught:
+        policy._all("late", 1, "train", tiny_batch(), BrokenLoss())
+    assert caught.value.__notes__ == ["on rank 1 of 2"]
+    assert "in helper_that_fails" in "".join(traceback.format_exception(caught.value))
     with pytest.raises(ValueError, match="token_mask"):
         policy.train({k: v for k, v in tiny_batch().items() if k != "token_mask"}, NLLLoss())
     with pytest.raises(ValueError, match="rows"):
         policy.train(tiny_batch(rows=7), NLLLoss())
+    with pytest.raises(ValueError, match="in batches of 0"):
+        policy.train(tiny_batch(), NLLLoss(), gbs=0)
     assert policy.is_alive()  # none of it ended the group
+
+
+def test_a_function_says_whose_parallel_sizes_it_uses(ray):
+    with pytest.raises(ValueError, match=r"worker_cls is <function a_function.*with parallel_key None"):
+        RayPolicy(tiny_config(), 2, a_function)
+    with mock.patch.object(a_function, "parallel_key", "megatron_cfg", create=True):
+        with pytest.raises(ValueError, match="num_workers is 3: it must be a multiple of 2"):
+            RayPolicy(tiny_config() | {"megatron_cfg": {"tensor_model_parallel_size": 2}}, 3, a_function)
 
 
 def test_wrong_sizes(ray):
