@@ -3,7 +3,8 @@
     PATH/__0_0.distcp ...   tensors, by torch.distributed.checkpoint (DCP): each rank writes its own, cut as they are
     PATH/.metadata          DCP's own index, a pickle, for other tools; never read here
     PATH/index.json         the same index as JSON
-    PATH/facts.json         everything that is no tensor, the size and CRC-32 of each file, and which save wrote it
+    PATH/facts.json         everything that is no tensor, what kind of part this is, the size and CRC-32 of each file,
+                            which save wrote it, and the CRC-32 of all that
 
 A pickle executes what its writer wants, and DCP unpickles its index and whatever the index calls no tensor. Here the
 index is JSON that can name tensors only, and those go through `torch.load(weights_only=True)`.
@@ -36,14 +37,19 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_ext.policy import folders
 from megatron_ext.policy.agreement import agree
+from megatron_ext.policy.facts import from_json, to_json
 from megatron_ext.policy.folders import FACTS
 
 INDEX = "index.json"
 
 
 class Part(NamedTuple):
-    """A folder to write: `tensors` are DTensors or replicated ones, `facts` JSON, the same on every rank."""
+    """A folder to write: `tensors` are DTensors or replicated ones, `facts` what `to_json` takes, alike on every rank.
 
+    `kind` is what `find` is asked for: "weights" or "optimizer".
+    """
+
+    kind: str
     path: Path
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
@@ -57,30 +63,26 @@ class Found(NamedTuple):
     facts: dict[str, Any]
 
 
-def save(path: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """`save_together` of one folder."""
-    save_together(Part(Path(path), tensors, facts))
-
-
 def save_together(*parts: Part) -> None:
     """Writes folders that `find` gives together only.
 
     Raises:
-        ValueError: facts are no JSON, or a path lies in another one or holds something else.
+        ValueError: facts cannot be JSON, or a path lies in another one or holds something else.
         OSError: the files cannot be written. What the paths held before is still there.
     """
     paths = [part.path for part in parts]
     lead = _rank() == 0
+    facts: list[Any] = []
 
     def begin() -> str:
-        json.dumps([part.facts for part in parts])
+        facts.extend(to_json(part.facts, part.kind) for part in parts)
         folders.check_free(paths)
         for path in paths if lead else ():
             folders.begin(path)
         return uuid.uuid4().hex
 
     which = agree(begin)[0]
-    for path, tensors, _ in parts:
+    for _, path, tensors, _ in parts:
         try:
             dcp.save(dict(tensors), storage_writer=_Writer(folders.new(path)), no_dist=_alone())
         except CheckpointException as error:
@@ -91,41 +93,31 @@ def save_together(*parts: Part) -> None:
     def finish() -> None:
         for i, part in enumerate(parts) if lead else ():
             listed = {name: entry for found in sums for name, entry in found[i].items()}
-            (new[i] / FACTS).write_text(json.dumps({"save": which, "files": listed, "facts": part.facts}))
+            content = {"save": which, "kind": part.kind, "files": listed, "facts": facts[i]}
+            (new[i] / FACTS).write_text(json.dumps({**content, "checksum": _checksum(content)}))
         if lead:
             folders.publish(paths)
 
     agree(finish)
 
 
-def load(path: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Reads into `tensors`, in place, once all files were found whole and to hold them. Returns the facts.
+def find(**paths: str | Path) -> list[Found]:
+    """The folders of one save, `kind=path`, all files of which were found whole.
 
     Raises:
-        ValueError: there is no checkpoint, it is incomplete or damaged, or holds other tensors. Nothing has changed.
+        ValueError: one is not there, incomplete or damaged, of another kind, or they are of different saves.
     """
-    [found] = find(path)
-    must_hold(found, tensors)
-    read(found, tensors)
-    return found.facts
-
-
-def find(*paths: str | Path) -> list[Found]:
-    """The folders of one save, all files of which were found whole.
-
-    Raises:
-        ValueError: one is not there, incomplete or damaged, or they are of different saves.
-    """
-    places = [Path(path) for path in paths]
+    places = [Path(path) for path in paths.values()]
 
     def verify() -> list[Found]:
-        return [_verified(path, folder) for path, folder in zip(places, folders.of_one_save(places), strict=True)]
+        folder_of = zip(paths, places, folders.of_one_save(places), strict=True)
+        return [_verified(kind, path, folder) for kind, path, folder in folder_of]
 
     return agree(verify)[_rank()]
 
 
 def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the checkpoint has these tensors in their shapes."""
+    """Raises ValueError unless the checkpoint has these tensors in their shapes, and no others."""
     agree(lambda: _check_tensors(found.path, _read_index(found.folder), tensors))
 
 
@@ -137,22 +129,29 @@ def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from None
 
 
-def _verified(path: Path, folder: Path) -> Found:
+def _verified(kind: str, path: Path, folder: Path) -> Found:
     """Each rank looks at its share of the files."""
     try:
         said = json.loads((folder / FACTS).read_text())
-        listed, facts = said["files"], said["facts"]
+        checksum, listed = said.pop("checksum"), said["files"]
         own = _own_share(listed)
         sums = _checksums(folder, own)
         metadata = _read_index(folder)
+        facts = from_json(said["facts"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the checkpoint {path} is incomplete or damaged ({error}); load another one") from None
     wrong = [name for name in own if sums[name] != listed[name]]
-    strange = {info.relative_path for info in metadata.storage_data.values()} - set(listed)
-    if wrong or strange:
+    wrong += sorted({info.relative_path for info in metadata.storage_data.values()} - set(listed))
+    if checksum != _checksum(said):
+        wrong.append(FACTS)
+    if wrong:
         raise ValueError(
-            f"the checkpoint {path} is damaged: {', '.join(wrong or sorted(strange))} is not what was written; "
-            f"load another one"
+            f"the checkpoint {path} is damaged: {', '.join(wrong)} is not what was written; load another one"
+        )
+    if said["kind"] != kind:
+        raise ValueError(
+            f"the checkpoint {path} holds {said['kind']}, and {kind} is to be read there: pass the path that it was "
+            f"saved to"
         )
     return Found(path, folder, facts)
 
@@ -212,15 +211,16 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    there = metadata.state_dict_metadata
+    rule = "they must hold the same model and optimizer; load one of this model"
     for name, tensor in tensors.items():
-        entry = metadata.state_dict_metadata.get(name)
+        entry = there.get(name)
         size = entry.size if isinstance(entry, TensorStorageMetadata) else None
         if size != tensor.shape:
             found = "lacks it" if size is None else f"has it as {list(size)}"
-            raise ValueError(
-                f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: they must hold the same model "
-                f"and optimizer; load one of this model"
-            )
+            raise ValueError(f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: {rule}")
+    if more := sorted(there.keys() - tensors.keys()):
+        raise ValueError(f"the checkpoint {path} has {', '.join(more[:3])} and there is no such thing here: {rule}")
 
 
 def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
@@ -233,6 +233,11 @@ def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
                 checksum, size = zlib.crc32(block, checksum), size + len(block)
         found[name] = [size, checksum]
     return found
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """The same before `content` is written and after it is read: JSON keeps order and numbers."""
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def _own_share(names: Iterable[str]) -> list[str]:

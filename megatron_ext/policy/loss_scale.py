@@ -20,10 +20,13 @@ class LossScale:
         self._dynamic, self._good_steps = dynamic, 0
 
     def state_dict(self) -> dict[str, float]:
+        """Empty unless it is dynamic: a scale of 1 is no place to begin for one that is."""
+        if not self._dynamic:
+            return {}
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        if self._dynamic:
+        if self._dynamic and state:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:

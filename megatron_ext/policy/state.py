@@ -1,4 +1,4 @@
-"""A worker's weights and optimizer as named tensors and JSON, and back: what its checkpoints hold."""
+"""A worker's weights and optimizer as named tensors and facts, and back: what its checkpoints hold."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def save_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str | None) -> None:
     """Writes both, or leaves what the paths held."""
-    parts = [Part(Path(weights_path), worker._state(), {})]
+    parts = [Part("weights", Path(weights_path), worker._state(), {})]
     if optimizer_path is not None:
         optimizer = _optimizer(worker)
         tensors: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ def save_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str |
             tensors, facts["numbers"] = _optimizer_state(worker)
         else:  # DCP would take a step to have something to save
             facts["groups"] = _groups(optimizer)
-        parts.append(Part(Path(optimizer_path), _as_global(worker, tensors), facts))
+        parts.append(Part("optimizer", Path(optimizer_path), _as_global(worker, tensors), facts))
     checkpoint.save_together(*parts)
 
 
@@ -46,10 +46,12 @@ def load_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str |
     """Both folders are checked, and compared with the worker, before either is read."""
     weights = worker._state()
     if optimizer_path is None:
-        checkpoint.load(weights_path, weights)
+        [saved] = checkpoint.find(weights=weights_path)
+        checkpoint.must_hold(saved, weights)
+        checkpoint.read(saved, weights)
         return
     optimizer = _optimizer(worker)
-    saved, saved_optimizer = checkpoint.find(weights_path, optimizer_path)
+    saved, saved_optimizer = checkpoint.find(weights=weights_path, optimizer=optimizer_path)
     facts = saved_optimizer.facts
     checkpoint.must_hold(saved, weights)
     assert worker.scheduler is not None

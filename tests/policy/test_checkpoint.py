@@ -84,6 +84,10 @@ def damage(folder, how):
         weights.write_bytes(data)
     elif how == "file gone":
         weights.unlink()
+    elif how == "one digit":
+        facts = (folder / "facts.json").read_text()
+        assert "0.01" in facts
+        (folder / "facts.json").write_text(facts.replace("0.01", "9.01", 1))
     elif how == "facts gone":
         (folder / "facts.json").unlink()
     elif how == "index cut":
@@ -120,7 +124,8 @@ DAMAGES = ["truncated", "one bit", "file gone", "facts gone", "index cut", "no f
 
 
 @pytest.mark.parametrize(
-    "part, how", [*(("weights", how) for how in DAMAGES), ("optimizer", "one bit"), ("optimizer", "no folder")]
+    "part, how",
+    [*(("weights", how) for how in DAMAGES), *(("optimizer", how) for how in ("one bit", "one digit", "no folder"))],
 )
 @ranks(2)
 def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
@@ -277,8 +282,9 @@ class Planted:
 def sign(folder):
     """Has the manifest agree with the files, as who plants a pickle would."""
     facts = json.loads((folder / "facts.json").read_text())
+    del facts["checksum"]
     facts["files"] = checkpoint._checksums(folder, sorted(facts["files"]))
-    (folder / "facts.json").write_text(json.dumps(facts))
+    (folder / "facts.json").write_text(json.dumps({**facts, "checksum": checkpoint._checksum(facts)}))
 
 
 @pytest.mark.parametrize("place", ["metadata", "tensors"])
@@ -317,4 +323,62 @@ def test_a_checkpoint_of_another_model_is_refused():
     deeper = DTensorPolicyWorker(tiny_config(tiny_model(num_hidden_layers=3)), init_reference_model=False)
     with pytest.raises(ValueError, match="layers.2.* lacks it"):
         deeper.load_checkpoint(str(folder / "weights"))
+    flatter = DTensorPolicyWorker(tiny_config(tiny_model(num_hidden_layers=1)), init_reference_model=False)
+    before = whole(flatter._state())
+    with pytest.raises(ValueError, match=r"has model.layers.1.* no such thing here"):
+        flatter.load_checkpoint(str(folder / "weights"))
+    assert all(torch.equal(whole(flatter._state())[name], x) for name, x in before.items())
+    shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_each_path_must_hold_its_part():
+    folder = shared_folder()
+    weights, optimizer = str(folder / "weights"), str(folder / "optimizer")
+    worker = worker_of()
+    train(worker, 0)
+    worker.save_checkpoint(weights, optimizer)
+    with pytest.raises(ValueError, match="weights holds weights, and optimizer is to be read there"):
+        worker.load_checkpoint(weights, weights)
+    for paths in ((optimizer,), (optimizer, weights)):
+        with pytest.raises(ValueError, match="optimizer holds optimizer, and weights is to be read there"):
+            worker.load_checkpoint(*paths)
+    worker.load_checkpoint(weights, optimizer)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+MULTI_STEP = {"name": "torch.optim.lr_scheduler.MultiStepLR", "kwargs": {"milestones": [1, 4], "gamma": 0.1}}
+IN_SEQUENCE = [{**SCHEDULER, "kwargs": {"total_iters": 1}}, {"milestones": [1]}, MULTI_STEP]
+
+
+@pytest.mark.parametrize("scheduler", [MULTI_STEP, IN_SEQUENCE], ids=["alone", "in a sequence"])
+@ranks(1)
+def test_the_learning_rate_decays_after_a_resume_as_without(scheduler):
+    def rates(worker):
+        return [train(worker, step) and worker.optimizer.param_groups[0]["lr"] for step in range(4)]
+
+    folder = shared_folder()
+    paths = str(folder / "weights"), str(folder / "optimizer")
+    config = tiny_config(scheduler=scheduler)
+    worker = DTensorPolicyWorker(config, init_reference_model=False)
+    for step in range(2):
+        train(worker, step)
+    worker.save_checkpoint(*paths)
+    other = DTensorPolicyWorker(config, None, *paths, init_reference_model=False)
+    assert other.scheduler.state_dict() == worker.scheduler.state_dict()
+    true = rates(worker)
+    assert len(set(true)) == 2
+    assert rates(other) == true
+    shutil.rmtree(folder)
+
+
+@ranks(1)
+def test_a_schedule_that_a_file_cannot_hold_is_refused_before_anything_is_written():
+    folder = shared_folder()
+    worker = worker_of()
+    worker.scheduler.end_factor = torch.tensor(1.0)
+    with pytest.raises(ValueError, match=r"optimizer\['scheduler'\]\['end_factor'\] is tensor\(1.\), a torch.Tensor"):
+        worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    assert not list(folder.iterdir())
     shutil.rmtree(folder)

@@ -49,13 +49,13 @@ NAMES = "weights", "optimizer"
 
 
 def save(folder, value):
-    parts = [Part(folder / name, {"x": torch.full((3,), value)}, {"value": value}) for name in NAMES]
+    parts = [Part(name, folder / name, {"x": torch.full((3,), value)}, {"value": value}) for name in NAMES]
     checkpoint.save_together(*parts)
 
 
 def load(folder):
     """The value that both folders hold."""
-    found = checkpoint.find(*(folder / name for name in NAMES))
+    found = checkpoint.find(**{name: folder / name for name in NAMES})
     values = set()
     for part in found:
         x = torch.zeros(3)
@@ -113,10 +113,10 @@ def test_saves_that_die_one_after_the_other(tmp_path, die_at):
 
 def test_folders_of_different_saves_are_refused(tmp_path):
     save(tmp_path, 1.0)
-    checkpoint.save(tmp_path / "weights", {"x": torch.ones(3)}, {})
+    checkpoint.save_together(Part("weights", tmp_path / "weights", {"x": torch.ones(3)}, {}))
     with pytest.raises(ValueError, match=r"weights and .*optimizer are of different saves.* the weights alone"):
         load(tmp_path)
-    checkpoint.load(tmp_path / "weights", {"x": torch.zeros(3)})
+    checkpoint.find(weights=tmp_path / "weights")
     save(tmp_path, 2.0)
     assert load(tmp_path) == 2.0
 
@@ -127,5 +127,5 @@ def test_nothing_else_is_overwritten(tmp_path):
     with pytest.raises(ValueError, match="holds something that is no checkpoint"):
         save(tmp_path, 1.0)
     with pytest.raises(ValueError, match="a folder of its own"):
-        checkpoint.save_together(*(Part(tmp_path / path, {}, {}) for path in ("one", "one/two")))
+        checkpoint.save_together(*(Part("weights", tmp_path / path, {}, {}) for path in ("one", "one/two")))
     assert [entry.name for entry in tmp_path.rglob("*")] == ["weights", "thesis.tex"]

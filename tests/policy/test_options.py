@@ -188,3 +188,17 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
     assert scale.value == 2.0**15
     assert [scale.overflowed(float("inf")) for _ in range(16)] == [True] * 15 + [False]
     assert not LossScale(dynamic=False).overflowed(float("nan"))
+
+
+def test_a_loss_scale_does_not_take_over_the_one_of_a_precision_without():
+    from megatron_ext.policy.loss_scale import LossScale
+
+    scale, none = LossScale(dynamic=True), LossScale(dynamic=False)
+    scale.load_state_dict(none.state_dict())
+    assert scale.value == 2.0**14
+    scale.value = 2.0**9
+    none.load_state_dict(scale.state_dict())
+    assert none.value == 1
+    other = LossScale(dynamic=True)
+    other.load_state_dict(scale.state_dict())
+    assert other.value == 2.0**9
