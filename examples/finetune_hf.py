@@ -197,7 +197,8 @@ class Run:
     def save(self) -> None:
         tensors, numbers = self._optimizer_state()
         path = Path(self.args.save) / f"step_{self.step}"
-        checkpoint.save(path, self._weights() | tensors, {"step": self.step, "numbers": numbers})
+        facts = {"step": self.step, "numbers": numbers}
+        checkpoint.save_together(checkpoint.Part("training", path, self._weights() | tensors, facts))
 
     def load(self) -> None:
         """Go on where a checkpoint was made, in any layout.
@@ -207,11 +208,13 @@ class Run:
                 as this run shall have.
         """
         tensors, _ = self._optimizer_state()
-        facts = checkpoint.load(self.args.load, self._weights() | tensors)
+        [saved], held = checkpoint.find(training=self.args.load), self._weights() | tensors
+        checkpoint.must_hold(saved, held)
+        checkpoint.read(saved, held)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state: dict[str, Any] = tensors | facts["numbers"]
+        state: dict[str, Any] = tensors | saved.facts["numbers"]
         set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
-        self.step = facts["step"]
+        self.step = saved.facts["step"]
         if self.step >= self.args.steps:
             raise ValueError(f"--load has {self.step} steps behind it: --steps is {self.args.steps}, and must be more")
 

@@ -80,9 +80,13 @@ def _free_groups(before, threads):
     Collecting takes longer than most tests, so only where there are other threads than before the test.
     """
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    for group in _registered() - before:
+    left = _registered() - before
+    for group in left:
         dist.destroy_process_group(group)
+    if left:
+        _clear_sharding_prop_cache()  # it would give DTensors of an equal mesh the one whose groups have just ended
     if (now := _threads()) == -1 or now != threads:
         gc.collect()
     return _threads()

@@ -46,7 +46,7 @@ INDEX = "index.json"
 class Part(NamedTuple):
     """A folder to write: `tensors` are DTensors or replicated ones, `facts` what `to_json` takes, alike on every rank.
 
-    `kind` is what `find` is asked for: "weights" or "optimizer".
+    `kind` is what `find` is asked for, as "weights" or "optimizer".
     """
 
     kind: str
