@@ -49,16 +49,16 @@ def _work(rank, world_size, store, jobs, replies):
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
     gc.freeze()  # what was imported before the fork: collecting after a test must not look at it
-    threads, groups = _threads(), _registered()
+    threads = _threads()
     while (job := jobs.get()) is not None:
         module, name, kwargs = job
-        threads = _free_groups(groups, threads)  # of the test before, which has ended on all ranks by now
         torch.manual_seed(0)
         try:
             getattr(importlib.import_module(module), name).body(**kwargs)
             replies.put((rank, None))
         except BaseException:  # also SystemExit: a rank must always answer
             replies.put((rank, traceback.format_exc()))
+        threads = _collect_groups(threads)
     dist.destroy_process_group()
 
 
@@ -68,25 +68,11 @@ def _threads():
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else -1
 
 
-def _registered():
-    from torch.distributed.distributed_c10d import _world
-
-    return set(_world.pg_map)
-
-
-def _free_groups(before, threads):
-    """Free the groups that a test left, registered or in cycles (models hold them): each wakes 100 times a second.
+def _collect_groups(threads):
+    """Free groups that a test left in cycles (models hold them): a group has threads that wake 100 times a second.
 
     Collecting takes longer than most tests, so only where there are other threads than before the test.
     """
-    import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    left = _registered() - before
-    for group in left:
-        dist.destroy_process_group(group)
-    if left:
-        _clear_sharding_prop_cache()  # it would give DTensors of an equal mesh the one whose groups have just ended
     if (now := _threads()) == -1 or now != threads:
         gc.collect()
     return _threads()

@@ -1,5 +1,7 @@
 """Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,8 +88,9 @@ def make(kind, tied=False):
     return model.train()
 
 
+@functools.cache
 def meshes(dp=1, cp=1, tp=1):
-    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim."""
+    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim. Made once a process."""
     mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, V vocabulary; R tensor-parallel and W context-parallel ranks, R * W the world.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class Grid:
         return every[self.cp_rank], every.sum(0)
 
 
+@functools.cache
 def _grid(tp: int) -> Grid:
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [dist.new_group(range(start, start + tp)) for start in range(0, world, tp)]
