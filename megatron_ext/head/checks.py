@@ -22,7 +22,7 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_ANY_SIZE = 1 << 40  # no vocabulary has it
+NO_SIZE = 1 << 40  # no vocabulary has it
 
 
 def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
@@ -67,7 +67,7 @@ def size_fault(vocab: VocabShard | None, check: Callable[..., None], *arguments:
         if vocab is not None:
             raise
         try:
-            check(*arguments, _ANY_SIZE)
+            check(*arguments, NO_SIZE)
         except ValueError:
             raise fault from None
         return fault

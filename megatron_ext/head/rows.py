@@ -224,7 +224,7 @@ def _blocks(z_TV: Tensor) -> list[slice]:
     """Rows to work on at a time: on CPU a few, never all of them in fp32; more where nothing is computed anyway."""
     tokens, columns = z_TV.shape
     step = tokens
-    if z_TV.device.type == "cpu" and not torch.compiler.is_compiling():
+    if z_TV.device.type == "cpu":
         step = min((_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1), tokens // 4)
     step = max(1, step)
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]

@@ -15,13 +15,11 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.checks import check_labels, size_fault
+from megatron_ext.head.checks import NO_SIZE, check_labels, size_fault
 from megatron_ext.head.options import check_temperature
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
-
-_NO_SIZE = 1 << 40  # no vocabulary has it
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | 
             f"vocab_start_index is {start} and vocab_end_index {stop} for {columns} columns of the vocabulary on one "
             f"rank: they must be 0 and {columns}; pass the tp_group whose ranks hold the rest"
         )
-    return None if fits else VocabShard(rank * columns, (rank + 1) * columns, _NO_SIZE)
+    return None if fits else VocabShard(rank * columns, (rank + 1) * columns, NO_SIZE)
 
 
 def whole_if_none(tp_group: Group) -> Group:
