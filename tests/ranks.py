@@ -2,11 +2,11 @@
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test.
+a hang nor a crash outlives its test. So is one whose ranks have gathered threads: each gloo group has some that wake 100
+times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
 """
 
 import functools
-import gc
 import importlib
 import inspect
 import multiprocessing
@@ -22,6 +22,7 @@ import pytest
 TIMEOUT_S = 60  # longer than any test may take; a slow one says @ranks(..., timeout_s=...)
 # Imported once, before the ranks are forked.
 _PRELOAD = ["torch", "torch.distributed.tensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
+CROWD = 64  # threads of one rank at which its pool is replaced
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 
 _pools: dict[int, "_Pool"] = {}
@@ -48,34 +49,22 @@ def _work(rank, world_size, store, jobs, replies):
         world_size=world_size,
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
-    gc.freeze()  # what was imported before the fork: collecting after a test must not look at it
-    threads = _threads()
     while (job := jobs.get()) is not None:
         module, name, kwargs = job
         torch.manual_seed(0)
         try:
             getattr(importlib.import_module(module), name).body(**kwargs)
-            replies.put((rank, None))
+            error = None
         except BaseException:  # also SystemExit: a rank must always answer
-            replies.put((rank, traceback.format_exc()))
-        threads = _collect_groups(threads)
+            error = traceback.format_exc()
+        replies.put((rank, error, _threads()))
     dist.destroy_process_group()
 
 
 def _threads():
-    """The threads of this process, -1 where that is not known."""
+    """The threads of this process, 0 where that is not known."""
     tasks = "/proc/self/task"
-    return len(os.listdir(tasks)) if os.path.isdir(tasks) else -1
-
-
-def _collect_groups(threads):
-    """Free groups that a test left in cycles (models hold them): a group has threads that wake 100 times a second.
-
-    Collecting takes longer than most tests, so only where there are other threads than before the test.
-    """
-    if (now := _threads()) == -1 or now != threads:
-        gc.collect()
-    return _threads()
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 class _Pool:
@@ -86,6 +75,7 @@ class _Pool:
         os.close(handle)
         os.unlink(self.store)
         self.replies = context.Queue()
+        self.crowded = False
         self.jobs = [context.SimpleQueue() for _ in range(world_size)]
         self.workers = [
             context.Process(target=_work, args=(rank, world_size, self.store, jobs, self.replies), daemon=True)
@@ -100,12 +90,13 @@ class _Pool:
         pending, errors, deadline = set(range(len(self.workers))), {}, time.monotonic() + timeout_s
         while pending and (left := deadline - time.monotonic()) > 0:
             try:
-                rank, error = self.replies.get(timeout=min(left, 1.0))
+                rank, error, threads = self.replies.get(timeout=min(left, 1.0))
             except queue.Empty:
                 if all(worker.is_alive() for worker in self.workers):
                     continue
                 break
             pending.discard(rank)
+            self.crowded |= threads > CROWD
             if error:
                 errors[rank] = error
                 deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
@@ -146,7 +137,10 @@ def ranks(*world_sizes, timeout_s=TIMEOUT_S):
             world_size = kwargs.pop("world_size")
             pool = _pools.pop(world_size, None) or _Pool(world_size)
             pool.run(body.__module__, body.__name__, kwargs, timeout_s)  # on failure the pool stays out of _pools
-            _pools[world_size] = pool
+            if pool.crowded:
+                pool.kill()
+            else:
+                _pools[world_size] = pool
 
         test.__signature__ = inspect.Signature([*inspect.signature(body).parameters.values(), world])
         test.body = body
