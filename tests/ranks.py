@@ -21,7 +21,12 @@ import pytest
 
 TIMEOUT_S = 60  # longer than any test may take; a slow one says @ranks(..., timeout_s=...)
 # Imported once, before the ranks are forked.
-_PRELOAD = ["torch", "torch.distributed.tensor", "megatron.core.models.gpt", "megatron.core.optimizer"]
+_PRELOAD = [
+    "torch.distributed.tensor",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "transformers.models.qwen2.modeling_qwen2",
+]
 CROWD = 64  # threads of one rank at which its pool is replaced
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 
