@@ -2,8 +2,8 @@
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test. So is one whose ranks have gathered threads: each gloo group has some that wake 100
-times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
+a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
+100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
 """
 
 import functools

@@ -107,10 +107,10 @@ def test_what_a_script_sees(tmp_path, script):
     "text,code,said",
     [
         ("raise SystemExit(7)", 7, ""),
-        ("import sys; sys.exit('no data')", 1, "no data"),
-        ("import os; os._exit(9)", 9, ""),
+        pytest.param("import sys; sys.exit('no data')", 1, "no data", marks=pytest.mark.slow),
+        pytest.param("import os; os._exit(9)", 9, "", marks=pytest.mark.slow),
         ("def deep():\n    raise KeyError('lost')\n\ndeep()", 1, 'script.py", line 2, in deep\n    raise KeyError('),
-        ("x = (", 1, "SyntaxError"),
+        pytest.param("x = (", 1, "SyntaxError", marks=pytest.mark.slow),
     ],
     ids=["exit", "message", "at once", "exception", "syntax"],
 )
@@ -120,7 +120,7 @@ def test_exit_codes_and_tracebacks_pass_through(tmp_path, script, text, code, sa
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_signals_pass_through(tmp_path, script, number):
     path = script("""
         import time

@@ -104,6 +104,10 @@ def test_two_ranks(case):
     assert_trains_like_plain(*TWO_RANKS[case])
 
 
+def slow(case):
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 FOUR_RANKS = {
     "tp2-dp2": ({"tp": 2}, {}),
     "tp2-pp2": ({"tp": 2, "pp": 2}, {}),
@@ -112,7 +116,7 @@ FOUR_RANKS = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("case", FOUR_RANKS)
+@pytest.mark.parametrize("case", [slow("tp2-dp2"), slow("tp2-pp2"), "tp2-sp-pp2-vp2"])
 def test_four_ranks(case):
     assert_trains_like_plain(*FOUR_RANKS[case])
 
@@ -172,7 +176,7 @@ RECOMPUTE = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", ["full", slow("selective")])
 def test_recompute_draws_the_same_dropout(recompute):
     batches = tiny_batches(STEPS)
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -208,8 +212,9 @@ def state_of(chunks, optimizer, loading: bool) -> dict:
     return {**model, "optimizer": optimizer.sharded_state_dict(model["model0"], is_loading=loading, **sharding)}
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("sizes", [{}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["dp2", "pp2"])
 def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, sizes):
     """Weights and optimizer state: the losses go on as if nothing had happened."""
     from megatron_ext.emulation import megatron_on_cpu

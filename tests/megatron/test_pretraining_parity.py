@@ -65,13 +65,13 @@ def cases(*quick: str):
 
 
 @ranks(1)
-@cases("tied", "untied-dropout")
+@cases("untied-dropout")
 def test_tp1(tied, dropout):
     parity("tp1", tied, dropout)
 
 
 @ranks(2)
-@cases("tied-dropout")
+@cases()
 def test_tp2(tied, dropout):
     parity("tp2", tied, dropout)
 
@@ -83,6 +83,6 @@ def test_tp2_sp(tied, dropout):
 
 
 @ranks(4)
-@cases("tied-dropout")
+@cases()
 def test_tp2_pp2(tied, dropout):
     parity("tp2-pp2", tied, dropout)

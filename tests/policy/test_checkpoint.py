@@ -120,12 +120,17 @@ def test_a_save_before_the_first_step_changes_nothing():
     shutil.rmtree(folder)
 
 
-DAMAGES = ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"]
+WEIGHTS = ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"]
+OPTIMIZER = ["one bit", "one digit", "no folder"]
+QUICK = [("weights", "truncated"), ("weights", "facts gone"), ("optimizer", "one bit")]
 
 
 @pytest.mark.parametrize(
     "part, how",
-    [*(("weights", how) for how in DAMAGES), *(("optimizer", how) for how in ("one bit", "one digit", "no folder"))],
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in [*(("weights", how) for how in WEIGHTS), *(("optimizer", how) for how in OPTIMIZER)]
+    ],
 )
 @ranks(2)
 def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
