@@ -1,6 +1,5 @@
 """Megatron's process groups for one run of an example: on GPUs over NCCL, or on the CPU over gloo."""
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -41,8 +40,6 @@ def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = No
     on_gpu = has_gpus() if on_gpu is None else on_gpu
     if on_gpu:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron wants kernels in the order it starts them
-    else:  # where one generator is both CPU's and CUDA's, Megatron warns of each draw of dropout
-        logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     with nullcontext() if on_gpu else megatron_on_cpu():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")

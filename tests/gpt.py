@@ -122,6 +122,18 @@ def stock_spec(config, vp_stage: int | None = None):
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_SequenceParallelNorm)
 
 
+@contextmanager
+def ours_everywhere() -> Iterator[None]:
+    """Our tensor-parallel package where Megatron's stood."""
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    substitute_tensor_parallel()
+    try:
+        yield
+    finally:
+        restore_tensor_parallel()
+
+
 class _SequenceParallelNorm(torch.nn.LayerNorm):
     """A LayerNorm on this rank's tokens; the mark has Megatron sum its gradients over the tensor-parallel ranks."""
 

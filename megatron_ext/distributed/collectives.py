@@ -1,4 +1,4 @@
-"""The only torch.distributed communication of the package: four collectives on tensors, and their waiting halves.
+"""What the package sends by torch.distributed: four collectives on tensors and their waiting halves, and two helpers.
 
 `start_x(...)` begins a collective and returns a `Pending`; `.wait()` gives its result. `x(...)` is both at once. With a
 group of one rank (or None) nothing is communicated and the result is the input itself (contiguous).

@@ -4,6 +4,7 @@ Here runs what Megatron falls back to without Transformer Engine and Apex, on pa
 """
 
 import importlib.machinery
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,13 @@ Replacements = Iterator[tuple[Any, dict[str, Any]]]
 def _legacy_fused_kernels(module: ModuleType) -> Replacements:
     """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
     yield module, {"load": lambda *args, **kwargs: None}
+
+
+def _random_numbers(module: ModuleType) -> Replacements:
+    """It warns of each draw of dropout that the CPU's generator moved; here that is the GPU's as well."""
+    log = logging.getLogger(module.__name__)
+    passes = log.filter
+    yield log, {"filter": lambda record: "CPU RNG state changed" not in record.getMessage() and passes(record)}
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
@@ -67,6 +75,7 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
 
 MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
     "megatron.legacy.fused_kernels": _legacy_fused_kernels,
+    "megatron.core.tensor_parallel.random": _random_numbers,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

@@ -32,5 +32,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
+        if name == "MegatronPolicyWorker":
+            import megatron_ext.megatron  # noqa: F401  # which says so where there is no Megatron-Core
+
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

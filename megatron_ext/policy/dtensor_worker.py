@@ -31,7 +31,10 @@ class DTensorPolicyWorker(PolicyWorker):
     parallel_key = "dtensor_cfg"
 
     def _build_model(self) -> nn.Module:
-        from accelerate import init_empty_weights
+        try:
+            from accelerate import init_empty_weights
+        except ImportError as error:
+            raise ImportError("DTensorPolicyWorker needs accelerate: pip install 'megatron-ext[hf]'") from error
 
         whole: dict[str, Any] = {}
         make_empty: Callable[[], nn.Module]

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from megatron_ext.dtensor.decoder import import_transformers
+
 
 class ModelFactories(NamedTuple):
     """A function that makes the model with its weights, one for a model of the same shapes, and its config if known."""
@@ -20,16 +22,18 @@ def model_factories(source: Any) -> ModelFactories:
     Nothing that lies in a folder is executed.
 
     Raises:
+        ImportError: transformers is not installed.
         ValueError: `source` is none of these; from `make`, a folder cannot be loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+    transformers = import_transformers()
+    from_config = transformers.AutoModelForCausalLM.from_config
 
     if isinstance(source, str):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
 
         def load() -> nn.Module:
             try:
-                return AutoModelForCausalLM.from_pretrained(
+                return transformers.AutoModelForCausalLM.from_pretrained(
                     source, config=config, use_safetensors=True, trust_remote_code=False
                 )
             except Exception as error:  # of many kinds: safetensors, the operating system, shapes
@@ -37,11 +41,11 @@ def model_factories(source: Any) -> ModelFactories:
                     f"the model in {source} cannot be loaded ({error}); its config.json and safetensors must be whole"
                 ) from error
 
-        return ModelFactories(load, lambda: AutoModelForCausalLM.from_config(config), config)
-    if isinstance(source, PretrainedConfig):
+        return ModelFactories(load, lambda: from_config(config), config)
+    if isinstance(source, transformers.PretrainedConfig):
 
         def build() -> nn.Module:
-            return AutoModelForCausalLM.from_config(source)
+            return from_config(source)
 
         return ModelFactories(build, build, source)
     if not callable(source):

@@ -74,7 +74,10 @@ __all__ = [
 
 
 class _Random(ModuleType):
-    """The module's variables that change: reading and writing them reaches the places where they live."""
+    """The module's variables that change: reading and writing them reaches the places where they live.
+
+    `mock.patch` deletes a variable before it sets it back, so that those two which it can set back can be deleted.
+    """
 
     @property
     def HAVE_TE(self) -> bool:
@@ -88,6 +91,10 @@ class _Random(ModuleType):
     def IS_CHECKPOINTING(self, value: bool) -> None:
         Depth.now = int(value)
 
+    @IS_CHECKPOINTING.deleter
+    def IS_CHECKPOINTING(self) -> None:
+        del Depth.now
+
     @property
     def _CUDA_RNG_STATE_TRACKER(self) -> Tracker | None:
         return Process.tracker
@@ -95,6 +102,10 @@ class _Random(ModuleType):
     @_CUDA_RNG_STATE_TRACKER.setter
     def _CUDA_RNG_STATE_TRACKER(self, tracker: Tracker | None) -> None:
         Process.tracker = tracker
+
+    @_CUDA_RNG_STATE_TRACKER.deleter
+    def _CUDA_RNG_STATE_TRACKER(self) -> None:
+        del Process.tracker
 
     @property
     def _CUDA_RNG_STATE_TRACKER_INITIALIZED(self) -> bool:

@@ -4,6 +4,7 @@ The reference is a loop in plain PyTorch around the unsharded model: no schedule
 """
 
 import copy
+import logging
 import os
 import subprocess
 import sys
@@ -302,3 +303,24 @@ def test_megatron_may_be_imported_first(tmp_path):
     with model_parallel():
         expected = train_steps(tiny_gpt(), tiny_batches(2), lr=LR)
     torch.testing.assert_close([float(x) for x in done.stdout.split()], expected, rtol=1e-6, atol=0)
+
+
+@ranks(1)
+def test_draws_of_dropout_give_no_warnings():
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    with model_parallel():
+        from megatron.core.tensor_parallel import random
+
+        log = logging.getLogger(random.__name__)
+        log.addHandler(handler)
+        try:
+            seed_ranks()
+            with random.get_cuda_rng_tracker().fork():
+                torch.rand(1)
+            log.warning("another")
+        finally:
+            log.removeHandler(handler)
+    assert heard == ["another"]
+    assert "filter" not in vars(log)

@@ -170,7 +170,6 @@ def later_gpt(**overrides):
 
     class Later(GPTModel):
         scale: float | Tensor = 0.25
-        accepted = None
 
         def forward(self, *args, novelty=None, output_processor=None, **kwargs):
             self.passed_on = {"novelty": novelty, "output_processor": output_processor}

@@ -4,12 +4,12 @@ Layers, recomputation, random streams and mappings are ours where Megatron's sto
 change the loss by a thousand times what is allowed.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from tests.gpt import loss_and_grads, model_parallel, seed_ranks, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, seed_ranks, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
 LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
@@ -23,17 +23,6 @@ EXPERTS = {
     "moe_ffn_hidden_size": 32,
     "add_bias_linear": False,
 }
-
-
-@contextmanager
-def ours_everywhere():
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
-    substitute_tensor_parallel()
-    try:
-        yield
-    finally:
-        restore_tensor_parallel()
 
 
 def trained(ours, sizes, options):

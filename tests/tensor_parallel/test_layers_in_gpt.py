@@ -1,25 +1,14 @@
 """Our layers in Megatron's GPTModel, its schedules and its data parallelism: the numbers of Megatron's own layers."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.collectives import all_gather
-from tests.gpt import loss_and_grads, model_parallel, seed_ranks, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, seed_ranks, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
-
-
-@contextmanager
-def ours_everywhere():
-    from megatron_ext.megatron.substitute import restore_tensor_parallel, substitute_tensor_parallel
-
-    substitute_tensor_parallel()
-    try:
-        yield
-    finally:
-        restore_tensor_parallel()
 
 
 def run(ours, **options):

@@ -258,6 +258,20 @@ def test_the_modules_variables_are_live_and_can_be_set():
     assert not random.IS_CHECKPOINTING
 
 
+def test_mock_patch_sets_the_modules_variables_back():
+    with no_tracker():
+        tracker = random.get_cuda_rng_tracker()
+        with mock.patch("megatron_ext.tensor_parallel.random._CUDA_RNG_STATE_TRACKER", None):
+            assert random.get_cuda_rng_tracker() is not tracker
+        assert random.get_cuda_rng_tracker() is tracker
+    for before in (False, True):
+        random.IS_CHECKPOINTING = before
+        with mock.patch("megatron_ext.tensor_parallel.random.IS_CHECKPOINTING", not before):
+            assert random.is_checkpointing() is not before
+        assert random.is_checkpointing() is before
+    random._unset_checkpointing()
+
+
 def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert not random.HAVE_TE
