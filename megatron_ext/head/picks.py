@@ -14,15 +14,16 @@ from megatron_ext.head import statistics
 from megatron_ext.head.order import blocks, largest, largest_columns
 from megatron_ext.head.passes import row_gradient
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut
-from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.rows import transformed
 
 
 @dataclass(frozen=True)
 class _Picks(ReadOut):
     """Values `[T, K]` and their ids: logits over the temperature, or `normalised` to log-probabilities.
 
-    dz = scatter_add(g) - softmax * sum g, without the second term for logits. With `options.entropy` one more column of
-    the values is the entropy H of each distribution, for whose g dz gets - g softmax * (log softmax + H).
+    dz = scatter_add(g) - softmax * sum g, without the second term for logits; at the ids in fp64, because there the
+    terms cancel where the model is sure of one. With `options.entropy` one more column of the values is the entropy H
+    of each distribution, for whose g dz gets - g softmax * (log softmax + H).
     """
 
     normalised: bool
@@ -51,28 +52,32 @@ class _Picks(ReadOut):
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         ids_tK, *rest = (x[rows] for x in saved)
-        vocab, wide = self.options.vocab, accumulation_dtype(out_tV.dtype)
-        if out_tV.shape[1] == 0:
+        vocab = self.options.vocab
+        if vocab.counted == 0:
+            out_tV.zero_()
             return
-        g_tK = grad[rows].to(wide) / self.options.temperature
+        g_tK = grad[rows].double() / self.options.temperature
         g_tK, g_entropy_t = (g_tK[:, :-1], g_tK[:, -1]) if self.options.entropy else (g_tK, None)
         own_tK = vocab.owns(ids_tK)
-        at_tK = (ids_tK - vocab.start).where(own_tK, 0)
-        z_tV = logits()[0] if self.normalised else out_tV
-        for at in blocks(out_tV):
-            dz = out_tV[at] if out_tV.dtype == wide else torch.empty_like(out_tV[at], dtype=wide)
-            if self.normalised:
-                peak_t, alpha_t, *away_t = (x[at] for x in rest)
-                scale_t, slope_t = -g_tK[at].sum(1) * alpha_t, None
-                if g_entropy_t is not None:
-                    slope_t = -g_entropy_t[at] * alpha_t
-                    scale_t = scale_t + slope_t * away_t[0]
-                self.softmax(z_tV[at], peak_t, scale_t, slope_t, dz)
-            else:
-                dz.zero_()
-            dz.scatter_add_(1, at_tK[at], g_tK[at].where(own_tK[at], 0.0))  # in fp32: one rounding, ids may repeat
-            if dz.dtype != out_tV.dtype:
-                out_tV[at] = dz
+        at_tK = (ids_tK - vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it
+        picked_tK = _sums_of_equals(g_tK.where(own_tK, 0.0), at_tK)
+        if self.normalised:
+            z_tV = logits()[0]
+            peak_t, alpha_t, *away_t = rest
+            scale_t, slope_t = -g_tK.sum(1) * alpha_t, torch.zeros_like(alpha_t)
+            if g_entropy_t is not None:
+                slope_t = -g_entropy_t * alpha_t
+                scale_t = scale_t + slope_t * away_t[0]
+            u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.options.temperature, peak_t.dtype).double()
+            u_tK = u_tK - peak_t.unsqueeze(1)
+            bend_tK = scale_t.unsqueeze(1) + slope_t.unsqueeze(1) * u_tK.clamp(min=-1e4)
+            picked_tK += u_tK.exp() * bend_tK
+            self.softmax(z_tV, peak_t, scale_t, None if g_entropy_t is None else slope_t, out_tV)
+        else:
+            out_tV.zero_()
+        # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while.
+        row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
+        out_tV.index_put_((row_t1, at_tK), picked_tK.to(out_tV.dtype))
 
     def softmax(self, z_tV: Tensor, shift_t: Tensor, scale_t: Tensor, slope_t: Tensor | None, out_tV: Tensor) -> None:
         """`exp(u) (scale + slope u)`, u = z / temperature - shift."""
@@ -145,6 +150,12 @@ class TopK(_Picks):
             order_tK = largest(z_tN, ids_tN, self.k)
             z_TK[at], ids_TK[at] = z_tN.gather(1, order_tK), ids_tN.gather(1, order_tK).long()
         return self.picked(z_TK, ids_TK, stats_RKT, own_KT)
+
+
+def _sums_of_equals(x_tK: Tensor, ids_tK: Tensor) -> Tensor:
+    """Each entry becomes the sum of those in its row that have its id."""
+    first_tK = torch.searchsorted(ids_tK.sort(1).values, ids_tK)
+    return torch.zeros_like(x_tK).scatter_add_(1, first_tK, x_tK).gather(1, first_tK)
 
 
 def _integers(stats: Tensor) -> Tensor:
