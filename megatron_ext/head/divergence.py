@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_ext.head import statistics
 from megatron_ext.head.order import blocks
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut
-from megatron_ext.head.rows import MAX, SUM_EXP, transformed
+from megatron_ext.head.rows import MAX, SUM_EXP, accumulation_dtype, transformed
 
 Direction = Literal["forward", "reverse"]
 
@@ -55,27 +55,27 @@ class Divergence(ReadOut):
         sum_RT = stats_RKT[:, sides[self.kind != "reverse"]][:, SUM_EXP, :-1]
         weight_RT = weight_RT.exp().where(sum_RT > 0, 0.0)
         parts_RT = weight_RT * (stats_RKT[:, 2 * OWN, :-1] + sum_RT * apart_RT)
-        value_T = parts_RT.where(weight_RT > 0, 0.0).sum(0) / (weight_RT * sum_RT).sum(0)
-        value_T = value_T - self._parts(student.log_sum, teacher.log_sum)[1]
-        levels = [x for stats in (student, teacher) for x in (_finite(stats.largest), stats.log_sum)]
-        saved = [x.to(own_KT.dtype) for x in (value_T, *levels)]
-        return saved[:1], saved
+        apart_T = parts_RT.where(weight_RT > 0, 0.0).sum(0) / (weight_RT * sum_RT).sum(0)
+        value_T = apart_T - self._parts(student.log_sum, teacher.log_sum)[1]
+        sides_T = [x for stats in (student, teacher) for x in (_finite(stats.largest), stats.log_sum.neg().exp())]
+        return [value_T.to(own_KT.dtype)], [apart_T, *sides_T]
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
-        value_t, *levels = (x[rows] for x in saved)
-        counted, both = self.options.vocab.counted, logits()
+        wide, counted, both = accumulation_dtype(out_tV.dtype), self.options.vocab.counted, logits()
         out_tV[:, counted:] = 0
-        g_t1 = (grad[rows] / self.options.temperature).to(value_t.dtype).unsqueeze(1)
+        apart_t, *sides = (x[rows] for x in saved)
+        g_t = grad[rows].double() / self.options.temperature
+        # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
+        q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:
-            student, teacher = self._below(both, [x[at] for x in levels[::2]], at)
-            student -= levels[1][at].unsqueeze(1)
-            teacher -= levels[3][at].unsqueeze(1)
-            q = student.exp()
+            student, teacher = self._below(both, [x[at].to(wide) for x in sides[::2]], at)
             if self.kind == "reverse":
-                pulled = (q * (student - teacher - value_t[at].unsqueeze(1))).where(q > 0, 0.0)
+                pulled = student - teacher - apart_t[at].to(wide).unsqueeze(1)
+                q = student.exp_().mul_(q_scale_t1[at])
+                pulled = (q * pulled).where(q != 0, 0.0)  # an infinite divergence left out has a g of 0
             else:
-                pulled = q - teacher.exp_()
-            out_tV[at, :counted] = (pulled * g_t1[at]).where(g_t1[at] != 0, 0.0)  # an infinite divergence left out
+                pulled = student.exp_().mul_(q_scale_t1[at]) - teacher.exp_().mul_(p_scale_t1[at])
+            out_tV[at, :counted] = pulled
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """What is weighed by, as a logarithm, and what is weighed."""

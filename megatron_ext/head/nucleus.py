@@ -121,10 +121,10 @@ class TopP(ReadOut):
         o, vocab = self.options, self.options.vocab
         cut_t, last_t, peak_t, log_sum_t, log_prob_t = cuts_tK.unbind(1)
         counts_t = (log_prob_t > -torch.inf) & (labels_t != o.ignore_index)
-        g_t = (grad[rows] / o.temperature).where(counts_t, 0.0).to(cuts_tK.dtype)
-        at_label_t = -g_t * log_prob_t.where(counts_t, 0.0).expm1()
+        g_t = (grad[rows].double() / o.temperature).where(counts_t, 0.0)
+        at_label_t = (-g_t * log_prob_t.double().where(counts_t, 0.0).expm1()).to(cuts_tK.dtype)
         target_t = (labels_t - vocab.start).where(vocab.owns(labels_t) & counts_t, -1)
-        scale_t = -g_t * log_sum_t.neg().exp()
+        scale_t = (-g_t * log_sum_t.double().neg().exp()).to(cuts_tK.dtype)
         ids_V = torch.arange(vocab.counted, device=out_tV.device) + vocab.start
         z_tV = logits()[0][:, : vocab.counted]
         for at in blocks(z_tV):
@@ -175,11 +175,11 @@ class TopP(ReadOut):
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
         last_u1 = inside.sum(1, keepdim=True).clamp(min=1) - 1
         cut_u1, id_u1 = falling.gather(1, last_u1), order.gather(1, last_u1)
-        mass_u1 = mass.gather(1, last_u1)
+        mass_u1 = mass.gather(1, last_u1).double()
         log_sum_u1 = mass_u1.masked_fill(mass_u1 == 0, 1.0).log()  # a row of -inf: its label has -inf, no gradient
         label_u1 = labels_u.clamp(min=0).unsqueeze(1)
         z_u1 = z_uV.gather(1, label_u1)
-        log_prob_u1 = z_u1.to(scaled.dtype) / self.options.temperature - peak_u1 - log_sum_u1
+        log_prob_u1 = (z_u1.to(scaled.dtype) / self.options.temperature).double() - peak_u1 - log_sum_u1
         there = _not_after(z_u1, label_u1, cut_u1, id_u1) & (z_u1 > -torch.inf)
         cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_LOG_SUM] = cut_u1[:, 0], peak_u1[:, 0], log_sum_u1[:, 0]
         _integers(cuts_Ku[_LAST]).copy_(id_u1[:, 0])
