@@ -24,6 +24,7 @@ from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import known_class, output_head_path, text_model
 from megatron_ext.head import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.calls import token_log_probs
+from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
@@ -71,7 +72,8 @@ def causal_lm_loss(
     result, backward one reduce-scatter.
 
     Raises:
-        ValueError: arguments that don't fit each other; a model of another class, whose head may be another one.
+        ValueError: arguments that don't fit each other; a model of another class, whose head may be another one. What
+            the head refuses on one rank is raised on every one.
     """
 
     def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
@@ -182,8 +184,8 @@ def _on_whole_sequences(
     inputs = {"attention_mask": attention_mask, "use_cache": False}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
-    found = through_head(read, parts.split(tokens_BS, 1), parts.split(labels_BS, 1), **inputs)
-    return tuple(parts.gather(x, 1)[:, :length] for x in found)
+    found, fault = through_head(read, parts.split(tokens_BS, 1), parts.split(labels_BS, 1), **inputs)
+    return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 
 def _check(
@@ -206,8 +208,8 @@ def _check(
 
 def _through_head(
     model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
-) -> tuple[Tensor, ...]:
-    """What `read` makes of the hidden states of these tokens, `[B, P]` each."""
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
     text = text_model(model)
     hidden = text(input_ids=tokens_BP, **inputs)[0]
     head: Any = model.get_submodule(output_head_path(model))
@@ -220,18 +222,22 @@ def _through_head(
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
         hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
-    found = read(
-        hidden.to(weight.dtype),
+    found, fault = or_refuse(
+        lambda: read(
+            hidden.to(weight.dtype),
+            weight,
+            labels_BP,
+            tp_group=group,
+            hidden_layout="sequence" if in_slices else "replicated",
+            bias=None if head.bias is None else _local(head.bias, 0)[0],
+            vocab=vocab,
+            softcap=getattr(text.config, "final_logit_softcapping", None),
+        ),
+        (1, *labels_BP.shape),
         weight,
-        labels_BP,
-        tp_group=group,
-        hidden_layout="sequence" if in_slices else "replicated",
-        bias=None if head.bias is None else _local(head.bias, 0)[0],
-        vocab=vocab,
-        softcap=getattr(text.config, "final_logit_softcapping", None),
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
-    return tuple((x.t() if in_slices else x).clone() for x in found)
+    return tuple((x.t() if in_slices else x).clone() for x in found), fault
 
 
 def _local(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:

@@ -14,7 +14,7 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.rows import MAX, SUM_EXP
+from megatron_ext.head.rows import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE
 from megatron_ext.head.values import has_values, raise_if
 
@@ -72,6 +72,20 @@ def size_fault(vocab: VocabShard | None, check: Callable[..., None], *arguments:
             raise fault from None
         return fault
     return None
+
+
+def or_refuse(
+    compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor, refusal: type[ValueError] = ValueError
+) -> tuple[Any, ValueError | None]:
+    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+
+    The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
+    are told in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
+    """
+    try:
+        return compute(), None
+    except refusal as fault:
+        return torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device), fault
 
 
 def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:

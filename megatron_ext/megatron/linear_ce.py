@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import Cache, HeadOptions
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.log_probs import IGNORE_INDEX, forward_with_log_probs
+from megatron_ext.megatron.log_probs import IGNORE_INDEX, HeadRefusal, forward_with_log_probs
 from megatron_ext.megatron.promise import PromisedLogits, promise_logits
 
 _ABSENT = object()
@@ -100,7 +100,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     Raises:
         ValueError: a size of chunks is not positive; a model is no GPTModel, or lacks what the fused head needs (the
             message says what). From the patched model: gathered logits together with labels, labels of another shape,
-            log-probabilities without labels.
+            log-probabilities without labels. Of log-probabilities every context-parallel rank raises what the head
+            refuses on one.
     """
     settings = Settings(chunk_size, chunk_tokens, cache)
     models = None if model is None else [_unwrap(m) for m in _as_list(model)]
@@ -189,7 +190,10 @@ def _promising(model: Any, settings: Settings) -> Iterator[None]:
             return stock_loss(labels, logits)
         if logits.made is not None:
             return stock_loss(labels, logits.made)
-        return logits.loss(labels, settings.chunk(labels.shape[0]), settings.cache, IGNORE_INDEX)
+        try:
+            return logits.loss(labels, settings.chunk(labels.shape[0]), settings.cache, IGNORE_INDEX)
+        except ValueError as fault:
+            raise HeadRefusal(*fault.args) from fault
 
     with _attribute(layer, versions.FORWARD, promise), _attribute(model, versions.LOSS, loss):
         yield

@@ -10,11 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import context_parallel_group, group_size
+from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
 OPTION = "return_logprobs_for_linear_ce_fusion"
+
+
+class HeadRefusal(ValueError):
+    """What the head refused of one rank, when all that communicates over the context-parallel ranks is behind it."""
 
 
 def forward_with_log_probs(original: Any) -> Any:
@@ -37,9 +42,10 @@ def forward_with_log_probs(original: Any) -> Any:
                 whole = mask_BS if mask_BS.shape == tokens_BS.shape else parts.gather(mask_BS, 1)
                 mask_BS = _shifted(whole, given.arguments, parts, 0)
             given.arguments["loss_mask"] = mask_BS
-        loss_BS = original(*given.args, **given.kwargs)
+        like = next(self.parameters())
+        loss_BS, fault = or_refuse(lambda: original(*given.args, **given.kwargs), labels_BS.shape, like, HeadRefusal)
         log_probs_BS = (0.0 - loss_BS).where(labels_BS != IGNORE_INDEX, 0.0)
-        return parts.gather(log_probs_BS, 1)[:, :-1]
+        return parts.gather_or_refuse(log_probs_BS, 1, fault)[:, :-1]
 
     forward.__signature__ = _with_argument(signature, OPTION)  # type: ignore[attr-defined]
     return forward

@@ -15,9 +15,8 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.checks import NO_SIZE, check_labels, size_fault
+from megatron_ext.head.checks import NO_SIZE, check_labels, or_refuse, size_fault
 from megatron_ext.head.options import check_temperature
-from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
 
@@ -73,7 +72,7 @@ def check_call(chunk_size: int | None, sampling_params: Any) -> None:
 def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
     """Holds labels to the vocabulary: `vocab`, or what ranks with as many `columns` make up.
 
-    Where others may have more columns than this rank, what is too large for it is left to the head, which tells them.
+    Other ranks may have more columns than this one: what is too large for it is left to the head, and they are told.
     """
     return lambda labels: size_check(columns, tp_group, vocab)(check_labels, labels, IGNORE_INDEX)
 
@@ -81,30 +80,14 @@ def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) 
 def size_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Callable[..., object]:
     """`label_check` for any of the head's checks of a vocabulary's size: it takes the check and its arguments."""
     ranks = group_size(check_group(tp_group))
-    if vocab is None and ranks == 1:
-        vocab = VocabShard(0, columns, max(columns, 1))
     size = ranks * columns if vocab is None else vocab.size
     return functools.partial(size_fault, vocab, size=size)
 
 
-def or_refuse(compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor) -> tuple[Any, ValueError | None]:
-    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
-
-    The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
-    are told in their own exchange, which takes both.
-    """
-    try:
-        return compute(), None
-    except ValueError as fault:
-        return torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device), fault
-
-
-def whole_results(
-    targets: Targets, check: Check, compute: Callable[[Tensor], Any], shape: tuple[int, ...], like: Tensor
-) -> Any:
+def whole_results(targets: Targets, check: Check, compute: Callable[[Tensor], Any], like: Tensor) -> Any:
     """What `compute` makes of this rank's labels `[B, P]`, a tensor or a tuple, as results of whole sequences."""
     labels = targets.labels(check)
-    found, fault = or_refuse(lambda: compute(labels), shape, like)
+    found, fault = or_refuse(lambda: compute(labels), labels.shape, like)
     if isinstance(found, tuple):
         return tuple(targets.results(x) for x in found)
     return targets.results(found, fault)

@@ -146,7 +146,7 @@ def _log_probs(
     def compute(labels: Tensor) -> Tensor:
         return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
 
-    return whole_results(targets, check, compute, logits.shape[:2], logits)
+    return whole_results(targets, check, compute, logits)
 
 
 def _targets(target: Tensor, shape_BP: torch.Size, seq_index: Tensor | None) -> Targets:

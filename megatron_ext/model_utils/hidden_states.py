@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import Cache, Layout, one_of
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
@@ -85,7 +86,7 @@ def from_parallel_hidden_states_to_logprobs(
     shape = _positions(tensor_parallel_hidden_states, hidden_layout, tp_group)
     targets: Targets
     if cu_seqlens_padded is None:
-        targets = PaddedTargets(target, shape, cp_group)
+        targets = PaddedTargets(target, shape, cp_group, group_size(tp_group) if hidden_layout == "sequence" else 1)
     else:
         targets = PackedTargets(
             target,
@@ -108,15 +109,15 @@ def from_parallel_hidden_states_to_logprobs(
             chunk_size,
             sampling_params,
             return_entropy,
-            vocab=shard(vocab_start_index, vocab_end_index, weight.shape[0], tp_group),
+            vocab=_shard(vocab_start_index, vocab_end_index, weight, tp_group),
             hidden_layout=hidden_layout,
             cache=cache,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
         )
 
-    check = label_check(weight.shape[0], tp_group)
+    check = label_check(_rows(weight) or 1, tp_group)
     with saving(not inference_only):
-        return whole_results(targets, check, compute, shape, tensor_parallel_hidden_states)
+        return whole_results(targets, check, compute, tensor_parallel_hidden_states)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
@@ -142,7 +143,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
             if not isinstance(target, Tensor) or target.dim() != 2:
                 found = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
                 raise ValueError(f"target is {found}: it must be token ids [batch, sequence], shifted already")
-            vocab = shard(vocab_start_index, vocab_end_index, output_weight_layer.shape[0], tp_group)
+            vocab = _shard(vocab_start_index, vocab_end_index, output_weight_layer, tp_group)
             return _log_probs(
                 tensor_parallel_hidden_states,
                 output_weight_layer,
@@ -177,6 +178,16 @@ def _log_probs(
     call.pop("cache")
     call |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     return head.linear_sampled_log_probs(hidden_SBD, weight, labels_BS.t(), **call).t()
+
+
+def _rows(weight: Any) -> int | None:
+    """None of what is no weight, which is for the head to say."""
+    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
+def _shard(start: int, stop: int, weight: Any, tp_group: Group) -> VocabShard | None:
+    rows = _rows(weight)
+    return None if rows is None else shard(start, stop, rows, tp_group)
 
 
 def _check_entropy(return_entropy: bool, sampling_params: Any) -> None:

@@ -59,7 +59,8 @@ def from_parallel_logits_to_logprobs(
 
     Raises:
         ValueError: shapes that do not fit, target ids or columns outside the vocabulary, sampling parameters out of
-            their ranges; on every rank.
+            their ranges; on every rank. Of logits that are too short on one context-parallel rank the others hear if
+            theirs are no longer than `target` needs; where the sequence is padded further they wait in vain.
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
@@ -139,7 +140,7 @@ def _log_probs(
         return log_probs(logits, labels, tp_group, vocab, chunk_size, sampling_params)
 
     check = label_check(logits.shape[-1], tp_group)
-    return whole_results(targets, check, compute, logits.shape[:2], logits)
+    return whole_results(targets, check, compute, logits)
 
 
 def get_next_token_logprobs_from_logits(

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group
+from megatron_ext.head.checks import or_refuse
 from megatron_ext.head.sampling_checks import check_ids
 from megatron_ext.model_utils.arguments import (
     check_logits,
     chunk_tokens,
     columns_of,
-    or_refuse,
     shard,
     size_check,
     whole_if_none,

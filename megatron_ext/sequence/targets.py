@@ -7,6 +7,7 @@ Legend: B sequences, S tokens of each, W context-parallel ranks, P positions tha
 N documents, U the length of their rows once unpacked.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,29 +50,46 @@ class Targets(Protocol):
 class PaddedParts:
     """Sequences of `length` positions, padded behind to `W * positions`, of which each rank has its zigzag part.
 
-    Args of the methods have the sequence at dim 1.
+    Args of the methods have the sequence at dim 1. `slices`: of how many ranks' positions each rank's consist.
+
+    A rank whose positions do not fit takes part in `whole` with as few as fit the length, in which the others find its
+    fault: those that have just as many. Where the sequence is padded further they wait in vain.
 
     Raises:
-        ValueError: the ranks hold fewer positions than there are; `cp_group` does not hold this rank.
+        ValueError: the only rank holds fewer positions than there are; `cp_group` does not hold this rank.
     """
 
     length: int
     positions: int
     cp_group: Group = None
     argument: str = "target"
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        held = self.positions * group_size(check_group(self.cp_group, "cp_group"))
-        if self.length > held:
-            raise ValueError(
-                f"{self.argument} has {self.length} positions, logits or hidden states {held} ({self.positions} on each"
-                f" of {group_size(self.cp_group)} context-parallel ranks): they must be at least as many; pass "
-                f"{self.argument} as the whole sequence, unshifted, and the group that shares it as cp_group"
-            )
+        if group_size(check_group(self.cp_group, "cp_group")) == 1 and self.fault is not None:
+            raise self.fault
+
+    @property
+    def fault(self) -> ValueError | None:
+        """Why this rank's positions cannot be its part of the sequence."""
+        ranks = group_size(self.cp_group)
+        held = self.positions * ranks
+        if self.length <= held and (ranks == 1 or self.positions % 2 == 0):
+            return None
+        even = "" if ranks == 1 else ", an even number on each"
+        return ValueError(
+            f"{self.argument} has {self.length} positions, logits or hidden states {held} ({self.positions} on each of "
+            f"{ranks} context-parallel ranks): they must be at least as many{even}; pass {self.argument} as the whole "
+            f"sequence, unshifted, and the group that shares it as cp_group"
+        )
 
     def split(self, x: Tensor, fill: int) -> Tensor:
         """This rank's `[B, P, ...]` of `[B, length, ...]`, `fill` in the padding. Communicates nothing."""
-        padding = self.positions * group_size(self.cp_group) - self.length
+        ranks, places = group_size(self.cp_group), self.positions
+        if self.fault is not None:
+            unit = math.lcm(2, self.slices)
+            places = -(-self.length // (ranks * unit)) * unit
+        padding = places * ranks - self.length
         return SequenceParts(self.cp_group).split(F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding], value=fill), 1)
 
     def whole(self, x: Tensor, fault: ValueError | None = None) -> Tensor:
@@ -79,22 +97,20 @@ class PaddedParts:
 
         With a `fault` it is raised: on the other ranks too, after the all-gather.
         """
-        return SequenceParts(self.cp_group).gather_or_refuse(x, 1, fault)[:, : self.length]
+        return SequenceParts(self.cp_group).gather_or_refuse(x, 1, self.fault or fault)[:, : self.length]
 
 
 class PaddedTargets:
     """Sequences side by side: `tokens_BS` are whole and unshifted, `[B, P]` is the shape of this rank's positions.
 
     Gradients of all ranks add up: each rank's use of the whole counts, as in Megatron and NeMo-RL's AllGatherCPTensor.
-
-    Raises:
-        ValueError: the tokens do not fit the positions.
+    Tokens that do not fit this rank's positions are refused as `PaddedParts` says; `slices`: as there.
     """
 
-    def __init__(self, tokens_BS: Tensor, shape_BP: torch.Size, cp_group: Group):
+    def __init__(self, tokens_BS: Tensor, shape_BP: torch.Size, cp_group: Group, slices: int = 1):
         _check_tokens(tokens_BS, shape_BP[0])
         self._tokens_BS = tokens_BS
-        self._parts = PaddedParts(tokens_BS.shape[1], shape_BP[1], cp_group)
+        self._parts = PaddedParts(tokens_BS.shape[1], shape_BP[1], cp_group, slices=slices)
 
     def labels(self, check: Check) -> Tensor:
         labels_BS = next_tokens(self._tokens_BS)
@@ -139,14 +155,18 @@ class PackedTargets:
         slices: int = 1,
     ):
         ranks = group_size(check_group(cp_group, "cp_group"))
-        total, multiple = shape_BP[1] * ranks, 2 * ranks if ranks > 1 else 1
+        multiple = 2 * ranks if ranks > 1 else 1
         _check_tokens(tokens_1T, 1)
-        if shape_BP[0] != 1 or tokens_1T.shape[1] != (shape_BP[1] if shifted else total):
-            raise ValueError(
+        total, held = tokens_1T.shape[1] * (ranks if shifted else 1), shape_BP[1] * ranks
+        self._fault: ValueError | None = None
+        if shape_BP[0] != 1 or total != held:
+            self._fault = ValueError(
                 f"target has shape {tuple(tokens_1T.shape)}, logits or hidden states hold {tuple(shape_BP)} positions "
-                f"on each of {ranks} context-parallel ranks: a pack must be [1, {total}] of unshifted token ids, or "
+                f"on each of {ranks} context-parallel ranks: a pack must be [1, {held}] of unshifted token ids, or "
                 f"[1, {shape_BP[1]}] with target_is_pre_rolled=True"
             )
+            if ranks == 1 or shape_BP[0] != 1:  # else the logits of the others may fit, and they must be told
+                raise self._fault
         if isinstance(unpacked_seqlen, bool) or not isinstance(unpacked_seqlen, int) or unpacked_seqlen < 1:
             raise ValueError(
                 f"unpacked_seqlen is {unpacked_seqlen!r}: it must be a positive int; pass the longest document's length"
@@ -161,14 +181,13 @@ class PackedTargets:
         self._start = on_device(cu_seqlens_padded, device).long()
         self._ends = None if cu_seqlens is None else on_device(cu_seqlens, device).long()
         self._parts = SequenceParts(cp_group, self._start)
-        self._fault: ValueError | None = None
 
     def labels(self, check: Check) -> Tensor:
         if self._shifted:
             try:
                 check(self._tokens_1T)
             except ValueError as fault:
-                self._fault = fault
+                self._fault = self._fault or fault
                 return torch.full_like(self._tokens_1T, IGNORE_INDEX, dtype=torch.int64)
             return self._tokens_1T.long()
         ends = self._start if self._ends is None else self._ends
@@ -177,7 +196,7 @@ class PackedTargets:
         return self._parts.split(labels_1T, 1)
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
-        x_T = self._parts.gather_or_refuse(x_BP, 1, fault or self._fault)[0]
+        x_T = self._parts.gather_or_refuse(x_BP, 1, self._fault or fault)[0]
         documents, width = self._start.shape[0] - 1, self._unpacked_seqlen - 1
         lengths = (self._start if self._ends is None else self._ends).diff()
         place = torch.arange(x_T.shape[0], device=x_T.device)

@@ -120,6 +120,22 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
     assert error(get_logprobs_from_vocab_parallel_logits(logits, tokens), found.detach()) < 3e-6
 
 
+@ranks(2)
+def test_a_label_that_one_context_parallel_rank_holds():
+    """It alone can refuse it: the other hears of it where the results are joined."""
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(cp=2)
+    model = parallelize(make("llama"), mesh, dp_cp)
+    labels = next_tokens(tokens)
+    labels[1, 15] = VOCAB  # of rank 0's part
+    said = "another rank of cp_group refused" if torch.distributed.get_rank() else r"outside \[0, 97\)"
+    for call, more in ((causal_lm_loss, {}), (causal_lm_log_probs, {"return_entropy": True})):
+        with pytest.raises(ValueError, match=said):
+            call(model, tokens, labels, **more)
+    true = _log_probs(reference("llama", False, tokens)[0], next_tokens(tokens))
+    assert error(causal_lm_log_probs(model, tokens), true) < 3e-6  # both are still here
+
+
 @ranks(4)
 def test_logits_on_a_mesh_of_two_dims_are_refused():
     mesh = meshes(cp=2, tp=2)[0]["cp", "tp"]

@@ -144,6 +144,28 @@ def test_context_parallel(packed):
 
 
 @ranks(2)
+@pytest.mark.parametrize("layers", [0, 1], ids=["main", "and multi-token prediction"])
+def test_a_label_that_one_context_parallel_rank_holds(layers):
+    """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
+    from megatron_ext.sequence.parts import SequenceParts
+
+    tokens = tiny_batches(batch=1, seq=15)[0]
+    wrong = tokens.clone()
+    wrong[0, 15] = VOCAB  # the label of position 14, of rank 0's part
+    with model_parallel(cp=2), patched():
+        from megatron.core import parallel_state
+
+        parts = SequenceParts(parallel_state.get_context_parallel_group())
+        model = our_gpt(mtp_num_layers=layers) if layers else our_gpt()
+        own, positions = parts.split(tokens, 1), parts.split(torch.arange(16)[None], 1)
+        said = "another rank of cp_group refused" if dist.get_rank() else "labels holds"
+        for labels in (wrong, parts.split(wrong, 1)):
+            with pytest.raises(ValueError, match=said):
+                model(own, positions, None, labels=labels, **ASKED)
+        assert model(own, positions, None, labels=tokens, **ASKED).shape == (1, 15)  # both are still here
+
+
+@ranks(2)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_multi_token_prediction_predicts_the_same_tokens(masked):
     """As if Megatron were called with shifted labels and the mask that belongs to them."""

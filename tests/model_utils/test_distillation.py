@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
 
 @ranks(2, 4)
 def test_ids_that_only_one_context_parallel_rank_holds():
-    """Each holds a part of the sequence, and all see the same ids: every rank says so, before anything is sent."""
+    """Each holds a part of the sequence, and all see the same ids; one too large for all might be another's."""
     logits, _ = problem(length=8)
     for grid in grids():
         if grid.cp == 1:
@@ -179,7 +179,7 @@ def test_ids_that_only_one_context_parallel_rank_holds():
             said = r"outside \[0, 24\)|another rank of cp_group refused"
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 gather_logits_at_global_indices(mine, ids, grid.tp_group, grid.cp_group, **grid.vocab(24))
-            assert not sent or (grid.tp > 1 and bad == 24)
+            assert not sent or bad == 24
             with pytest.raises(ValueError, match=said):
                 get_distillation_topk_logprobs_from_logits(
                     mine,
@@ -187,6 +187,28 @@ def test_ids_that_only_one_context_parallel_rank_holds():
                     ids,
                     True,
                     True,
+                    vocab_parallel_group=grid.tp_group,
+                    context_parallel_group=grid.cp_group,
+                )
+
+
+@ranks(2, 4)
+def test_logits_that_are_too_short_on_one_context_parallel_rank():
+    logits, _ = problem(length=8)
+    ids = torch.zeros(2, 8, K, dtype=torch.int64)
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        mine = grid.columns(grid.part(logits))
+        mine, said = (mine[:, :1], "has 8 positions") if grid.cp_rank == 1 else (mine, "another rank of cp_group")
+        for with_entropy in (False, True):
+            with pytest.raises(ValueError, match=said):
+                get_distillation_topk_logprobs_from_logits(
+                    mine,
+                    torch.zeros(2, 8, K),
+                    ids,
+                    True,
+                    with_entropy,
                     vocab_parallel_group=grid.tp_group,
                     context_parallel_group=grid.cp_group,
                 )

@@ -193,7 +193,8 @@ def test_wrong_arguments_are_errors_on_every_rank():
         ):
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 call(**wrong)
-            assert not sent or (said.startswith("outside") and grid.tp > 1)  # another rank might have more columns
+            # Another rank might have more columns, or logits that fit.
+            assert not sent or (said.startswith("outside") or (said.startswith("target has") and grid.cp > 1))
         same(call(), next_log_probs(logits, tokens))  # every rank is still here
 
 
@@ -210,7 +211,7 @@ def test_an_id_that_only_one_context_parallel_rank_holds(place):
             said = f"outside \\[0, 24\\)|another rank of {'cp_group' if grid.cp > 1 else 'tp_group'} refused"
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 from_parallel_logits_to_logprobs(mine, wrong, **grid.vocab(24), **groups)
-            assert not sent or (grid.tp > 1 and bad > 0)
+            assert not sent or bad > 0
         same(from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups), next_log_probs(logits, tokens))
 
 
@@ -227,6 +228,31 @@ def test_columns_that_only_one_context_parallel_rank_has_wrong(sampling):
         with pytest.raises(ValueError, match="vocab|refused"):
             from_parallel_logits_to_logprobs(mine, tokens, **vocab, **groups, sampling_params=sampling)
         found = from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups)
+        same(found, next_log_probs(logits, tokens))  # every rank is still here
+
+
+@ranks(2, 4)
+def test_logits_that_do_not_fit_on_one_context_parallel_rank():
+    """Of another width, by which it takes an id for wrong; of another length: the others hear of it where they meet."""
+    logits, tokens = problem(length=8)
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        tokens[0, 1] = 23
+        good, groups = grid.columns(grid.part(logits)), {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        odd = grid.cp_rank == 1
+        for wrong, said in (
+            (good[..., :-2], r"vocab|outside \[0, 20\)" if grid.tp > 1 else r"vocab|outside \[0, 22\)"),
+            (good[:, :1], "target has 8 positions"),
+            (good[:, :0], "target has 8 positions"),
+            (torch.cat([good, good[:, :1]], 1), "an even number on each"),
+        ):
+            columns = wrong.shape[-1]
+            vocab = {"vocab_start_index": columns * grid.tp_rank, "vocab_end_index": columns * (grid.tp_rank + 1)}
+            own = (wrong, tokens) if odd else (good, tokens)
+            with pytest.raises(ValueError, match=said if odd else "another rank of cp_group refused"):
+                from_parallel_logits_to_logprobs(*own, **(vocab if odd else grid.vocab(24)), **groups)
+        found = from_parallel_logits_to_logprobs(good, tokens, **grid.vocab(24), **groups)
         same(found, next_log_probs(logits, tokens))  # every rank is still here
 
 

@@ -166,6 +166,32 @@ def test_an_id_that_only_one_context_parallel_rank_holds(rolled):
         ours(grid, logits, tokens, padded)  # every rank is still here
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("rolled", [False, True], ids=["whole", "each its own"])
+def test_logits_that_are_too_short_on_one_context_parallel_rank(rolled):
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        logits, tokens, padded = pack(grid)
+        cuts = cumulative(padded)
+        parts = SequenceParts(grid.cp_group, cuts)
+        mine = grid.columns(parts.split(logits, 1))
+        mine, said = (
+            (mine[:, :-1], "a pack must be") if grid.cp_rank == 1 else (mine, "another rank of cp_group refused")
+        )
+        with pytest.raises(ValueError, match=said):
+            from_parallel_logits_to_logprobs_packed_sequences(
+                mine,
+                parts.split(tokens, 1) if rolled else tokens,
+                cuts,
+                LONGEST,
+                **grid.vocab(24),
+                group=grid.tp_group,
+                cp_group=grid.cp_group,
+                target_is_pre_rolled=rolled,
+            )
+
+
 @ranks(1, 2, 4)
 def test_padding_beyond_the_rows():
     """Sequence parallelism pads a document of 5 further than to 5; the row has no room for it and needs none."""
