@@ -1,8 +1,7 @@
-"""What docs/megatron.md and the README say: commands and lines of code run, and the table is what is measured."""
+"""What the README and docs/megatron.md say: commands and lines of code run, and the table is what is measured."""
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +13,13 @@ from tests.megatron.patching import batch, one_gpt, patched, run, unpatch
 from tests.ranks import ranks
 from tests.test_run import report_of
 
-PAGES = [EXAMPLES.parent / "docs" / "megatron.md", EXAMPLES.parent / "README.md"]
+README = EXAMPLES.parent / "README.md"
+PAGE = EXAMPLES.parent / "docs" / "megatron.md"
 
 
-def plugs(page: Path) -> tuple[str, str, str]:
-    """The command, the patch and the spec of the section."""
-    section = page.read_text().split("## Plug it into your script\n")[1].split("\n## ")[0]
+def plugs() -> tuple[str, str, str]:
+    """The command, the patch and the spec of the README's section."""
+    section = README.read_text().split("## Plug it into your script\n")[1].split("\n## ")[0]
     blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)[:3]
     assert [language for language, _ in blocks] == ["", "python", "python"]
     assert all(text.count("\n") < 10 for _, text in blocks)
@@ -34,26 +34,23 @@ def launcher_words(command: str) -> list[str]:
     return words[5:-2]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_launchers_options_are_known(page):
-    options = launcher._parser().parse_args([*launcher_words(plugs(page)[0]), "script.py", "--cpu"])
+def test_the_launchers_options_are_known():
+    options = launcher._parser().parse_args([*launcher_words(plugs()[0]), "script.py", "--cpu"])
     assert options.linear_ce
     assert options.tensor_parallel
     assert options.args == ["--cpu"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_launchers_command_runs(page, tmp_path):
-    found = report_of(tmp_path, *launcher_words(plugs(page)[0]), ranks=2)
+def test_the_launchers_command_runs(tmp_path):
+    found = report_of(tmp_path, *launcher_words(plugs()[0]), ranks=2)
     assert found["layers"].startswith("megatron_ext.tensor_parallel.")
     assert "chunk_tokens=None" in found["head"]
 
 
 @ranks(2)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_lines_of_code_run(page):
-    _, patch, spec = plugs(page)
+def test_the_lines_of_code_run():
+    _, patch, spec = plugs()
     with model_parallel(tp=2):
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.spec_utils import ModuleSpec, import_module
@@ -72,7 +69,7 @@ def test_the_lines_of_code_run(page):
             torch.testing.assert_close(run(names["model"], batch()[1]), loss, rtol=1e-5, atol=1e-6)
         finally:
             unpatch()
-        words = re.search(r"`--spec (\S+)\s+(\S+)`", page.read_text()).groups()
+        words = re.search(r"`--spec (\S+)\s+(\S+)`", README.read_text()).groups()
         assert isinstance(import_module(words), ModuleSpec)
 
 
@@ -81,7 +78,7 @@ def test_the_lines_of_code_run(page):
 def test_what_a_head_step_costs(layout):
     from head_meter import measure_head
 
-    rows = re.findall(r"\| (\S.*?) \| (\w+) \| (\d+) \| ([\d.]+) \|", PAGES[0].read_text())
+    rows = re.findall(r"\| (\S.*?) \| (\w+) \| (\d+) \| ([\d.]+) \|", PAGE.read_text())
     rows = {head: (int(count), float(peak)) for head, where, count, peak in rows if where == layout}
     assert len(rows) == 4
     vocab_size, size = 4096, 32
