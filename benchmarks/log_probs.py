@@ -139,7 +139,7 @@ def worst_errors(case: Case, rank: int, known: dict[str, Way]) -> dict[str, floa
         values_T, dz_TV = run_once(way, mine_TV, labels_T, g_T)
         true, plain = scales[name]
         found = rms_errors((values_T[some], dz_TV[some]), true)
-        worst[name] = max(error / base for error, base in zip(found, plain, strict=True))
+        worst[name] = (torch.tensor(found) / torch.tensor(plain)).max().item()  # NaN if any is
     return worst
 
 

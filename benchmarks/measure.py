@@ -50,7 +50,7 @@ class Parity:
 
     @property
     def worst(self) -> float:
-        return max(self.loss, self.dx, self.dw)
+        return torch.tensor([self.loss, self.dx, self.dw], dtype=torch.float64).max().item()  # NaN if any is
 
 
 def whole_inputs(case: Case) -> Inputs:

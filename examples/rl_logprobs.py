@@ -186,11 +186,12 @@ def table(runs: dict[str, list[dict[str, float]]]) -> str:
         rows += [[f"step {step} {name}", *(f"{run[step][name]:.6f}" for run in runs.values())] for name in terms]
 
     def difference(run: list[dict[str, float]]) -> float:
-        return max(
+        found = [
             abs(run[step][name] - value) / max(abs(value), 1e-3)
             for step, terms in enumerate(first)
             for name, value in terms.items()
-        )
+        ]
+        return torch.tensor(found).max().item()  # NaN if any is
 
     rows.append(["largest difference", *(f"{difference(run):.0e}" for run in runs.values())])
     return "\n".join(f"{row[0]:<20}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in rows)

@@ -72,9 +72,16 @@ def test_one_screen(capsys, monkeypatch):
     assert sum(line.startswith("  ok ") for line in lines) == 2
 
 
-def test_a_wrong_head_fails(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda loss, w: 1.01 * loss,
+        lambda loss, w: loss + 0 * (0 * w).sqrt().sum(),  # dW alone is NaN
+    ],
+)
+def test_a_wrong_head_fails(wrong, capsys, monkeypatch):
     right = doctor.linear_cross_entropy
-    monkeypatch.setattr(doctor, "linear_cross_entropy", lambda x, w, labels: 1.01 * right(x, w, labels))
+    monkeypatch.setattr(doctor, "linear_cross_entropy", lambda x, w, labels: wrong(right(x, w, labels), w))
     monkeypatch.setattr(doctor, "hook", lambda: {"found": False, "where": None, "note": ""})
     assert doctor.main([]) == 1
     assert "FAIL float32" in capsys.readouterr().out

@@ -167,7 +167,7 @@ def test_mixed_precision(sequence_parallel):
     for name, parameter in model.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
         errors[name] = error(parameter.grad, gradients[name]) / baseline[name]
-    assert max(errors.values()) < 2.5, errors
+    assert all(e < 2.5 for e in errors.values()), errors
     assert sum(errors.values()) / len(errors) < 1.2, errors
     logits = model(input_ids=tokens).logits
     assert logits.dtype == torch.float32

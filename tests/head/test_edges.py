@@ -407,7 +407,7 @@ def test_weight_gradient_does_not_depend_on_the_chunks():
     problem = Problem((64, 16), 16, 64, torch.bfloat16)
     truth = problem.truth("loss")[1][1]
     errors = [error(loss_and_grads(problem, 0, chunk_tokens=n)[1][1], truth) for n in (None, 64, 4)]
-    assert max(errors) < 1.05 * min(errors)
+    assert all(e < 1.05 * min(errors) for e in errors)
 
 
 def test_temperature_scales_logits_not_log_probs():

@@ -77,7 +77,8 @@ def excess(problem, what, layout, how, group) -> float:
         strict=True,
     )
     rounding = ROUNDINGS[problem.dtype.itemsize] * torch.finfo(problem.dtype).eps
-    return max(error(ours, same) / (2 * error(theirs, same) + rounding) for ours, same, theirs in pairs)
+    shares = [error(ours, same) / (2 * error(theirs, same) + rounding) for ours, same, theirs in pairs]
+    return torch.tensor(shares, dtype=torch.float64).max().item()  # NaN if any is
 
 
 def run(examples):
