@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
@@ -304,7 +305,8 @@ def _linear(
 
     kind = hidden.device.type
     narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    x_TD = hidden.to(torch.get_autocast_dtype(kind) if narrow else hidden.dtype).reshape(-1, hidden.shape[-1])
+    x_TD = hidden.to(torch.get_autocast_dtype(kind) if narrow else hidden.dtype)
+    x_TD = x_TD.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
     if fault is not None:
         _refuse(fault, x_TD, labels_T.shape[0], sizes, options)
     if mine_T is not None:
@@ -314,6 +316,8 @@ def _linear(
         nowhere = VocabShard(options.vocab.size, options.vocab.size + 1, options.vocab.size)
         options = dataclasses.replace(options, vocab=nowhere, fuse_main_grad=False)
         weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+    if options.fuse_main_grad:
+        main_grad.promise(weight)
     results = LinearHead.apply(x_TD, weight, bias, labels_T, options, sizes, keep)
     if kept_T is not None:
         results = [None if x is None else x.new_zeros(labels.numel()).index_copy(0, kept_T, x) for x in results]
@@ -346,7 +350,8 @@ def on_logits(
         _refuse(fault, logits, labels_T.shape[0], None, options)
     z = flat.rows(logits)
     own_memory = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-    results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory)
+    places_T = flat.places(z.device)
+    results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory, places_T)
     return _Found(*(None if x is None else flat.up(x) for x in results))
 
 
@@ -384,7 +389,7 @@ def _log_probs(found: _Found) -> Tensor | tuple[Tensor, ...]:
 
 def _reduced(loss: Tensor, labels: Tensor, loss_mask: Tensor | None, ignore_index: int, reduction: Reduction) -> Tensor:
     if loss_mask is not None:
-        loss = loss * loss_mask
+        loss = loss * loss_mask.to(loss.dtype)
     if reduction == "none":
         return loss
     if reduction == "sum":

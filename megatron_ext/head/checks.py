@@ -15,7 +15,7 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.rows import MAX, SUM_EXP, accumulation_dtype
-from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE
+from megatron_ext.head.statistics import COUNTED, REFUSED, SIZE, START
 from megatron_ext.head.values import has_values, raise_if
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -213,9 +213,12 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
-    size_R, counted_R = stats_RKT[:, SIZE, -1], stats_RKT[:, COUNTED, -1]
+    size_R, counted_R, start_R = (stats_RKT[:, row, -1] for row in (SIZE, COUNTED, START))
     refused = (size_R == REFUSED).any()
-    apart = ((size_R != size_R[0]) | (counted_R.sum() != size_R[0])).any()
+    before_RR = start_R < (start_R + counted_R).unsqueeze(1)  # whether a shard begins before another one ends
+    some_R = counted_R > 0
+    meet_RR = before_RR & before_RR.t() & some_R & some_R.unsqueeze(1)  # each with itself, too
+    apart = (size_R != size_R[0]).any() | (counted_R.sum() != size_R[0]) | (meet_RR.sum() != some_R.sum())
     shards = (
         "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
         "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"

@@ -23,6 +23,12 @@ class Flat:
         self.order = sorted(range(len(self.shape)), key=lambda dim: -strides[dim])
         self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
 
+    def places(self, device: torch.device) -> Tensor | None:
+        """`[T]`: where each row is among the tokens as the caller has them; None where that is its own place."""
+        if self.order == sorted(self.order):
+            return None
+        return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
+
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, ...]` of a tensor with the same leading dims."""
         behind = range(len(self.order), x.dim())

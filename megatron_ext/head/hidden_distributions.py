@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks
@@ -233,6 +234,8 @@ class _Hidden:
                     gather_tokens([x.new_zeros(tokens // ranks, x.shape[1]) for x in sides], group, sizes)
                 read_out.refuse(sides[0], tokens)
             raise self.fault
+        if self.options.fuse_main_grad:
+            main_grad.promise(self.weight)
         teacher_sides = (sides[1], teacher[1].detach()) if teacher else (None, None)
         return FromHidden.apply(sides[0], self.weight, *teacher_sides, read_out, sizes)
 

@@ -58,6 +58,8 @@ class LinearHead(torch.autograd.Function):
             stats = statistics.combine(stats_RKT, stats_KT, options)
             kept_T = labels_T != options.ignore_index
             ctx.options, ctx.sizes = options, sizes
+            # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
+            ctx.parameter = weight_VD if options.fuse_main_grad else None
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats)
             entropy = statistics.entropy(stats, kept_T) if options.entropy else None
             hits = None
@@ -69,8 +71,9 @@ class LinearHead(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
-        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
-            dx_TD, dw_VD, db_V = _backward(ctx, grad_loss_T, grad_entropy_T)
+        saved = ctx.saved_tensors  # once: recomputation hands each of them out once
+        with torch.autocast(saved[0].device.type, enabled=False):
+            dx_TD, dw_VD, db_V = _backward(ctx, saved, grad_loss_T, grad_entropy_T)
         return dx_TD, dw_VD, db_V, None, None, None, None
 
 
@@ -166,9 +169,9 @@ def _rounded(inside, scale, shift, target, offset) -> _Gradient:
     return _Gradient(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)
 
 
-def _backward(ctx, grad_loss_T, grad_entropy_T):
+def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     options, sizes = ctx.options, ctx.sizes
-    hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats = ctx.saved_tensors
+    hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats = saved
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     tokens, columns = target_T.shape[0], weight_VD.shape[0]
     in_slices = sizes is not None and tokens > 0
@@ -181,7 +184,7 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
     grad = _parts(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
     as_kept = exp_TV.shape[0] == tokens and grad.inside is None  # E is G, and all of it is there
     w_VD = weight_VD.to(hidden_TD.dtype)
-    fused = main_grad.buffer_of(weight_VD) if need_dw and options.fuse_main_grad else None
+    fused = main_grad.buffer_of(ctx.parameter) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
     product_TD = dx_TD = dx = dw = None
@@ -213,7 +216,7 @@ def _backward(ctx, grad_loss_T, grad_entropy_T):
     if dw is not None:
         dw.finish()
     if fused is not None:
-        dw_VD = main_grad.finish(weight_VD, weight_VD.dtype)
+        dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
     if need_db:
         db_V.index_add_(0, target_T.clamp(min=0), grad.target)
         if grad.offset is not None:

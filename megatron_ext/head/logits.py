@@ -22,13 +22,16 @@ from megatron_ext.head.sizes import chunks
 class LogitsHead(torch.autograd.Function):
     """`(loss_T, entropy_T or None, hits_T or None)` of logits `[T, V]`, or as `Flat.rows` has them.
 
-    Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once.
+    Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once. `places_T`: as
+    `Flat.places`; the ranks' logits may lie in memory in different orders, above all those of an empty shard.
 
     Communicates: forward one all-gather of statistics at several ranks, backward nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, labels_T: Tensor, options: HeadOptions, into_logits: bool):
+    def forward(
+        ctx: Any, z: Tensor, labels_T: Tensor, options: HeadOptions, into_logits: bool, places_T: Tensor | None
+    ):
         ctx.set_materialize_grads(False)
         kept_T = labels_T != options.ignore_index
         target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
@@ -47,7 +50,7 @@ class LogitsHead(torch.autograd.Function):
                 options.entropy,
                 options.hits,
             )
-        stats_RKT = statistics.exchange(stats_KT, options)
+        stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, labels_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)
         ctx.options, ctx.into_logits = options, into_logits
@@ -86,7 +89,7 @@ class LogitsHead(torch.autograd.Function):
                 options.softcap,
                 options.temperature,
             )
-        return dz.view(z.shape), None, None, None
+        return dz.view(z.shape), None, None, None, None
 
 
 def _chunks(z: Tensor, options: HeadOptions, into_logits: bool = False) -> Iterator[slice]:

@@ -131,7 +131,7 @@ class FromLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None):
         if grads[0] is None:
             return None, None, None
-        logits, saved = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        logits, saved = _saved(ctx)
         dz = new_gradient(logits[0])
         for rows in _in_runs(logits, ctx.read_out.chunks(tokens_of(dz), dz.device)):
             ctx.read_out.pull(
@@ -180,6 +180,8 @@ class FromHidden(torch.autograd.Function):
             results, saved = _combined(stats_KT, read_out)
         _prepare(ctx, read_out, results, [*inputs, *saved], len(inputs))
         ctx.sizes = sizes
+        # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
+        ctx.parameter = w_VD if read_out.options.fuse_main_grad else None
         return tuple(results)
 
     @staticmethod
@@ -187,7 +189,7 @@ class FromHidden(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None):
         if grads[0] is None:
             return (None,) * 6
-        inputs, saved = ctx.saved_tensors[: ctx.inputs], list(ctx.saved_tensors[ctx.inputs :])
+        inputs, saved = _saved(ctx)
         with torch.autocast(inputs[0].device.type, enabled=False):
             dx_TD, dw_VD = _hidden_gradients(ctx, inputs, saved, grads[0])
         return dx_TD, dw_VD, None, None, None, None
@@ -201,7 +203,7 @@ def _hidden_gradients(ctx: Any, inputs: Sequence[Tensor], saved: list[Tensor], g
     tokens = makers[0].tokens
     need_dx, need_dw = ctx.needs_input_grad[:2]
     dx_TD = torch.empty_like(x_TD) if need_dx else None
-    fused = main_grad.buffer_of(weight_VD) if need_dw and read_out.options.fuse_main_grad else None
+    fused = main_grad.buffer_of(ctx.parameter) if need_dw and read_out.options.fuse_main_grad else None
     total_VD = None
     if need_dw:
         total_VD = (
@@ -221,7 +223,7 @@ def _hidden_gradients(ctx: Any, inputs: Sequence[Tensor], saved: list[Tensor], g
         else:
             dx_TD = collectives.all_reduce(dx_TD, group, in_place=True)
     if fused is not None:
-        return dx_TD, main_grad.finish(weight_VD, weight_VD.dtype)
+        return dx_TD, main_grad.finish(ctx.parameter, weight_VD.dtype)
     return dx_TD, None if total_VD is None else total_VD.to(weight_VD.dtype)
 
 
@@ -271,3 +273,9 @@ def _prepare(ctx: Any, read_out: ReadOut, results: list[Tensor], tensors: list[T
     ctx.read_out, ctx.inputs = read_out, inputs
     ctx.save_for_backward(*tensors)
     ctx.mark_non_differentiable(*results[1:])
+
+
+def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The inputs, and the rest of what `_prepare` kept. Asked for once: recomputation hands out each tensor once."""
+    tensors = list(ctx.saved_tensors)
+    return tensors[: ctx.inputs], tensors[ctx.inputs :]

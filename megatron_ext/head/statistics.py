@@ -12,6 +12,7 @@ logits near 1000 the lse in fp32 is off by 6e-5.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
@@ -19,8 +20,8 @@ from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.rows import MAX, SUM_EXP, TARGET, statistics_rows
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
-# it refused its arguments) and how many columns of it are its own.
-SIZE, COUNTED = 0, 1
+# it refused its arguments), how many columns of it are its own, and the first of them.
+SIZE, COUNTED, START = 0, 1, 2
 REFUSED = -1.0
 
 
@@ -55,14 +56,23 @@ def new_statistics(
     rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend) + more
     stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
     stats_KT[:, -1] = 0
-    stats_KT[SIZE, -1], stats_KT[COUNTED, -1] = options.vocab.size, options.vocab.counted
+    shard = options.vocab
+    stats_KT[SIZE, -1], stats_KT[COUNTED, -1], stats_KT[START, -1] = shard.size, shard.counted, shard.start
     return stats_KT
 
 
-def exchange(stats_KT: Tensor, options: HeadOptions) -> Tensor:
-    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0."""
-    stats_RKT = stats_KT.unsqueeze(0)
-    return collectives.all_gather(stats_RKT, options.group) if stats_KT.shape[1] > 1 else stats_RKT
+def exchange(stats_KT: Tensor, options: HeadOptions, places_T: Tensor | None = None) -> Tensor:
+    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+
+    `places_T`: where this rank's tokens are in the order that all ranks know, if they are in another one.
+    """
+    if stats_KT.shape[1] == 1 or options.ranks == 1:
+        return stats_KT.unsqueeze(0)
+    if places_T is None:
+        return collectives.all_gather(stats_KT.unsqueeze(0), options.group)
+    places_T = F.pad(places_T, (0, 1), value=places_T.shape[0])
+    sent_KT = torch.empty_like(stats_KT).index_copy_(1, places_T, stats_KT)
+    return collectives.all_gather(sent_KT.unsqueeze(0), options.group).index_select(2, places_T)
 
 
 def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
@@ -72,6 +82,7 @@ def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out."""
+    start_R1 = stats_RKT[:, START, -1:]
     stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
     largest = peaks_RT.amax(0)
@@ -93,7 +104,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
         expected = (weight_RT * inner_RT).sum(0) / total
         extra += 1
     if options.hits:
-        first = (peaks_RT == largest).to(torch.int8).argmax(0, keepdim=True)
+        first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
         hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
         extra += 1
     bend = own_KT[extra] if options.softcap is not None else None

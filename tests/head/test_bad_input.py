@@ -136,6 +136,8 @@ def test_shards_that_do_not_make_up_the_vocabulary():
         [VocabShard(0, 10, 20), VocabShard(10, 20, 21)],  # two sizes
         [VocabShard(0, 10, 21), VocabShard(10, 20, 21)],  # a gap
         [VocabShard(0, 10, 15), VocabShard(0, 10, 15)],  # twice
+        [VocabShard(0, 10, 20), VocabShard(0, 10, 20)],  # the first half twice, and not the second
+        [VocabShard(5, 15, 20), VocabShard(10, 20, 20)],
     ):
         with pytest.raises(ValueError, match=one_vocabulary):
             linear_cross_entropy(**arguments(tp_group=group, vocab=shards[rank]))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ext import (
     VocabShard,
@@ -15,6 +16,7 @@ from megatron_ext import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.distributed.groups import group_rank, group_size
+from megatron_ext.head import gather_log_probs, linear_gather_log_probs
 from tests.head.problems import OPTIONS, Problem, error
 from tests.ranks import ranks
 
@@ -247,6 +249,57 @@ def test_logits_under_autocast():
     assert torch.equal(grad, torch.autograd.grad(want.sum(), logits)[0])
 
 
+@pytest.mark.parametrize("how", ["recomputed", "recomputed by reentrance", "offloaded"])
+def test_hooks_on_saved_tensors(how):
+    """They hand out each tensor once, and another object than was saved."""
+    problem = Problem(options={"bias": True})
+    hidden, weight, bias = problem.mine(None)
+    ids = torch.arange(3).expand(*problem.shape, 3)
+
+    def calls(hidden, weight, bias):
+        logits = reference.logits(hidden, weight, bias)
+        for cache in CACHES:
+            yield linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache, label_smoothing=0.1)
+        yield vocab_parallel_cross_entropy(logits, problem.labels, gradient_into_logits=True)
+        yield linear_gather_log_probs(hidden, weight, ids).sum(-1)
+        yield gather_log_probs(reference.logits(hidden, weight), ids).sum(-1)
+
+    leaves = hidden, weight, bias
+    for i, plain in enumerate(calls(*leaves)):
+        if how == "offloaded":
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+                found = [*calls(*leaves)][i]
+        else:
+            found = checkpoint(lambda *x, i=i: [*calls(*x)][i], *leaves, use_reentrant=how != "recomputed")
+        got, want = (
+            torch.autograd.grad(x, leaves, problem.grad.double(), allow_unused=True, materialize_grads=True)
+            if how != "recomputed by reentrance"
+            else _accumulated(x, leaves, problem.grad.double())
+            for x in (found, plain)
+        )
+        torch.testing.assert_close([found, *got], [plain, *want])
+
+
+def _accumulated(x, leaves, upstream):
+    """Their gradients by `backward`, the only way that reentrant recomputation knows."""
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    x.backward(upstream)
+    return [leaf.grad.clone() for leaf in leaves]
+
+
+def test_the_masks_dtype_is_not_the_losss():
+    problem = Problem(dtype=torch.float32)
+    hidden, weight, _ = problem.mine(None)
+    want = problem.truth("loss")[0][0].float()
+    for dtype in (torch.float64, torch.float16, torch.bool, torch.int64):
+        for reduction in ("none", "sum", "mean"):
+            mask = torch.ones(problem.shape, dtype=dtype)
+            loss = linear_cross_entropy(hidden, weight, problem.labels, loss_mask=mask, reduction=reduction)
+            total = {"none": want, "sum": want.sum(), "mean": want.sum() / (problem.labels != -100).sum()}
+            torch.testing.assert_close(loss, total[reduction])
+
+
 def test_no_grad_and_inference_mode():
     problem = Problem()
     hidden, weight, _ = problem.mine(None)
@@ -430,3 +483,48 @@ def test_hits_take_the_lowest_id_among_ranks():
     z = torch.tensor([[3.0, 1.0], [3.0, 3.0]])[dist.get_rank()].expand(3, 2)
     _, hits = token_log_probs(z, torch.tensor([0, 2, 3]), dist.group.WORLD, return_hits=True)
     assert hits.tolist() == [True, False, False]
+
+
+@ranks(2, 4)
+def test_shards_in_any_order():
+    """The last rank holds the first columns: among equal logits the lowest id wins, not the lowest rank."""
+    group = dist.group.WORLD
+    width, last = 10, group_size(group) - 1
+    start = width * (last - group_rank(group))
+    shard = VocabShard(start, start + width, width * (last + 1))
+    z = torch.tensor([[0.0, 2, 1, 2], [0, 0, 0, 0], [1, 0, 0, 3]]).repeat(1, width * (last + 1) // 4)
+    z[:, -2:] += 1e-3 * torch.arange(3).unsqueeze(1)
+    labels = torch.tensor([1, 0, width * (last + 1) - 1])
+    leaf = z[:, start : shard.stop].clone().requires_grad_()
+    log_probs, hits = token_log_probs(leaf, labels, group, shard, return_hits=True)
+    assert hits.tolist() == (z.argmax(1) == labels).tolist()
+    assert hits.tolist() == [True, False, True]
+    torch.testing.assert_close(log_probs, reference.log_probs(z, labels))
+    (grad,) = torch.autograd.grad(log_probs.sum(), leaf)
+    whole = z.requires_grad_()
+    (want,) = torch.autograd.grad(reference.log_probs(whole, labels).sum(), whole)
+    torch.testing.assert_close(grad, want[:, start : shard.stop])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_whose_logits_lie_in_memory_in_different_orders(empty):
+    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
+    group, problem = dist.group.WORLD, Problem((3, 2, 4))
+    if empty:
+        problem.cuts = [0] * (group_size(group) - 1)
+    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
+    want = problem.from_logits(whole)
+    shard = problem.shard(group)
+    own = whole.detach()[..., shard.start : shard.stop]
+    order = (1, 2, 0, 3) if empty else [(0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)][group_rank(group)]
+    back = sorted(range(4), key=order.__getitem__)
+    leaf = (own.permute(order).contiguous().permute(back) * 1).requires_grad_()
+    call = problem.labels, group, shard
+    loss = vocab_parallel_cross_entropy(leaf, *call)
+    log_probs, entropy, hits = token_log_probs(leaf, *call, return_entropy=True, return_hits=True)
+    torch.testing.assert_close([loss, log_probs, entropy], [x.detach() for x in want[:3]])
+    assert torch.equal(hits, want[3])
+    (grad,) = torch.autograd.grad(loss, leaf, problem.grad)
+    (want_grad,) = torch.autograd.grad(want[0], whole, problem.grad.double())
+    torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from megatron_ext import linear_cross_entropy, linear_log_probs
+from megatron_ext import linear_cross_entropy, linear_log_probs, reference
+from megatron_ext.head import linear_gather_log_probs
 from tests.head.problems import Problem, error
 from tests.ranks import ranks
 
@@ -89,3 +91,53 @@ def test_under_autocast():
         loss = linear_cross_entropy(problem.hidden, weight, problem.labels, gradient_accumulation_fusion=True)
     loss.backward(problem.grad)
     assert error(weight.main_grad - 0.5, problem.truth("loss")[1][1]) < 1e-2
+
+
+@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
+@pytest.mark.parametrize("call", ["cross entropy", "gathered"])
+def test_where_hooks_hand_back_another_object(call, how):
+    """Without the parameter's attributes: it is the parameter whose main_grad counts, and that is told."""
+    problem = Problem(dtype=torch.float32)
+    hidden, shard, _ = problem.mine(None)
+    weight, ids = parameter(shard), torch.zeros(*problem.shape, 1, dtype=torch.int64)
+
+    def run(hidden):
+        if call == "cross entropy":
+            return linear_cross_entropy(hidden, weight, problem.labels, gradient_accumulation_fusion=True)
+        return linear_gather_log_probs(hidden, weight, ids, gradient_accumulation_fusion=True).squeeze(-1)
+
+    if how == "recomputed":
+        found = checkpoint(run, hidden, use_reentrant=False)
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            found = run(hidden)
+    found.backward(problem.grad)
+    assert weight.grad_added_to_main_grad
+    leaves = [x.double().detach().requires_grad_() for x in (problem.hidden, problem.weight)]
+    z = reference.logits(*leaves)
+    truth = reference.cross_entropy(z, problem.labels) if call == "cross entropy" else z.log_softmax(-1)[..., 0]
+    dx, dw = torch.autograd.grad(truth, leaves, problem.grad.double())
+    assert error(weight.main_grad - 0.5, dw) < 1e-5
+    assert error(hidden.grad, dx) < 1e-5
+
+
+@pytest.mark.parametrize("call", ["cross entropy", "gathered"])
+def test_compiled(call):
+    """A compiled backward can set no attribute, so forward tells Megatron already: else it would add the dummy."""
+    torch._dynamo.reset()
+    problem = Problem(dtype=torch.float32)
+    hidden, shard, _ = problem.mine(None)
+    weight, ids = parameter(shard), torch.zeros(*problem.shape, 1, dtype=torch.int64)
+
+    def run(hidden):
+        if call == "cross entropy":
+            return linear_cross_entropy(hidden, weight, problem.labels, gradient_accumulation_fusion=True)
+        return linear_gather_log_probs(hidden, weight, ids, gradient_accumulation_fusion=True).squeeze(-1)
+
+    run(hidden).backward(problem.grad)
+    once, dx = weight.main_grad - 0.5, hidden.grad
+    weight.grad_added_to_main_grad, hidden.grad = False, None
+    torch.compile(run, backend="aot_eager", fullgraph=True)(hidden).backward(problem.grad)
+    assert weight.grad_added_to_main_grad
+    torch.testing.assert_close(weight.main_grad - 0.5, 2 * once)
+    torch.testing.assert_close(hidden.grad, dx)
