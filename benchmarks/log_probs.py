@@ -29,8 +29,8 @@ from megatron_ext.head import sampled_log_probs
 
 USUAL, OURS, SAMPLED = "usual way", "ours", "ours, top-k 50"
 TOP_K = 50
-SECONDS = 5.0  # for the times of one case
-ERROR_LIMIT = 2.0  # times the error of plain PyTorch in the same dtype
+SECONDS = 3.0  # for the times of one case
+ERROR_LIMIT = 1.25  # times the error of plain PyTorch in the same dtype
 Way = Callable[[Tensor, Tensor], Tensor]  # (logits_TV, labels_T) -> log-probabilities [T]
 FORMULAS: dict[str, Way] = {
     USUAL: reference.log_probs,

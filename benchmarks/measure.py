@@ -5,8 +5,9 @@ Legend: T tokens, D hidden size, V vocabulary (or, at several ranks, this rank's
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -24,6 +25,8 @@ from megatron_ext.distributed.groups import Group
 TRUTH_CHUNK = 512  # tokens whose fp64 logits are alive at a time
 MIB = 2**20
 Answer = TypeVar("Answer")
+# Errors of loss, dx and dW, by the dtype that the logits' gradient passes through; None: its own.
+Baselines = dict[torch.dtype | None, tuple[float, float, float]]
 
 
 class Inputs(NamedTuple):
@@ -83,9 +86,15 @@ def truth(whole: Inputs) -> Results:
     return Results(torch.cat(losses), torch.cat(dx), w_VD.grad)
 
 
-def plain(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """The baseline: PyTorch unfused, matmuls in the inputs' dtype, the loss in fp32."""
-    return reference.cross_entropy(reference.logits(x_TD, w_VD).float(), labels_T)
+def plain(x_TD: Tensor, w_VD: Tensor, labels_T: Tensor, shards: int = 1, through: torch.dtype | None = None) -> Tensor:
+    """The baseline: PyTorch unfused, matmuls in the inputs' dtype, the loss in fp32.
+
+    `shards`: dx is the sum of as many parts, each rounded. `through`: the logits' gradient is rounded to that dtype.
+    """
+    z_TV = torch.cat([reference.logits(x_TD, w_CD) for w_CD in w_VD.chunk(shards)], 1)
+    if through is not None:
+        z_TV.register_hook(lambda dz_TV: dz_TV.to(through).to(dz_TV.dtype))
+    return reference.cross_entropy(z_TV.float(), labels_T)
 
 
 def run_once(head: Head, inputs: Inputs) -> Results:
@@ -102,6 +111,15 @@ def errors(results: Results, true: Results) -> tuple[float, float, float]:
     pairs = ((results.loss, wanted), (results.dx_TD, true.dx_TD), (results.dw_VD, true.dw_VD))
     loss, dx, dw = (float((found.double() - want).square().mean().sqrt()) for found, want in pairs)
     return loss, dx, dw
+
+
+def baselines(case: Case, true: Results, throughs: Iterable[torch.dtype | None]) -> Baselines:
+    """Plain PyTorch's errors, over as many shards as the case has ranks."""
+    inputs = shard_of(whole_inputs(case), case.unsharded, 0)
+    return {
+        through: errors(run_once(partial(plain, shards=case.ranks, through=through), inputs), true)
+        for through in throughs
+    }
 
 
 def parity(results: Results, true: Results, baseline: tuple[float, float, float]) -> Parity:
@@ -208,7 +226,7 @@ def counts(case: Case, costs: Costs) -> list[tuple[str, str, float]]:
 
 
 def measure_case(
-    case: Case, group: Group, impls: list[Implementation], true: Results, baseline: tuple[float, float, float], s: float
+    case: Case, group: Group, impls: list[Implementation], true: Results, known: Baselines, s: float
 ) -> tuple[list[tuple[str, str, str, list[float]]], list[str]]:
     """Rows (impl, metric, unit, values) of one case, this rank's, and the refusals. `s`: seconds for the times."""
     rank = 0 if group is None else dist.get_rank(group)
@@ -221,7 +239,7 @@ def measure_case(
         head = impl.build(case, group)
         (results, costs), peak = watched(lambda head=head: measured_once(head, inputs))
         inputs.x_TD.grad = inputs.w_VD.grad = None
-        found = parity(results, true, baseline)
+        found = parity(results, true, known[impl.through])
         rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
         if case.device == "cpu":
             rows.append((impl.name, "peak of the allocator", "MiB", [peak / MIB]))

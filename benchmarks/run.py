@@ -20,19 +20,8 @@ import torch.distributed as dist
 
 from benchmarks import cases, layer_step, log_probs, plot, policy_memory, record
 from benchmarks.cases import Case
-from benchmarks.implementations import MODELS, STOCK, available, ours
-from benchmarks.measure import (
-    Inputs,
-    counts,
-    errors,
-    measure_case,
-    measured_once,
-    plain,
-    run_once,
-    shard_of,
-    truth,
-    whole_inputs,
-)
+from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
+from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
 from benchmarks.meter import one_rank_of
 from benchmarks.worlds import run_world
 from megatron_ext.emulation import megatron_on_cpu
@@ -41,7 +30,7 @@ from megatron_ext.emulation import megatron_on_cpu
 def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
     """FLOPs, bytes and collectives of one rank, exactly, without computing anything."""
     rows = []
-    for impl in [*STOCK, ours(1), ours(0), *MODELS]:  # in between they are linear in `cache`
+    for impl in [UNFUSED, FUSED, ours(1), ours(0), *MODELS]:  # in between they are linear in `cache`
         with one_rank_of(case.ranks) as group, megatron_on_cpu():
             x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
             w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
@@ -52,13 +41,13 @@ def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
     return rows
 
 
-def measure_world(case: Case, true_path: Path, baseline: tuple[float, float, float], budget_s: float):
+def measure_world(case: Case, true_path: Path, known: Baselines, budget_s: float):
     """On every rank of a world: all heads of one case."""
     true = torch.load(true_path, mmap=True, weights_only=False, map_location=case.device)
     impls, absent = available(case)
     with megatron_on_cpu() if case.device == "cpu" else nullcontext():
         group = dist.group.WORLD if case.ranks > 1 else None
-        rows, refused = measure_case(case, group, impls, true, baseline, budget_s)
+        rows, refused = measure_case(case, group, impls, true, known, budget_s)
     return rows, absent + refused
 
 
@@ -81,19 +70,14 @@ def counted(options: argparse.Namespace) -> Iterator[Found]:
 def heads(options: argparse.Namespace) -> Iterator[Found]:
     device = DEVICES[options.machine]
     known = cases.cpu_cases(*(options.shape or ())) if device == "cpu" else cases.GPU_CASES
-    baselines: dict[Case, tuple[float, float, float]] = {}  # plain PyTorch's errors
     with tempfile.TemporaryDirectory() as folder:
         for case in known:
             true_path = Path(folder) / f"{case.tokens}-{case.width}-{case.vocab}.pt"
             if not true_path.exists():
                 torch.save(truth(whole_inputs(case)), true_path)
-            whole = case.unsharded
-            if whole not in baselines:
-                true = torch.load(true_path, mmap=True, weights_only=False)
-                baselines[whole] = errors(run_once(plain, shard_of(whole_inputs(case), whole, 0)), true)
-            rows, remarks = run_world(
-                case.ranks, device, measure_world, case, true_path, baselines[whole], options.seconds
-            )
+            throughs = {impl.through for impl in available(case)[0]}
+            errors = baselines(case, torch.load(true_path, mmap=True, weights_only=False), throughs)
+            rows, remarks = run_world(case.ranks, device, measure_world, case, true_path, errors, options.seconds)
             yield case.name, rows, remarks
 
 
