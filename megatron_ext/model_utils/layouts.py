@@ -15,8 +15,15 @@ def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, s
     """`1 / cp_size` of `input_ids` along `seq_dim`: chunks `cp_rank` and `2 * cp_size - 1 - cp_rank` of `2 * cp_size`.
 
     Raises:
-        ValueError: the length does not divide by `2 * cp_size`.
+        ValueError: the length does not divide by `2 * cp_size`; there is no such rank or dim.
     """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank is {cp_rank} and cp_size {cp_size}: cp_rank must be from 0 to cp_size - 1")
+    if not -input_ids.dim() <= seq_dim < input_ids.dim():
+        raise ValueError(
+            f"seq_dim is {seq_dim} and input_ids have shape {tuple(input_ids.shape)}: it must be one of their dims; "
+            f"pass seq_dim=0 for a single sequence"
+        )
     return split_zigzag(input_ids, cp_size, cp_rank, seq_dim)
 
 

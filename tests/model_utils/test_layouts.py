@@ -22,6 +22,11 @@ def test_a_rank_holds_an_early_and_a_late_chunk():
     assert _get_tokens_on_this_cp_rank(tokens, 0, 1) is tokens
     with pytest.raises(ValueError, match="multiple of 2 \\* 3 = 6; pad it to 12"):
         _get_tokens_on_this_cp_rank(tokens, 0, 3)
+    for rank, ranks_ in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"cp_rank is {rank} and cp_size {ranks_}"):
+            _get_tokens_on_this_cp_rank(tokens, rank, ranks_)
+    with pytest.raises(ValueError, match="seq_dim is 1 .* pass seq_dim=0"):
+        _get_tokens_on_this_cp_rank(tokens[0], 0, 2)
 
 
 @ranks(1, 2, 4)
