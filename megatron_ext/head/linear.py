@@ -93,7 +93,9 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
             kept = exp_TV[rows] if rows.stop <= cached else None
             z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, kept)
             if kept is not None and _keeps_logits(options, x_TD):
-                kept = None if z_TV.dtype == kept.dtype else kept.copy_(z_TV)
+                if z_TV.dtype != kept.dtype:  # else they are in its memory
+                    kept.copy_(z_TV)
+                kept = None
             row_statistics(
                 z_TV,
                 target_T[rows],

@@ -51,7 +51,7 @@ class WeightGradient:
             for at in pieces(x_TD):
                 self._offset_D += (x_TD[at] * offset_T[at].unsqueeze(1)).sum(0)
         self._accumulate = accumulate
-        self._rounds_once = x_TD.device.type == "cpu" and x_TD.element_size() == 2
+        self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
         step = max(64, _SCALED // max(x_TD.shape[0], 1))
         self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], step)]
         self._whole: Tensor | None = None

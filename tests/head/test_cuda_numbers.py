@@ -1,0 +1,41 @@
+"""The numbers of the head on CUDA, computed on the CPU: matmuls return fp32 there, so rounding happens elsewhere."""
+
+import pytest
+import torch
+
+from megatron_ext.head import passes, rows
+from tests.head.problems import OPTIONS, Problem, error
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch):
+    """cuBLAS: sums in fp32, one rounding, or none with `out_dtype`. Triton's passes compute what the plain ones do."""
+    plain = torch.mm
+
+    def mm(x, y, out_dtype=None, out=None):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        product = plain(x.to(wide), y.to(wide)).to(out_dtype or x.dtype)
+        return product if out is None else out.copy_(product)
+
+    def addmm(total, x, y, out_dtype, out):
+        return out.copy_(total + mm(x, y, out_dtype))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(passes, "_side", lambda x: rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values_and_gradients(options, dtype):
+    """As tests/head/test_gpu.py has it."""
+    problem = Problem((12, 16), 32, 301, dtype, options=OPTIONS[options])
+    for what in ("loss", "log_probs"):
+        (results, grads), (plain, plain_grads) = problem.truth(what), problem.plain(what, 1)
+        for cache, chunk_tokens in ((0, None), (0.5, 50), (1, None)):
+            got, got_grads = problem.ours(what, None, cache=cache, chunk_tokens=chunk_tokens)
+            for ours, truth, theirs in zip(
+                [*got[:2], *got_grads], [*results[:2], *grads], [*plain[:2], *plain_grads], strict=True
+            ):
+                assert error(ours, truth) <= 1.1 * error(theirs, truth) + 8 * torch.finfo(torch.float32).eps, cache
