@@ -56,8 +56,9 @@ def new_statistics(
     rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend) + more
     stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
     stats_KT[:, -1] = 0
-    shard = options.vocab
-    stats_KT[SIZE, -1], stats_KT[COUNTED, -1], stats_KT[START, -1] = shard.size, shard.counted, shard.start
+    facts = {SIZE: options.vocab.size, COUNTED: options.vocab.counted, START: options.vocab.start}
+    for row, number in facts.items():
+        stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits
     return stats_KT
 
 
@@ -121,7 +122,7 @@ def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
         value = (1 - e) * value - e * (stats.mean - stats.log_sum)
     if options.z_loss:
         value = value + options.z_loss * stats.lse.square()
-    return value.where(kept_T, 0.0).to(stats.peak.dtype)
+    return value.to(stats.peak.dtype).where(kept_T, 0.0)
 
 
 def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
@@ -136,7 +137,7 @@ def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
 def entropy(stats: Statistics, kept_T: Tensor) -> Tensor:
     """`log S - E_p[z - M]`, 0 where not kept, in the dtype of the passes."""
     assert stats.expected is not None
-    return (stats.log_sum - stats.expected).where(kept_T, 0.0).to(stats.peak.dtype)
+    return (stats.log_sum - stats.expected).to(stats.peak.dtype).where(kept_T, 0.0)
 
 
 def _finite(peak_T: Tensor) -> Tensor:

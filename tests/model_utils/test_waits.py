@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import one_rank_of
 from megatron_ext.head import checks, nucleus, passes, rows, sampling_checks
@@ -23,49 +22,7 @@ from megatron_ext.model_utils import (
     get_next_token_logprobs_from_logits,
 )
 from megatron_ext.sequence import targets, zigzag
-
-aten = torch.ops.aten
-READ_BACK = {
-    aten._local_scalar_dense,
-    aten.item,
-    aten.is_nonzero,
-    aten.equal,
-    aten.nonzero,
-    aten.masked_select,
-    aten._unique2,
-    aten.unique_dim,
-    aten.unique_consecutive,
-    aten.bincount,
-    aten.repeat_interleave,
-}
-FROM_THE_HOST = {aten.lift_fresh, aten.lift_fresh_copy}  # torch.tensor(...), and lists as indices
-BY_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_}
-
-
-class NoWait(TorchDispatchMode):
-    """Raises at what makes the host wait for a GPU: values that are read, sizes that values decide, blocking copies."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        packet = func.overloadpacket
-        assert packet not in READ_BACK, f"{func} reads values"
-        # A number travels as an argument of a kernel.
-        assert packet not in FROM_THE_HOST or not args[0].dim(), f"{func} makes a tensor of values of the host"
-        if packet in BY_INDEX:
-            found = [x for x in args[1] if x is not None]
-            assert all(x.dtype != torch.bool for x in found), f"{func}: a mask decides the size of its result"
-            assert all(x.device == args[0].device for x in found), f"{func}: an index of values of the host"
-        if packet is aten._to_copy:
-            self.check_copy(args[0], kwargs.get("device") or args[0].device, kwargs.get("non_blocking"))
-        if packet is aten.copy_:
-            self.check_copy(args[1], args[0].device, kwargs.get("non_blocking", len(args) > 2 and args[2]))
-        return func(*args, **kwargs)
-
-    @staticmethod
-    def check_copy(x: torch.Tensor, device: torch.device, non_blocking) -> None:
-        if x.device.type != torch.device(device).type and x.dim():  # a number goes to a kernel as an argument
-            assert torch.device(device).type != "cpu", "a copy to the host, which will read it"
-            assert non_blocking, "a blocking copy"
+from tests.waits import NoWait
 
 
 def on_gpus(monkeypatch):
@@ -74,6 +31,15 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr(passes, "_twin", lambda: None)  # Triton cannot run on them
     for module in (checks, nucleus, rows, sampling_checks):
         monkeypatch.setattr(module, "has_values", lambda x: True)
+
+    assign = torch.Tensor.__setitem__
+
+    def checked(x, index, value):
+        """On a GPU, where alone it is so, a number for one element is copied there; `fill_` takes it as an argument."""
+        assert isinstance(value, torch.Tensor) or x[index].dim(), "a blocking copy of a number"
+        assign(x, index, value)
+
+    monkeypatch.setattr(torch.Tensor, "__setitem__", checked)
 
     def demand(right, message, of):
         torch._assert_async(right, message(""))
