@@ -1,7 +1,7 @@
 """`row_statistics` and `row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.rows`.
 
 One program has one token, `T` of them in all. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the
-host and nothing is allocated, so both can be captured in a CUDA graph.
+host and nothing is allocated, so both can be captured in a CUDA graph. A number without a type would arrive in fp32.
 """
 
 import torch
@@ -74,8 +74,8 @@ def _statistics_kernel(
     exp_stride,
     columns_all,
     counted,
-    softcap,
-    temperature,
+    softcap: tl.float64,
+    temperature: tl.float64,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_EXP: tl.constexpr,
@@ -86,6 +86,7 @@ def _statistics_kernel(
     DTYPE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + token * target_stride)
     z_ptr += token * z_stride
@@ -166,9 +167,9 @@ def _gradient_kernel(
     out_stride,
     columns_all,
     counted,
-    softcap,
-    temperature,
-    tiny,
+    softcap: tl.float64,
+    temperature: tl.float64,
+    tiny: tl.float64,
     SOURCE_IS_EXP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_SLOPE: tl.constexpr,
@@ -179,6 +180,7 @@ def _gradient_kernel(
     DTYPE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < counted
@@ -189,7 +191,7 @@ def _gradient_kernel(
         exp = tl.load(source_ptr + columns, mask=inside, other=0.0).to(DTYPE)
         u = exp
         if HAS_SLOPE or HAS_SOFTCAP:
-            u = tl.log(tl.maximum(exp, tiny))
+            u = tl.log(tl.maximum(exp, tl.full([], tiny, DTYPE)))
         if HAS_SOFTCAP:
             tanh = (u + shift) * (temperature / softcap)
             bend = 1.0 - tanh * tanh
@@ -243,32 +245,33 @@ def row_statistics(
     more = bias_V is not None or softcap is not None or with_mean or with_entropy or with_hits
     block_v, warps = blocks.sizes(blocks.STATISTICS_AND_MORE if more else blocks.STATISTICS, columns, double)
     kept = stats_KT if exp_TV is None else _writable(exp_TV)
-    _statistics_kernel[(tokens,)](
-        z_TV,
-        target_T,
-        stats_KT,
-        kept,
-        stats_KT if bias_V is None else bias_V.contiguous(),
-        z_TV.stride(0),
-        target_T.stride(0),
-        stats_KT.stride(0),
-        stats_KT.stride(1),
-        kept.stride(0),
-        columns,
-        counted,
-        1.0 if softcap is None else softcap,
-        temperature,
-        HAS_BIAS=bias_V is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_EXP=exp_TV is not None,
-        WITH_MEAN=with_mean,
-        WITH_ENTROPY=with_entropy,
-        WITH_HITS=with_hits,
-        WHOLE_ROW=columns <= block_v,
-        DTYPE=tl.float64 if double else tl.float32,
-        BLOCK_V=block_v,
-        num_warps=warps,
-    )
+    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
+        _statistics_kernel[(tokens,)](
+            z_TV,
+            target_T,
+            stats_KT,
+            kept,
+            stats_KT if bias_V is None else bias_V.contiguous(),
+            z_TV.stride(0),
+            target_T.stride(0),
+            stats_KT.stride(0),
+            stats_KT.stride(1),
+            kept.stride(0),
+            columns,
+            counted,
+            1.0 if softcap is None else softcap,
+            temperature,
+            HAS_BIAS=bias_V is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_EXP=exp_TV is not None,
+            WITH_MEAN=with_mean,
+            WITH_ENTROPY=with_entropy,
+            WITH_HITS=with_hits,
+            WHOLE_ROW=columns <= block_v,
+            DTYPE=tl.float64 if double else tl.float32,
+            BLOCK_V=block_v,
+            num_warps=warps,
+        )
 
 
 def row_gradient(
@@ -298,35 +301,36 @@ def row_gradient(
     def or_shift(x_T: Tensor | None) -> Tensor:
         return shift_T.contiguous() if x_T is None else x_T.contiguous()
 
-    _gradient_kernel[(tokens, triton.cdiv(columns, block_v))](
-        source_TV,
-        target_T,
-        shift_T.contiguous(),
-        or_shift(scale_T),
-        or_shift(slope_T),
-        or_shift(offset_T),
-        or_shift(value_T),
-        out_TV,
-        shift_T if bias_V is None else bias_V.contiguous(),
-        source_TV.stride(0),
-        target_T.stride(0),
-        out_TV.stride(0),
-        columns,
-        counted,
-        1.0 if softcap is None else softcap,
-        temperature,
-        torch.finfo(shift_T.dtype).tiny,
-        SOURCE_IS_EXP=source_is_exp,
-        HAS_SCALE=scale_T is not None,
-        HAS_SLOPE=slope_T is not None,
-        HAS_OFFSET=offset_T is not None,
-        HAS_VALUE=value_T is not None,
-        HAS_BIAS=bias_V is not None,
-        HAS_SOFTCAP=softcap is not None,
-        DTYPE=tl.float64 if double else tl.float32,
-        BLOCK_V=block_v,
-        num_warps=warps,
-    )
+    with torch.cuda.device_of(source_TV):  # Triton launches on the current device, wherever the tensors are
+        _gradient_kernel[(tokens, triton.cdiv(columns, block_v))](
+            source_TV,
+            target_T,
+            shift_T.contiguous(),
+            or_shift(scale_T),
+            or_shift(slope_T),
+            or_shift(offset_T),
+            or_shift(value_T),
+            out_TV,
+            shift_T if bias_V is None else bias_V.contiguous(),
+            source_TV.stride(0),
+            target_T.stride(0),
+            out_TV.stride(0),
+            columns,
+            counted,
+            1.0 if softcap is None else softcap,
+            temperature,
+            torch.finfo(shift_T.dtype).tiny,
+            SOURCE_IS_EXP=source_is_exp,
+            HAS_SCALE=scale_T is not None,
+            HAS_SLOPE=slope_T is not None,
+            HAS_OFFSET=offset_T is not None,
+            HAS_VALUE=value_T is not None,
+            HAS_BIAS=bias_V is not None,
+            HAS_SOFTCAP=softcap is not None,
+            DTYPE=tl.float64 if double else tl.float32,
+            BLOCK_V=block_v,
+            num_warps=warps,
+        )
 
 
 def _rowwise(x_TV: Tensor) -> Tensor:
