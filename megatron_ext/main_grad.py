@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 
 def buffer_of(weight: Tensor) -> Tensor:
@@ -46,7 +47,10 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
     elif left_TN.dtype == out_ND.dtype:
         out_ND.addmm_(left_TN.t(), right_TD)
     elif left_TN.is_cuda and out_ND.dtype == torch.float32:
-        torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
+        if torch.compiler.is_compiling() or is_fake(out_ND):  # torch before 2.13 cannot trace the other
+            out_ND.add_(torch.mm(left_TN.t(), right_TD, out_dtype=torch.float32))
+        else:
+            torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
     else:
         out_ND.add_(left_TN.t() @ right_TD)
 

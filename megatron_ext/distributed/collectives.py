@@ -40,10 +40,17 @@ class Pending:
         return self._result
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """`x.contiguous()`. Before 2.13 torch compiled a function that returns what was contiguous already with a gradient
+    of zero: while compiling this is always a new tensor of that memory."""
+    x = x.contiguous()
+    return x.view_as(x) if torch.compiler.is_compiling() else x
+
+
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = False) -> Pending:
     """Begin the elementwise `op` ("sum", "max", "min") of every rank's `x`. `in_place` overwrites a contiguous `x`."""
     if group is None or group_size(group) == 1:
-        return Pending(x.contiguous())
+        return Pending(contiguous(x))
     if torch.compiler.is_compiling():
         return Pending(functional.all_reduce(x, op, group), finish=functional.wait_tensor)
     out = x if in_place and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -54,7 +61,7 @@ def start_all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int]
     """Begin to join every rank's `x` along `dim`, in rank order."""
     size = group_size(group)
     if group is None or size == 1:
-        return Pending(x.contiguous())
+        return Pending(contiguous(x))
     piece = x.movedim(dim, 0).contiguous()
     even = sizes is None or len(set(sizes)) == 1
     longest = piece.shape[0] if sizes is None else max(sizes)
@@ -65,10 +72,11 @@ def start_all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int]
         if not even:
             assert sizes is not None
             out = torch.cat([rows[:n] for rows, n in zip(out.split(longest), sizes, strict=True)])
-        return out.movedim(0, dim).contiguous()
+        return contiguous(out.movedim(0, dim))
 
     if torch.compiler.is_compiling():
-        gathered = functional.all_gather_tensor(piece, 0, group)
+        # Not `all_gather_tensor`: torch before 2.13 asks there for strides, which a compiled backward cannot tell.
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(piece, size, group.group_name)
         return Pending(gathered, finish=lambda out: finish(functional.wait_tensor(out)))
     out = piece.new_empty(size * longest, *piece.shape[1:])
     return Pending(out, _all_gather_single(out, piece, group=group, async_op=True), finish)
@@ -78,7 +86,7 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[
     """Begin to sum every rank's `x` and to keep this rank's piece of the sum along `dim`."""
     size = group_size(group)
     if group is None or size == 1:
-        return Pending(x.contiguous())
+        return Pending(contiguous(x))
     whole = x.movedim(dim, 0)
     even = sizes is None or len(set(sizes)) == 1
     own = whole.shape[0] // size if sizes is None else sizes[group_rank(group)]
@@ -92,7 +100,7 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[
     whole = whole.contiguous()
 
     def finish(out: Tensor) -> Tensor:
-        return out[:own].movedim(0, dim).contiguous()
+        return contiguous(out[:own].movedim(0, dim))
 
     if torch.compiler.is_compiling():
         scattered = functional.reduce_scatter_tensor(whole, "sum", 0, group)
@@ -109,7 +117,7 @@ def start_all_to_all(
 ) -> Pending:
     """Begin to send piece i of `x`'s rows (`input_sizes`, equal if None) to rank i; the pieces received are joined."""
     if group is None or group_size(group) == 1:
-        return Pending(x.contiguous())
+        return Pending(contiguous(x))
     x = x.contiguous()
     received = [int(n) for n in output_sizes] if output_sizes is not None else None
     sent = [int(n) for n in input_sizes] if input_sizes is not None else None

@@ -9,6 +9,7 @@ Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, 
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.head.rows import accumulation_dtype
 
 # Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
@@ -41,11 +42,10 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
     """`total + G @ W` in fp32 (fp64 for fp64), in place; a new tensor without a total."""
     wide = accumulation_dtype(g_TV.dtype)
     if g_TV.is_cuda:
-        if g_TV.dtype == wide:
-            return torch.mm(g_TV, w_VD) if total_TD is None else total_TD.addmm_(g_TV, w_VD)
         if total_TD is None:
-            return torch.mm(g_TV, w_VD, out_dtype=wide)
-        return torch.addmm(total_TD, g_TV, w_VD, out_dtype=wide, out=total_TD)
+            return torch.mm(g_TV, w_VD) if g_TV.dtype == wide else torch.mm(g_TV, w_VD, out_dtype=wide)
+        main_grad.add_product(total_TD, g_TV.t(), w_VD)
+        return total_TD
     tokens, columns = g_TV.shape
     if total_TD is None:
         total_TD = g_TV.new_zeros(tokens, w_VD.shape[1], dtype=wide)

@@ -81,7 +81,7 @@ def _split_along_last_dim(input_: Tensor, group: Group) -> Tensor:
     """This rank's piece `[..., H/R]` of `[..., H]`. Nothing is sent."""
     group = find_group(group)
     check_divides(input_, -1, group)
-    return input_.chunk(group_size(group), -1)[group_rank(group)].contiguous()
+    return collectives.contiguous(input_.chunk(group_size(group), -1)[group_rank(group)])
 
 
 def _split_along_first_dim(input_: Tensor, group: Group, input_split_sizes: Sizes = None) -> Tensor:
@@ -89,7 +89,7 @@ def _split_along_first_dim(input_: Tensor, group: Group, input_split_sizes: Size
     group = find_group(group)
     sizes = _rows_of_each(input_, input_split_sizes, group)
     pieces = input_.chunk(group_size(group)) if sizes is None else input_.split(sizes)
-    return pieces[group_rank(group)].contiguous()
+    return collectives.contiguous(pieces[group_rank(group)])
 
 
 def _gather_along_last_dim(input_: Tensor, group: Group) -> Tensor:

@@ -42,8 +42,7 @@ def test_sharded_over_the_vocabulary(vocabulary):
     assert sent.total() == int(dist.get_world_size() > 1)
     same(found.detach(), wanted.detach())
     found.backward(weights)
-    expected = distribute_tensor(gradient(wanted, leaf, weights), mesh_of(1)["tp"], WHOLE)
-    same(sharded.grad.to_local(), expected.to_local())
+    same(sharded.grad.full_tensor(), gradient(wanted, leaf, weights))  # before 2.13 torch may have joined it
     softer = get_next_token_logprobs_from_logits(tokens, sharded, sampling_params=SOFTER)
     same(softer.detach(), next_log_probs(logits, tokens, temperature=0.7))
     with torch.no_grad():
