@@ -28,6 +28,7 @@ class Implementation:
     `error_limit`: how many times plain PyTorch's error in the same dtype is still right; beyond it no time counts.
     `through`: the dtype that its logits' gradient passes through, and plain PyTorch's beside it; None: its own.
     `slow`: its time is taken once, so that all heads together do not take too long.
+    `foreign`: of a package that may not run here: it is left out then, and the others are measured.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Implementation:
     error_limit: float = 1.5
     through: torch.dtype | None = None
     slow: bool = False
+    foreign: bool = False
 
 
 def ours(cache: float) -> Implementation:
@@ -132,11 +134,17 @@ FUSED = Implementation(
 
 def available(case: Case) -> tuple[list[Implementation], list[str]]:
     """The heads that run this case here, and a line for each that does not."""
-    found, absent = [UNFUSED, *OURS], []
+    found, absent = [*OURS], []
+    stock = importlib.util.find_spec("megatron") is not None
+    if stock:
+        found.insert(0, UNFUSED)
+    else:
+        absent.append("megatron: megatron-core is not installed")
     if case.device == "cuda":  # what they cost is counted at full size; on a CPU their times say little more
         found += MODELS
     if case.ranks == 1:  # Megatron's compares alike on several; the others know no vocabulary shards
-        found.append(FUSED)
+        if stock:
+            found.append(FUSED)
         if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
             found.append(PYTORCH_CHUNKED)
         else:
@@ -150,5 +158,5 @@ def available(case: Case) -> tuple[list[Implementation], list[str]]:
                 if importlib.util.find_spec(module) is None:
                     absent.append(f"{name}: {module} is not installed")
                 else:
-                    found.append(Implementation(name, build, error_limit=limit, slow=True))
+                    found.append(Implementation(name, build, error_limit=limit, slow=True, foreign=True))
     return found, absent

@@ -3,6 +3,7 @@
 import csv
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -129,6 +130,9 @@ def _cpu_lines() -> list[str]:
 def _commit() -> str:
     """The commit that is checked out, with a + where tracked files of the package or the benchmarks differ from it."""
     here = Path(__file__).parent.parent
+
+    if shutil.which("git") is None:
+        return ""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True).stdout.strip()

@@ -131,8 +131,9 @@ def main() -> None:
     print("\n" + record.table(rows))
     print("\n".join(remarks))
     print(f"{len(rows)} rows in {out}, {time.perf_counter() - began:.0f} s")
-    if options.out is None and "heads" in parts:
-        print(f"drawn: {plot.cache_figure(record.read(out))}")
+    if options.out is None and "heads" in parts and any(row.metric == plot.TIME for row in rows):
+        figure = plot.FIGURE if kind == "cpu" else plot.FIGURE.with_stem(f"{plot.FIGURE.stem}_{kind}")
+        print(f"drawn: {plot.cache_figure(record.read(out), figure)}")
 
 
 if __name__ == "__main__":
