@@ -19,18 +19,21 @@ from megatron_ext.head.rows import accumulation_dtype, transformed
 
 
 class DenseSoftmax(torch.autograd.Function):
-    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too.
+    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too. `places_T`: of the tokens,
+    see `Flat.places`.
 
     Communicates: forward 1 all-gather of statistics, backward 1 all-reduce of a number per token.
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, options: HeadOptions) -> Tensor:
+    def forward(
+        ctx: Any, z_TV: Tensor, logarithm: bool, options: HeadOptions, places_T: Tensor | None = None
+    ) -> Tensor:
         counted, temperature = options.vocab.counted, options.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
         row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], None, None, counted, None, temperature, False, False, False)
-        stats_RKT = statistics.exchange(stats_KT, options)
+        stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, nowhere_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)
         log_sum_T = stats.log_sum.to(stats.peak.dtype)
@@ -43,22 +46,26 @@ class DenseSoftmax(torch.autograd.Function):
             if not logarithm:
                 out.exp_()
         ctx.options, ctx.logarithm, ctx.dtype = options, logarithm, z_TV.dtype
-        ctx.save_for_backward(out_TV)
+        ctx.save_for_backward(out_TV, places_T)
         return out_TV
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad_TV: Tensor):
-        (out_TV,) = ctx.saved_tensors
+        out_TV, places_T = ctx.saved_tensors
         dz_TV = torch.empty_like(out_TV, dtype=ctx.dtype)
         sums_T = out_TV.new_empty(out_TV.shape[0])
         for at in blocks(out_TV):
             counts = out_TV[at] > -torch.inf
             weighed = grad_TV[at].where(counts, 0.0) if ctx.logarithm else grad_TV[at] * out_TV[at]
             sums_T[at] = weighed.sum(1)
+        if places_T is not None:
+            sums_T = torch.empty_like(sums_T).index_copy_(0, places_T, sums_T)
         sums_T = collectives.all_reduce(sums_T, ctx.options.group if out_TV.shape[0] else None, in_place=True)
+        if places_T is not None:
+            sums_T = sums_T[places_T]
         for at in blocks(out_TV):
             out, g, sums = out_TV[at], grad_TV[at], sums_T[at].unsqueeze(1)
             dz = g.where(out > -torch.inf, 0.0) - out.exp() * sums if ctx.logarithm else out * (g - sums)
             dz_TV[at] = dz / ctx.options.temperature
-        return dz_TV, None, None
+        return dz_TV, None, None, None

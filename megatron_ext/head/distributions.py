@@ -134,6 +134,7 @@ def sampled_log_probs(
     fault = checks.size_fault(vocab, checks.check_labels, labels, ignore_index, size=size) or fault
     _check_leading("labels", labels.shape, logits)
     if top_k in (None, -1):
+        flat = flat if options.ranks == 1 else Flat(logits, as_given=True)  # the ranks exchange rows, chunk by chunk
         read_out = TopP(options, flat(labels.long()), float(top_p))
         return _read(logits, read_out, fault, flat)[0]
     fault = checks.size_fault(vocab, check_k, "top_k", top_k, size=size) or fault
@@ -201,7 +202,7 @@ def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard |
         if options.ranks > 1:
             statistics.refuse(z_TV.shape[0], options, accumulation_dtype(logits.dtype), logits.device)
         raise fault
-    return flat.up(DenseSoftmax.apply(z_TV, logarithm, options))
+    return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device)))
 
 
 def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
@@ -245,7 +246,8 @@ def _flat_results(logits: Tensor, read_out: ReadOut, fault: ValueError | None, f
         if read_out.options.ranks > 1 and flat.shape.numel():
             read_out.refuse(logits, flat.shape.numel())
         raise fault
-    return FromLogits.apply(flat.rows(logits), None if teacher is None else flat.rows(teacher.detach()), read_out)
+    teacher = None if teacher is None else flat.rows(teacher.detach())
+    return FromLogits.apply(flat.rows(logits), teacher, read_out, flat.places(logits.device))
 
 
 def _check_leading(argument: str, leading: torch.Size, logits: Tensor) -> None:

@@ -16,11 +16,14 @@ _FEW = 1 << 20
 
 
 class Flat:
-    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied."""
+    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied.
 
-    def __init__(self, logits: Tensor):
+    `as_given`: in the order that the dims have.
+    """
+
+    def __init__(self, logits: Tensor, as_given: bool = False):
         self.shape, strides = logits.shape[:-1], logits.stride()
-        self.order = sorted(range(len(self.shape)), key=lambda dim: -strides[dim])
+        self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
         self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
 
     def places(self, device: torch.device) -> Tensor | None:

@@ -104,8 +104,8 @@ class TopP(ReadOut):
         for at in blocks(z_uL):
             self._cut(z_uL[at, : self.options.vocab.size], labels_u[at], cuts_Ku[:, at])
 
-    def exchange(self, stats_KT: Tensor) -> Tensor:
-        return stats_KT.unsqueeze(0) if self._at_once else super().exchange(stats_KT)
+    def exchange(self, stats_KT: Tensor, places_T: Tensor | None) -> Tensor:
+        return stats_KT.unsqueeze(0) if self._at_once else super().exchange(stats_KT, places_T)
 
     def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         cuts_KT = own_KT[OWN:, :-1]

@@ -74,9 +74,9 @@ class ReadOut(ABC):
         """All tokens, by chunks."""
         return chunks(slice(0, tokens), 0, self.options.chunk_tokens, self.width, device)
 
-    def exchange(self, stats_KT: Tensor) -> Tensor:
-        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather."""
-        return statistics.exchange(stats_KT, self.options)
+    def exchange(self, stats_KT: Tensor, places_T: Tensor | None) -> Tensor:
+        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather. See `statistics.exchange`."""
+        return statistics.exchange(stats_KT, self.options, places_T)
 
     def labels(self, tokens: Tensor) -> Tensor:
         """Ids that the call asks for: one past a rank's columns shows that it has a shard, not the whole vocabulary."""
@@ -108,13 +108,13 @@ def fingerprint(z_tV: Tensor, counted: int) -> Tensor:
 
 class FromLogits(torch.autograd.Function):
     """The results of `read_out` from logits `[T, V]`, or as `Flat.rows` has them, and a teacher's, which get no
-    gradient. Saves the logits.
+    gradient. Saves the logits. `places_T`: of their tokens, see `Flat.places`.
 
     Communicates: forward what the read-out's exchange does, backward nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, teacher: Tensor | None, read_out: ReadOut):
+    def forward(ctx: Any, z: Tensor, teacher: Tensor | None, read_out: ReadOut, places_T: Tensor | None):
         logits = [z] if teacher is None else [z, teacher]
         tokens = tokens_of(z)
         read_out.begin(tokens, z.device)
@@ -122,7 +122,7 @@ class FromLogits(torch.autograd.Function):
         chunks = read_out.chunks(tokens, z.device)
         for rows in chunks if read_out.in_step else _in_runs(logits, chunks):
             read_out.scan([rows_of(each, rows) for each in logits], rows, stats_KT[:, rows])
-        results, saved = _combined(stats_KT, read_out)
+        results, saved = _combined(stats_KT, read_out, places_T)
         _prepare(ctx, read_out, results, [*logits, *saved], len(logits))
         return tuple(results)
 
@@ -130,14 +130,14 @@ class FromLogits(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None):
         if grads[0] is None:
-            return None, None, None
+            return None, None, None, None
         logits, saved = _saved(ctx)
         dz = new_gradient(logits[0])
         for rows in _in_runs(logits, ctx.read_out.chunks(tokens_of(dz), dz.device)):
             ctx.read_out.pull(
                 lambda rows=rows: [rows_of(z, rows) for z in logits], rows, saved, grads[0], rows_of(dz, rows)
             )
-        return dz.view(logits[0].shape), None, None
+        return dz.view(logits[0].shape), None, None, None
 
 
 def _in_runs(logits: Logits, chunks: Iterable[slice]) -> Iterable[slice]:
@@ -262,8 +262,8 @@ def _room(like: Tensor, tokens: int, read_out: ReadOut) -> Tensor:
     return statistics.new_statistics(tokens, read_out.options, dtype, like.device, read_out.more)
 
 
-def _combined(stats_KT: Tensor, read_out: ReadOut) -> tuple[list[Tensor], list[Tensor]]:
-    stats_RKT = read_out.exchange(stats_KT)
+def _combined(stats_KT: Tensor, read_out: ReadOut, places_T: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    stats_RKT = read_out.exchange(stats_KT, places_T)
     check_exchange(stats_RKT, read_out.labels(stats_KT), read_out.options)
     return read_out.combine(stats_RKT, stats_KT)
 

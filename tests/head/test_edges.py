@@ -504,27 +504,3 @@ def test_shards_in_any_order():
     whole = z.requires_grad_()
     (want,) = torch.autograd.grad(reference.log_probs(whole, labels).sum(), whole)
     torch.testing.assert_close(grad, want[:, start : shard.stop])
-
-
-@ranks(2, 4)
-@pytest.mark.parametrize("empty", [False, True])
-def test_ranks_whose_logits_lie_in_memory_in_different_orders(empty):
-    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
-    group, problem = dist.group.WORLD, Problem((3, 2, 4))
-    if empty:
-        problem.cuts = [0] * (group_size(group) - 1)
-    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
-    want = problem.from_logits(whole)
-    shard = problem.shard(group)
-    own = whole.detach()[..., shard.start : shard.stop]
-    order = (1, 2, 0, 3) if empty else [(0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)][group_rank(group)]
-    back = sorted(range(4), key=order.__getitem__)
-    leaf = (own.permute(order).contiguous().permute(back) * 1).requires_grad_()
-    call = problem.labels, group, shard
-    loss = vocab_parallel_cross_entropy(leaf, *call)
-    log_probs, entropy, hits = token_log_probs(leaf, *call, return_entropy=True, return_hits=True)
-    torch.testing.assert_close([loss, log_probs, entropy], [x.detach() for x in want[:3]])
-    assert torch.equal(hits, want[3])
-    (grad,) = torch.autograd.grad(loss, leaf, problem.grad)
-    (want_grad,) = torch.autograd.grad(want[0], whole, problem.grad.double())
-    torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])

@@ -1,4 +1,4 @@
-"""The head's CUDA branches without a GPU, on fake tensors: every operator fits, and nothing waits for the device.
+"""The head's CUDA branches on fake tensors: every operator fits, and nothing waits for the device.
 
 They have shapes, dtypes and devices, and autograd has no engine for them: functions are applied by hand, forward and
 backward.
@@ -94,7 +94,7 @@ def logits(dtype):
     return empty(T, V, dtype=dtype)
 
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="torch built without CUDA cannot fake all of it")
+pytestmark = pytest.mark.gpu  # torch built without CUDA cannot fake all of it
 
 READ_BOTH = {"return_entropy": True, "return_hits": True}
 CALLS = {
