@@ -14,7 +14,7 @@ from megatron_ext.head import statistics
 from megatron_ext.head.order import blocks, largest, largest_columns
 from megatron_ext.head.passes import row_gradient
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut
-from megatron_ext.head.rows import transformed
+from megatron_ext.head.rows import accumulation_dtype, transformed
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,24 @@ class _Picks(ReadOut):
         g_tK, g_entropy_t = (g_tK[:, :-1], g_tK[:, -1]) if self.options.entropy else (g_tK, None)
         own_tK = vocab.owns(ids_tK)
         at_tK = (ids_tK - vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it
-        picked_tK = _sums_of_equals(g_tK.where(own_tK, 0.0), at_tK)
-        if self.normalised:
-            z_tV = logits()[0]
-            peak_t, alpha_t, *away_t = rest
-            scale_t, slope_t = -g_tK.sum(1) * alpha_t, torch.zeros_like(alpha_t)
-            if g_entropy_t is not None:
-                slope_t = -g_entropy_t * alpha_t
-                scale_t = scale_t + slope_t * away_t[0]
-            u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.options.temperature, peak_t.dtype).double()
-            u_tK = u_tK - peak_t.unsqueeze(1)
-            bend_tK = scale_t.unsqueeze(1) + slope_t.unsqueeze(1) * u_tK.clamp(min=-1e4)
-            picked_tK += u_tK.exp() * bend_tK
-            self.softmax(z_tV, peak_t, scale_t, None if g_entropy_t is None else slope_t, out_tV)
-        else:
-            out_tV.zero_()
+        own_g_tK = g_tK.where(own_tK, 0.0)
+        if not self.normalised:
+            own_g_tK = own_g_tK.to(accumulation_dtype(out_tV.dtype))
+            for at in blocks(out_tV):
+                dz_uV = torch.zeros_like(out_tV[at], dtype=own_g_tK.dtype)
+                out_tV[at] = dz_uV.scatter_add_(1, at_tK[at], own_g_tK[at])
+            return
+        z_tV = logits()[0]
+        peak_t, alpha_t, *away_t = rest
+        scale_t, slope_t = -g_tK.sum(1) * alpha_t, torch.zeros_like(alpha_t)
+        if g_entropy_t is not None:
+            slope_t = -g_entropy_t * alpha_t
+            scale_t = scale_t + slope_t * away_t[0]
+        u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.options.temperature, peak_t.dtype).double()
+        u_tK = u_tK - peak_t.unsqueeze(1)
+        bend_tK = scale_t.unsqueeze(1) + slope_t.unsqueeze(1) * u_tK.clamp(min=-1e4)
+        picked_tK = _sums_of_equals(own_g_tK, at_tK) + u_tK.exp() * bend_tK
+        self.softmax(z_tV, peak_t, scale_t, None if g_entropy_t is None else slope_t, out_tV)
         # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while.
         row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
         out_tV.index_put_((row_t1, at_tK), picked_tK.to(out_tV.dtype))
@@ -154,8 +157,11 @@ class TopK(_Picks):
 
 def _sums_of_equals(x_tK: Tensor, ids_tK: Tensor) -> Tensor:
     """Each entry becomes the sum of those in its row that have its id."""
-    first_tK = torch.searchsorted(ids_tK.sort(1).values, ids_tK)
-    return torch.zeros_like(x_tK).scatter_add_(1, first_tK, x_tK).gather(1, first_tK)
+    ids_tK, order_tK = ids_tK.sort(1)
+    run_tK = torch.zeros_like(ids_tK)
+    run_tK[:, 1:] = (ids_tK[:, 1:] != ids_tK[:, :-1]).cumsum(1)
+    sums_tK = torch.zeros_like(x_tK).scatter_add_(1, run_tK, x_tK.gather(1, order_tK))
+    return torch.empty_like(x_tK).scatter_(1, order_tK, sums_tK.gather(1, run_tK))
 
 
 def _integers(stats: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron.core.utils
+import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
@@ -175,7 +176,11 @@ def _say_once(text: str) -> None:
 
 @contextmanager
 def _promising(model: Any, settings: Settings) -> Iterator[None]:
-    """While it lasts, `model`'s output layer promises logits and its loss redeems the promise."""
+    """While it lasts, `model`'s output layer promises logits and its loss redeems the promise.
+
+    What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
+    """
+    faults: list[ValueError] = []
     layer, stock_forward, stock_loss = model.output_layer, model.output_layer.forward, model.compute_language_model_loss
 
     def promise(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any):
@@ -193,10 +198,13 @@ def _promising(model: Any, settings: Settings) -> Iterator[None]:
         try:
             return logits.loss(labels, settings.chunk(labels.shape[0]), settings.cache, IGNORE_INDEX)
         except ValueError as fault:
-            raise HeadRefusal(*fault.args) from fault
+            faults.append(fault)
+            return torch.zeros(labels.shape, device=labels.device)
 
     with _attribute(layer, versions.FORWARD, promise), _attribute(model, versions.LOSS, loss):
         yield
+    if faults:
+        raise HeadRefusal(*faults[0].args) from faults[0]
 
 
 @contextmanager

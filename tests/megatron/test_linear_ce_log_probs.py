@@ -144,7 +144,7 @@ def test_context_parallel(packed):
 
 
 @ranks(2)
-@pytest.mark.parametrize("layers", [0, 1], ids=["main", "and multi-token prediction"])
+@pytest.mark.parametrize("layers", [0, 2], ids=["main", "and multi-token prediction"])
 def test_a_label_that_one_context_parallel_rank_holds(layers):
     """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
     from megatron_ext.sequence.parts import SequenceParts
