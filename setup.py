@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
     package_data={"megatron_ext": ["py.typed"]},
-    install_requires=["torch>=2.8"],
+    install_requires=["torch>=2.10"],
     extras_require={
         "test": [*MEGATRON, "pytest>=8", "hypothesis>=6", "numpy"],
         "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],

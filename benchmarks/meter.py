@@ -3,6 +3,7 @@
 Works on real tensors and, at any size on any machine, on fake ones with the `fake` process group.
 """
 
+import importlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ def one_rank_of(ranks: int, rank: int = 0) -> Iterator[dist.ProcessGroup | None]
     """Fake tensors, and this process as `rank` of a fake group of `ranks`. Yields the group (None for one rank)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # torch before 2.11
+        importlib.import_module("torch.distributed._tools.fake_collectives")
     if ranks == 1:
         with FakeTensorMode():
             yield None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.statistics import Statistics, smoothing
+from megatron_ext.head.statistics import Statistics, log_prob, lse, smoothing
 
 
 class Coefficients(NamedTuple):
@@ -50,11 +50,11 @@ def coefficients(
         return (grad_T.to(dtype) * factor).where(kept_T, 0.0)
 
     g = pulled(grad_loss_T)
-    log_p = stats.log_prob.where(kept_T, 0.0)
+    log_p = log_prob(stats).where(kept_T, 0.0)
     p_y = log_p.exp()
     a, target = g, g * torch.expm1(log_p)
     if options.z_loss:
-        bend = g * (2 * options.z_loss) * stats.lse.where(kept_T, 0.0)
+        bend = g * (2 * options.z_loss) * lse(stats).where(kept_T, 0.0)
         a, target = a + bend, target + bend * p_y
     c = d = None
     if stats.columns is not None:

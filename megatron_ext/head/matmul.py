@@ -25,7 +25,8 @@ def new_matrix(like: Tensor, tokens: int, columns: int) -> Tensor:
     Rows a power of two apart, as vocabularies make them, fall into the same places of the cache: at 32768 columns the
     three fp32 matmuls then take 10 % longer.
     """
-    apart = not like.is_cuda and not torch.compiler.is_compiling()  # which takes no `out` with gaps
+    # Not where torch compiles, which takes no `out` with gaps; nor one column: before 2.11 torch.mm read such an `out`.
+    apart = not like.is_cuda and not torch.compiler.is_compiling() and columns != 1
     line = _LINE_BYTES // like.element_size() if apart else 0
     return like.new_empty(tokens, columns + line)[:, :columns]
 

@@ -39,14 +39,6 @@ class Statistics(NamedTuple):
     hits: Tensor | None  # bool: the label has the largest logit, the lowest id among equals
     bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
 
-    @property
-    def log_prob(self) -> Tensor:
-        return self.target - self.log_sum
-
-    @property
-    def lse(self) -> Tensor:
-        return self.largest + self.log_sum
-
 
 def new_statistics(
     tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0
@@ -115,14 +107,25 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
     return Statistics(largest, total.log(), target, peak, mean, columns, expected, hits, bend)
 
 
+# Functions, not properties: torch.compile before torch 2.11 takes none of a NamedTuple.
+def log_prob(stats: Statistics) -> Tensor:
+    """`z_y - lse`."""
+    return stats.target - stats.log_sum
+
+
+def lse(stats: Statistics) -> Tensor:
+    """`log sum exp z`."""
+    return stats.largest + stats.log_sum
+
+
 def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
     """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
-    value = -stats.log_prob
+    value = -log_prob(stats)
     if stats.mean is not None:
         e = smoothing(stats, options)
         value = (1 - e) * value - e * (stats.mean - stats.log_sum)
     if options.z_loss:
-        value = value + options.z_loss * stats.lse.square()
+        value = value + options.z_loss * lse(stats).square()
     return value.to(stats.peak.dtype).where(kept_T, 0.0)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel.deferral import Deferral
@@ -136,8 +137,9 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return ParallelLinear.forward(ctx, input, weight, bias, plan)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db, _ = ParallelLinear.backward(ctx, grad_output)
+        dx, dw, db, _ = ParallelLinear.gradients(ctx, grad_output)
         return dx, dw, db, *[None] * 6
 
 
@@ -152,6 +154,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         return ParallelLinear.forward(ctx, input, weight, bias, plan)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _, db, _ = ParallelLinear.backward(ctx, grad_output)
+        dx, _, db, _ = ParallelLinear.gradients(ctx, grad_output)
         return dx, None, db, None, None

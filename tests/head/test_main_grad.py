@@ -137,7 +137,8 @@ def test_compiled(call):
     run(hidden).backward(problem.grad)
     once, dx = weight.main_grad - 0.5, hidden.grad
     weight.grad_added_to_main_grad, hidden.grad = False, None
-    torch.compile(run, backend="aot_eager", fullgraph=True)(hidden).backward(problem.grad)
+    whole = torch.__version__ >= (2, 11)  # before, a traced backward sees no main_grad: the function runs as it is
+    torch.compile(run, backend="aot_eager", fullgraph=whole)(hidden).backward(problem.grad)
     assert weight.grad_added_to_main_grad
     torch.testing.assert_close(weight.main_grad - 0.5, 2 * once)
     torch.testing.assert_close(hidden.grad, dx)

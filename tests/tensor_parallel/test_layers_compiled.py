@@ -4,6 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.tensor_parallel.functional import (
+    LinearWithFrozenWeight,
+    LinearWithGradAccumulationAndAsyncCommunication,
+)
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, symmetric_memory, world
@@ -69,7 +73,8 @@ def test_whole_graph_into_main_grad(kind, frozen, autocast):
     layer.weight.requires_grad_(not frozen)
     x = input_of(kind)
     results = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+    whole = torch.__version__ >= (2, 11)  # before, a traced backward sees no main_grad: the function runs as it is
+    for function in (layer, torch.compile(layer, fullgraph=whole, backend="aot_eager")):
         layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.ones(layer.weight.shape), False
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -79,6 +84,26 @@ def test_whole_graph_into_main_grad(kind, frozen, autocast):
         assert (grads[0] is None) == frozen
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
     assert (layer.weight.main_grad == 1).all() == frozen
+
+
+@ranks(1, 2)
+def test_megatrons_functions_by_name():
+    def whole(x, w, b):
+        return LinearWithGradAccumulationAndAsyncCommunication.apply(x, w, b, False, True, False, None, None, world())
+
+    def frozen(x, w, b):
+        return LinearWithFrozenWeight.apply(x, w, b, True, world())
+
+    for function in (whole, frozen):
+        torch._dynamo.reset()
+        results = []
+        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            torch.manual_seed(0)
+            leaves = [torch.randn(shape, requires_grad=True) for shape in ((4, D), (N, D), (N,))]
+            y = run(*leaves)
+            y.sin().sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 @ranks(1)
