@@ -139,7 +139,7 @@ def sampled_log_probs(
         return _read(logits, read_out, fault, flat)[0]
     fault = checks.size_fault(vocab, check_k, "top_k", top_k, size=size) or fault
     values_TK, ids_TK = _flat_results(logits, TopK(options, False, top_k), fault, flat)
-    return flat.up(candidates_log_probs(values_TK, ids_TK, flat(labels), top_p, ignore_index))
+    return flat.up(candidates_log_probs(values_TK, ids_TK, flat(labels), top_p, temperature, ignore_index))
 
 
 def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:

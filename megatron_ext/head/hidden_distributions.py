@@ -131,7 +131,8 @@ def linear_sampled_log_probs(
         return head.read(TopP(head.options, labels_T, float(top_p)))[0].reshape(labels.shape)
     head.check_size(check_k, "top_k", top_k)
     values_TK, ids_TK = head.read(TopK(head.options, False, top_k))
-    return candidates_log_probs(values_TK, ids_TK, labels_T, top_p, ignore_index).reshape(labels.shape)
+    found_T = candidates_log_probs(values_TK, ids_TK, labels_T, top_p, temperature, ignore_index)
+    return found_T.reshape(labels.shape)
 
 
 def linear_kl_divergence(

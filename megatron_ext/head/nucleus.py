@@ -25,26 +25,31 @@ from megatron_ext.head.checks import REFUSAL, check_apart
 from megatron_ext.head.order import blocks, ordered
 from megatron_ext.head.passes import row_gradient
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut, fingerprint
+from megatron_ext.head.rows import transformed
 from megatron_ext.head.statistics import REFUSED
 from megatron_ext.head.values import has_values, raise_if
 
-# What is known of a token once it is cut: the last logit kept and its id (as bits), the scaled maximum, the log of the
-# sum of exponentials from there, and the label's log-probability.
-_CUT, _LAST, _PEAK, _LOG_SUM, _LOG_PROB = range(5)
-_CUTS = 5
+# What is known of a token once it is cut: the last logit kept and its id (as bits), the scaled maximum, the sum of
+# exponentials from there (its logarithm would lose digits), the label's log-probability and what rounding took off it.
+_CUT, _LAST, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(6)
+_CUTS = 6
 
 
-def candidates_log_probs(z_TK: Tensor, ids_TK: Tensor, labels_T: Tensor, top_p: float, ignore_index: int) -> Tensor:
+def candidates_log_probs(
+    logits_TK: Tensor, ids_TK: Tensor, labels_T: Tensor, top_p: float, temperature: float, ignore_index: int
+) -> Tensor:
     """`[T]`: log-probability of each label among candidates in falling order, or of those that top-p leaves.
 
-    -inf for a label that is not there or has no probability, 0 for `ignore_index`. Differentiable.
+    -inf for a label that is not there or has no probability, 0 for `ignore_index`. Differentiable. In fp64: the
+    candidates are few, and values and gradients are rounded once.
     """
-    possible_TK = z_TK > -torch.inf
+    possible_TK = logits_TK > -torch.inf
+    z_TK = logits_TK.double() / temperature
     z_TK = z_TK.where(possible_TK[:, :1], 0.0)  # a row of -inf has no distribution, and must not make NaN
     if top_p < 1:
         z_TK = z_TK.masked_fill(~_inside(z_TK.detach().softmax(-1), top_p), -torch.inf)
     here_TK = (ids_TK == labels_T.unsqueeze(1)) & possible_TK & (z_TK > -torch.inf)
-    found_T = z_TK.log_softmax(-1).where(here_TK, 0.0).sum(-1)
+    found_T = z_TK.log_softmax(-1).where(here_TK, 0.0).sum(-1).to(logits_TK.dtype)
     return found_T.where(here_TK.any(-1), -torch.inf).where(labels_T != ignore_index, 0.0)
 
 
@@ -119,12 +124,13 @@ class TopP(ReadOut):
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         labels_t, cuts_tK = (x[rows] for x in saved)
         o, vocab = self.options, self.options.vocab
-        cut_t, last_t, peak_t, log_sum_t, log_prob_t = cuts_tK.unbind(1)
+        cut_t, last_t, peak_t, sum_t, log_prob_t, rounded_t = cuts_tK.unbind(1)
         counts_t = (log_prob_t > -torch.inf) & (labels_t != o.ignore_index)
         g_t = (grad[rows].double() / o.temperature).where(counts_t, 0.0)
-        at_label_t = (-g_t * log_prob_t.double().where(counts_t, 0.0).expm1()).to(cuts_tK.dtype)
+        log_prob_t = (log_prob_t.double() + rounded_t).where(counts_t, 0.0)
+        at_label_t = (-g_t * log_prob_t.expm1()).to(cuts_tK.dtype)
         target_t = (labels_t - vocab.start).where(vocab.owns(labels_t) & counts_t, -1)
-        scale_t = (-g_t * log_sum_t.double().neg().exp()).to(cuts_tK.dtype)
+        scale_t = (-g_t / sum_t).to(cuts_tK.dtype)
         ids_V = torch.arange(vocab.counted, device=out_tV.device) + vocab.start
         z_tV = logits()[0][:, : vocab.counted]
         for at in blocks(z_tV):
@@ -167,23 +173,28 @@ class TopP(ReadOut):
     def _cut(self, z_uV: Tensor, labels_u: Tensor, cuts_Ku: Tensor) -> None:
         order = ordered(z_uV)
         falling = z_uV.gather(1, order)
-        scaled = falling.to(cuts_Ku.dtype) / self.options.temperature
+        scaled = self._scaled(falling, cuts_Ku.dtype)
         peak_u1 = scaled[:, :1].clamp(min=torch.finfo(scaled.dtype).min)
         exp = (scaled - peak_u1).exp_()
-        mass = exp.cumsum(1)
+        mass = exp.cumsum(1, dtype=torch.float64)  # over a whole vocabulary fp32 would lose digits
         before = F.pad(mass[:, :-1], (1, 0))
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
         last_u1 = inside.sum(1, keepdim=True).clamp(min=1) - 1
         cut_u1, id_u1 = falling.gather(1, last_u1), order.gather(1, last_u1)
-        mass_u1 = mass.gather(1, last_u1).double()
-        log_sum_u1 = mass_u1.masked_fill(mass_u1 == 0, 1.0).log()  # a row of -inf: its label has -inf, no gradient
+        sum_u1 = mass.gather(1, last_u1)
+        sum_u1 = sum_u1.masked_fill(sum_u1 == 0, 1.0)  # a row of -inf: its label has -inf, no gradient
         label_u1 = labels_u.clamp(min=0).unsqueeze(1)
         z_u1 = z_uV.gather(1, label_u1)
-        log_prob_u1 = (z_u1.to(scaled.dtype) / self.options.temperature).double() - peak_u1 - log_sum_u1
+        log_prob_u1 = self._scaled(z_u1, scaled.dtype).double() - peak_u1 - sum_u1.log()
         there = _not_after(z_u1, label_u1, cut_u1, id_u1) & (z_u1 > -torch.inf)
-        cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_LOG_SUM] = cut_u1[:, 0], peak_u1[:, 0], log_sum_u1[:, 0]
+        cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u1[:, 0], peak_u1[:, 0], sum_u1[:, 0]
         _integers(cuts_Ku[_LAST]).copy_(id_u1[:, 0])
         cuts_Ku[_LOG_PROB] = log_prob_u1.where(there, -torch.inf)[:, 0]
+        cuts_Ku[_ROUNDED] = (log_prob_u1[:, 0] - cuts_Ku[_LOG_PROB]).where(there[:, 0], 0.0)
+
+    def _scaled(self, z: Tensor, dtype: torch.dtype) -> Tensor:
+        """Over the temperature, rounded as in `pull`."""
+        return transformed(z, None, None, self.options.temperature, dtype)
 
 
 def check_equal_shards(shards_R3: Tensor) -> None:

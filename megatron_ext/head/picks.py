@@ -19,7 +19,7 @@ from megatron_ext.head.rows import accumulation_dtype, transformed
 
 @dataclass(frozen=True)
 class _Picks(ReadOut):
-    """Values `[T, K]` and their ids: logits over the temperature, or `normalised` to log-probabilities.
+    """Values `[T, K]` and their ids: logits as they are, or `normalised`: log-probabilities, with the temperature.
 
     dz = scatter_add(g) - softmax * sum g, without the second term for logits; at the ids in fp64, because there the
     terms cancel where the model is sure of one. With `options.entropy` one more column of the values is the entropy H
@@ -34,10 +34,10 @@ class _Picks(ReadOut):
         return OWN + self.options.entropy
 
     def picked(self, z_TK: Tensor, ids_TK: Tensor, stats_RKT: Tensor, own_KT: Tensor):
-        """Results, and what `pull` wants, of logits as they are."""
-        values_TK = z_TK * (1.0 / self.options.temperature)  # as the statistics do
+        """Results, and what `pull` wants, of the ids' logits."""
         if not self.normalised:
-            return [values_TK, ids_TK], [ids_TK]
+            return [z_TK, ids_TK], [ids_TK]
+        values_TK = transformed(z_TK, None, None, self.options.temperature, z_TK.dtype)
         stats = statistics.combine(stats_RKT[:, : self.own], own_KT[: self.own], self.options)
         reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         log_probs_TK = ((values_TK - reference_T.unsqueeze(1)) - stats.log_sum.unsqueeze(1)).to(values_TK.dtype)
@@ -56,7 +56,7 @@ class _Picks(ReadOut):
         if vocab.counted == 0:
             out_tV.zero_()
             return
-        g_tK = grad[rows].double() / self.options.temperature
+        g_tK = grad[rows].double() / (self.options.temperature if self.normalised else 1.0)
         g_tK, g_entropy_t = (g_tK[:, :-1], g_tK[:, -1]) if self.options.entropy else (g_tK, None)
         own_tK = vocab.owns(ids_tK)
         at_tK = (ids_tK - vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it

@@ -196,7 +196,7 @@ def transformed(
     if softcap is not None:
         out.mul_(1.0 / softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
-        out.mul_(1.0 / temperature)
+        out.div_(temperature)  # `* (1 / temperature)` would round twice
     return out
 
 

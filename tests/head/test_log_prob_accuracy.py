@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_ext import reference, token_log_probs
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank, group_size
-from megatron_ext.head import gather_log_probs, kl_divergence
+from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs
 from tests.ranks import ranks
 
 T, V, K = 1024, 1024, 6
@@ -78,6 +78,55 @@ def test_log_probs_of_many_tokens(scale, shift, dtype):
         check(f"{kind} label, gathered", gathered, plain, z, grad[:, 0], group)
         ours, theirs = (lambda z, y=ids: our_several(z, y, group)), (lambda z, y=ids: several(z, y))
         check(f"{kind} label and others", ours, theirs, z, grad, group)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("ahead", [0, 8, 10])
+def test_an_id_asked_for_many_times(ahead):
+    """Sums of many gradients that then cancel, where the model is sure of the id."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    z, grad = (torch.randn(T, columns, generator=generator) for columns in (V, 256))
+    ids = torch.randint(V, (T, 1), generator=generator)
+    ids = ids.expand_as(grad)
+    z.scatter_add_(1, ids[:, :1], torch.full((T, 1), float(ahead)))
+    check(
+        f"{ahead}", lambda z: gather_log_probs(z, ids, group), lambda z: z.log_softmax(1).gather(1, ids), z, grad, group
+    )
+
+
+def filtered(z, top_k, top_p, temperature):
+    """bool: what the filter keeps; and of each row whether rounding could not have changed it: no sum is near p."""
+    falling, order = (z.double() / temperature).sort(dim=1, descending=True, stable=True)
+    inside = torch.arange(V).expand_as(z) < (top_k or V)
+    mass = falling.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
+    inside = inside & ((mass - mass.diff(dim=1, prepend=mass.new_zeros(len(z), 1)) < top_p) | (top_p == 1))
+    return torch.zeros_like(inside).scatter(1, order, inside), ((mass - top_p).abs() > 1e-5).all(1) | (top_p == 1)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale, shift", [(0.1, 0), (2, 0), (8, 0), (1, 1000)])
+def test_sampling_filters_over_many_tokens(scale, shift, dtype):
+    """Against torch's log_softmax of what is kept. At 1000 a temperature's rounding is all the error of either."""
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(0)
+    drawn = (scale * torch.randn(T // 2, V, generator=generator) + shift).to(dtype)
+    temperatures = (1.0,) if shift else (1.0, 0.7)
+    for top_k, top_p in ((None, 0.9), (50, 0.9), (50, 1.0), (None, 1.0)):
+        for temperature in temperatures:
+            kept, clear = filtered(drawn, top_k, top_p, temperature)
+            assert clear.sum() > 0.9 * len(clear)
+            z, kept = drawn[clear], kept[clear]
+            labels = torch.multinomial(kept.double(), 1, generator=generator).squeeze(1)
+            labels[::2] = z[::2].argmax(1)
+            chosen = top_k, top_p, temperature
+
+            def plain(z, kept=kept, labels=labels, temperature=temperature):
+                return reference.log_probs((z / temperature).masked_fill(~kept, -torch.inf), labels)
+
+            ours = lambda z, labels=labels, chosen=chosen: sampled_log_probs(z, labels, *chosen, group)  # noqa: E731
+            check(f"{chosen}", ours, plain, z, torch.randn(len(z), generator=generator), group)
 
 
 @ranks(1, 2)
