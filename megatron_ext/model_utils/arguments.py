@@ -4,6 +4,7 @@ Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tens
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,6 +40,20 @@ class TrainingSamplingParams:
     temperature: float = 1.0
 
 
+def number(value: Any) -> Any:
+    """A number of numpy as Python's; anything else as it is."""
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
+
+
+def sampling_of(params: Any) -> TrainingSamplingParams:
+    """Of any object with the attributes; None: nothing is filtered or scaled."""
+    if params is None:
+        return TrainingSamplingParams()
+    return TrainingSamplingParams(number(params.top_k), number(params.top_p), number(params.temperature))
+
+
 def log_probs(
     logits_BSV: Tensor,
     labels_BS: Tensor,
@@ -48,7 +63,7 @@ def log_probs(
     sampling_params: Any = None,
 ) -> Tensor:
     """`[B, S]`: log-probabilities of labels, after temperature and filter where sampling parameters are given."""
-    sampling = sampling_params or TrainingSamplingParams()
+    sampling = sampling_of(sampling_params)
     return head.sampled_log_probs(
         logits_BSV,
         labels_BS,
@@ -64,9 +79,9 @@ def log_probs(
 def check_call(chunk_size: int | None, sampling_params: Any) -> None:
     """Raises ValueError for what every rank of every group can see wrong of these two."""
     chunk_tokens(chunk_size, 1)
-    if sampling_params is not None:
-        filters(sampling_params.top_k, sampling_params.top_p)
-        check_temperature(sampling_params.temperature)
+    sampling = sampling_of(sampling_params)
+    filters(sampling.top_k, sampling.top_p)
+    check_temperature(sampling.temperature)
 
 
 def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
@@ -126,6 +141,7 @@ def chunk_tokens(chunk_size: int | None, sequences: int) -> int | None:
     """Tokens of a chunk of `chunk_size` positions of all sequences; None: the head chooses."""
     if chunk_size is None:
         return None
+    chunk_size = number(chunk_size)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(
             f"chunk_size is {chunk_size!r}: it must be a positive number of sequence positions, or None for the head "

@@ -15,10 +15,11 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.options import Cache, Layout, one_of
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
-    TrainingSamplingParams,
     check_call,
     chunk_tokens,
     label_check,
+    number,
+    sampling_of,
     saving,
     shard,
     whole_if_none,
@@ -93,7 +94,7 @@ def from_parallel_hidden_states_to_logprobs(
             shape,
             cp_group,
             cu_seqlens_padded,
-            unpacked_seqlen,
+            number(unpacked_seqlen),
             cu_seqlens=cu_seqlens,
             slices=group_size(tp_group),
         )
@@ -166,7 +167,7 @@ def _log_probs(
     **call: Any,
 ) -> Any:
     """`[B, S]`, and the entropies if asked for."""
-    sampling = sampling_params or TrainingSamplingParams()
+    sampling = sampling_of(sampling_params)
     call |= {
         "tp_group": whole_if_none(tp_group),
         "temperature": sampling.temperature,
@@ -191,7 +192,7 @@ def _shard(start: int, stop: int, weight: Any, tp_group: Group) -> VocabShard | 
 
 
 def _check_entropy(return_entropy: bool, sampling_params: Any) -> None:
-    sampling = sampling_params or TrainingSamplingParams()
+    sampling = sampling_of(sampling_params)
     if return_entropy and filters(sampling.top_k, sampling.top_p):
         raise ValueError(
             "return_entropy is True together with top_k or top_p: the entropy is that of the whole vocabulary; "

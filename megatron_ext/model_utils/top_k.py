@@ -17,6 +17,7 @@ from megatron_ext.model_utils.arguments import (
     check_logits,
     chunk_tokens,
     columns_of,
+    number,
     shard,
     size_check,
     whole_if_none,
@@ -49,7 +50,7 @@ def distributed_vocab_topk(
     check_logits(vocab_parallel_logits)
     return head.vocab_topk(
         vocab_parallel_logits,
-        k,
+        number(k),
         tp_group=whole_if_none(tp_group),
         vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
         chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),

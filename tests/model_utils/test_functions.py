@@ -1,10 +1,13 @@
 """The autograd functions by NeMo-RL's names, on logits sharded over the vocabulary, against one process."""
 
+import types
+
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext import reference
+from megatron_ext import model_utils, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import (
     ChunkedDistributedEntropy,
@@ -212,3 +215,30 @@ def test_wrong_sampling_is_an_error_on_every_rank():
     for k in (0, 25):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))
+
+
+def test_numbers_of_numpy():
+    """They are what a config file or an array gives."""
+    logits, ids = torch.randn(1, 6, 10), torch.randint(10, (1, 6))
+    weight, hidden = torch.randn(10, 4), torch.randn(6, 1, 4)
+    starts = torch.tensor([0, 2, 6])
+
+    def results(integer, real):
+        sampling = types.SimpleNamespace(top_k=integer(4), top_p=real(0.75), temperature=real(0.5))
+        rest = {"chunk_size": integer(2), "sampling_params": sampling}
+        pack = {"cu_seqlens_padded": starts, "unpacked_seqlen": integer(5)}
+        yield model_utils.from_parallel_logits_to_logprobs(logits, ids, 0, 10, None, **rest)
+        yield model_utils.from_parallel_logits_to_logprobs_packed_sequences(
+            logits, ids, vocab_start_index=0, vocab_end_index=10, group=None, **pack, **rest
+        )
+        for more in ({}, pack):
+            yield model_utils.from_parallel_hidden_states_to_logprobs(
+                hidden, weight, None, None, ids, 0, 10, None, **more, **rest
+            )
+        yield model_utils.DistributedLogprobWithSampling.apply(logits, ids, None, integer(4), real(0.75))
+        yield model_utils.distributed_vocab_topk(
+            logits, integer(3), None, vocab_start_index=0, vocab_end_index=integer(10), chunk_size=integer(2)
+        )[0]
+
+    for found, want in zip(results(numpy.int64, numpy.float32), results(int, float), strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=0)
