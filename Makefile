@@ -63,7 +63,7 @@ format: $(VENV)/.ready  ## let ruff fix what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU, under 6 minutes; rows in benchmarks/results/
+bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU, about 6 minutes; rows in benchmarks/results/
 	$(PY) -m benchmarks.run cpu
 
 bench-gpu: $(VENV)/.ready  ## the same at full size on one CUDA device, Liger and cut-cross-entropy too if installed
