@@ -6,15 +6,19 @@ import sys
 import pytest
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "package, use, said",
     [
         ("megatron", "megatron_ext.substitute_tensor_parallel()", "needs Megatron-Core"),
-        ("megatron", "model_utils.patch_gpt_model_forward_for_linear_ce_fusion()", "needs Megatron-Core"),
-        ("megatron", "policy.MegatronPolicyWorker({})", "needs Megatron-Core"),
+        slow("megatron", "model_utils.patch_gpt_model_forward_for_linear_ce_fusion()", "needs Megatron-Core"),
+        slow("megatron", "policy.MegatronPolicyWorker({})", "needs Megatron-Core"),
         ("transformers", "factories.model_factories(None)", "needs transformers >= 4.51"),
-        ("accelerate", "policy.DTensorPolicyWorker._build_model(None)", "needs accelerate"),
-        ("ray", "policy.RayPolicy({}, 1)", "needs Ray"),
+        slow("accelerate", "policy.DTensorPolicyWorker._build_model(None)", "needs accelerate"),
+        slow("ray", "policy.RayPolicy({}, 1)", "needs Ray"),
     ],
 )
 def test_what_is_missing_is_named(package, use, said):

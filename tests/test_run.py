@@ -140,6 +140,7 @@ def test_signals_pass_through(tmp_path, script, number):
     assert ("KeyboardInterrupt" in stderr) == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_the_emulation_lasts_until_the_script_has_cleaned_up(tmp_path, script):
     path = script("""
         import atexit, torch

@@ -147,6 +147,7 @@ def test_a_refused_head_has_no_time(known):
     assert found["ours, cache 1", "FLOPs / NVH"] == [6.0]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_models_of_peers_on_several_ranks():
     import torch.distributed as dist

@@ -328,6 +328,7 @@ assert torch.cuda.is_initialized() is False
 """
 
 
+@pytest.mark.slow
 def test_nothing_that_torch_remembers_is_left_behind():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_USE], check=True, timeout=60)
 

@@ -292,6 +292,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_megatron_may_be_imported_first(tmp_path):
     """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""

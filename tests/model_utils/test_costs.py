@@ -89,7 +89,8 @@ def test_a_slice_of_logits_is_not_copied(name):
     check_bytes(*on_logits(CALLS[name], sliced=True))
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(CHUNK, marks=pytest.mark.slow), None])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [CHUNK, None])
 def test_bytes_of_top_k_50_over_two_ranks(chunk):
     """What is sent, 50 candidates of each rank for every token, is the most of it."""
 
