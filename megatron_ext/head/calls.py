@@ -350,7 +350,7 @@ def on_logits(
         _refuse(fault, logits, labels_T.shape[0], None, options)
     z = flat.rows(logits)
     own_memory = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-    places_T = flat.places(z.device)
+    places_T = flat.places(z.device, options.ranks)
     results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory, places_T)
     return _Found(*(None if x is None else flat.up(x) for x in results))
 

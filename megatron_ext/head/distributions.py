@@ -202,7 +202,7 @@ def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard |
         if options.ranks > 1:
             statistics.refuse(z_TV.shape[0], options, accumulation_dtype(logits.dtype), logits.device)
         raise fault
-    return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device)))
+    return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device, options.ranks)))
 
 
 def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
@@ -247,7 +247,8 @@ def _flat_results(logits: Tensor, read_out: ReadOut, fault: ValueError | None, f
             read_out.refuse(logits, flat.shape.numel())
         raise fault
     teacher = None if teacher is None else flat.rows(teacher.detach())
-    return FromLogits.apply(flat.rows(logits), teacher, read_out, flat.places(logits.device))
+    places_T = flat.places(logits.device, read_out.options.ranks)
+    return FromLogits.apply(flat.rows(logits), teacher, read_out, places_T)
 
 
 def _check_leading(argument: str, leading: torch.Size, logits: Tensor) -> None:

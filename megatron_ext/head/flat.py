@@ -26,9 +26,9 @@ class Flat:
         self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
         self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
 
-    def places(self, device: torch.device) -> Tensor | None:
-        """`[T]`: where each row is among the tokens as the caller has them; None where that is its own place."""
-        if self.order == sorted(self.order):
+    def places(self, device: torch.device, ranks: int) -> Tensor | None:
+        """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
+        if ranks == 1 or self.order == sorted(self.order):
             return None
         return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
 

@@ -93,10 +93,8 @@ def test_under_autocast():
     assert error(weight.main_grad - 0.5, problem.truth("loss")[1][1]) < 1e-2
 
 
-@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
-@pytest.mark.parametrize("call", ["cross entropy", "gathered"])
-def test_where_hooks_hand_back_another_object(call, how):
-    """Without the parameter's attributes: it is the parameter whose main_grad counts, and that is told."""
+def fused_call(call):
+    """A problem, its hidden states and weight as leaves, and the head on hidden states, fused into main_grad."""
     problem = Problem(dtype=torch.float32)
     hidden, shard, _ = problem.mine(None)
     weight, ids = parameter(shard), torch.zeros(*problem.shape, 1, dtype=torch.int64)
@@ -106,6 +104,14 @@ def test_where_hooks_hand_back_another_object(call, how):
             return linear_cross_entropy(hidden, weight, problem.labels, gradient_accumulation_fusion=True)
         return linear_gather_log_probs(hidden, weight, ids, gradient_accumulation_fusion=True).squeeze(-1)
 
+    return problem, hidden, weight, run
+
+
+@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
+@pytest.mark.parametrize("call", ["cross entropy", "gathered"])
+def test_where_hooks_hand_back_another_object(call, how):
+    """Without the parameter's attributes: it is the parameter whose main_grad counts, and that is told."""
+    problem, hidden, weight, run = fused_call(call)
     if how == "recomputed":
         found = checkpoint(run, hidden, use_reentrant=False)
     else:
@@ -125,15 +131,7 @@ def test_where_hooks_hand_back_another_object(call, how):
 def test_compiled(call):
     """A compiled backward can set no attribute, so forward tells Megatron already: else it would add the dummy."""
     torch._dynamo.reset()
-    problem = Problem(dtype=torch.float32)
-    hidden, shard, _ = problem.mine(None)
-    weight, ids = parameter(shard), torch.zeros(*problem.shape, 1, dtype=torch.int64)
-
-    def run(hidden):
-        if call == "cross entropy":
-            return linear_cross_entropy(hidden, weight, problem.labels, gradient_accumulation_fusion=True)
-        return linear_gather_log_probs(hidden, weight, ids, gradient_accumulation_fusion=True).squeeze(-1)
-
+    problem, hidden, weight, run = fused_call(call)
     run(hidden).backward(problem.grad)
     once, dx = weight.main_grad - 0.5, hidden.grad
     weight.grad_added_to_main_grad, hidden.grad = False, None
