@@ -163,3 +163,9 @@ def error(got: Tensor, truth: Tensor) -> float:
     got, truth = got.detach().double(), truth.detach().double()
     size = truth.norm()
     return float((got - truth).norm() / size) if size else float(got.norm())
+
+
+def loss_and_grads(problem, cache=1, **more):
+    hidden, weight, bias = problem.mine(None)
+    loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache, **more)
+    return loss, torch.autograd.grad(loss, [x for x in (hidden, weight, bias) if x is not None], problem.grad)
