@@ -1,31 +1,36 @@
-"""Which Megatron-Core this is, and where the fused head goes into it. The one file that knows versions.
+"""Which Megatron-Core this is, and every place of it that a way in hangs on. The one file that knows versions.
 
-0.14 to 0.16 differ in what GPTModel's `forward` and `_postprocess` take and in what lies between; where the fused head
-goes in they agree. So we look at what is there, and ask for the version only to say that nobody has tried it.
+A place is a `Seam`: its address, and the versions that have it. `SEAMS` is the table of them all, for each way in: the
+patch, the layer specs and the substitution. We look at what is there, so that a version that nobody has tried is met by
+its signatures; the versions in the table say what to expect, and what to advise where something is missing.
 """
 
 import functools
+import importlib
 import inspect
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
-# `make test-versions` runs these.
-TESTED = ("0.14.0", "0.15.3", "0.16.1")
+# `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
+# is the main branch.
+TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
-FORWARD = "forward"
-POSTPROCESS = "_postprocess"
-LOSS = "compute_language_model_loss"
-OUTPUT_PROCESSOR = "output_processor"
 
-# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
-DRAIN = (schedules, "drain_embedding_wgrad_compute")
+# ---- which Megatron-Core this is
 
 
 def megatron_version() -> str:
+    """Of the package that was imported, whatever pip's metadata says."""
     return megatron.core.__version__
+
+
+def megatron_path() -> str:
+    """The folder from which `megatron.core` was imported."""
+    return str(Path(inspect.getfile(megatron.core)).parent)
 
 
 def is_tested(version: str) -> bool:
@@ -48,6 +53,80 @@ def warn_if_untested() -> None:
 def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+# ---- seams: the table, and how it is asked
+
+
+class Seam(NamedTuple):
+    """A place of Megatron-Core that something of ours hangs on.
+
+    Attributes:
+        address: "module:name.name", from `megatron.core` on; "...(argument)" where it is an argument of a function.
+        since, until: the first and the last minor version that has it; None: all tested versions on that side.
+    """
+
+    address: str
+    since: str | None = None
+    until: str | None = None
+
+    @property
+    def versions(self) -> str:
+        if self.since is None and self.until is None:
+            return "all"
+        if self.until is None:
+            return f"{self.since} and newer"
+        return f"{self.since or 'older'} to {self.until}" if self.since else f"{self.until} and older"
+
+    def is_there(self) -> bool:
+        """Whether the imported Megatron-Core has it, found by looking. Imports its module."""
+        path, _, argument = self.address.rstrip(")").partition("(")
+        module, _, name = path.partition(":")
+        try:
+            found: Any = importlib.import_module(f"megatron.core.{module}")
+            for part in name.split(".") if name else ():
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return False
+        return not argument or argument in inspect.signature(found).parameters
+
+    def is_expected(self) -> bool:
+        """Whether the table says that this version has it; newer than tested is taken for the last tested version."""
+        this = min(_minor(megatron_version()), _minor(TESTED[-1]))
+        return _minor(self.since or TESTED[0]) <= this <= _minor(self.until or TESTED[-1])
+
+
+GPT_MODEL = Seam("models.gpt:GPTModel")
+HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
+SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
+MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
+FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
+LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
+DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
+
+# What has to be there for each way in. What the fused head needs of a model class stands in `check_layout`.
+SEAMS: dict[str, tuple[Seam, ...]] = {
+    "patch": (GPT_MODEL,),
+    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET),
+    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL),
+    "substitution": (DRAIN_UTILITY,),
+}
+
+
+def missing_seams(way: str) -> list[str]:
+    """What one of the ways in needs and this Megatron-Core lacks, each with the versions that have it."""
+    return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
+
+
+# ---- the fused head
+
+FORWARD = "forward"
+POSTPROCESS = "_postprocess"
+LOSS = "compute_language_model_loss"
+OUTPUT_PROCESSOR = "output_processor"
+
+# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
+DRAIN = (schedules, "drain_embedding_wgrad_compute")
 
 
 def check_layout(model_class: type) -> None:
