@@ -3,10 +3,13 @@
 Counters on the host; reading them communicates nothing and waits for no GPU.
 """
 
+import warnings
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch import Tensor
 
 _MEGATRON_KERNELS = {"native": "Megatron's own fused loss", "te": "Transformer Engine's fused loss"}
 
@@ -24,6 +27,7 @@ class ModelFusion:
         stock_losses: calls of Megatron's own loss.
         megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
             or "te"; None if it asks for none. It runs for the stock losses alone.
+        z_loss: of the last loss, its mean over the tokens that have a label, 0-dim fp32; None without a z-loss.
     """
 
     model: str
@@ -33,6 +37,7 @@ class ModelFusion:
     left_to_megatron: str | None = None
     stock_losses: int = 0
     megatron_kernel: str | None = None
+    z_loss: Tensor | None = None
 
     def __str__(self) -> str:
         parts = [f"{self.model}: {self.losses_fused} losses fused"]
@@ -76,6 +81,7 @@ class FusionReport:
 
 
 _counters: list[ModelFusion] = []
+_said: set[str] = set()
 _by_model: "weakref.WeakKeyDictionary[Any, ModelFusion]" = weakref.WeakKeyDictionary()
 
 
@@ -85,9 +91,17 @@ def fusion_report() -> FusionReport:
 
 
 def reset_fusion_report() -> None:
-    """Start counting anew; models come back with their next loss."""
+    """Start counting anew, and warn anew; models come back with their next loss."""
     _counters.clear()
     _by_model.clear()
+    _said.clear()
+
+
+def say_once(text: str, key: str | None = None) -> None:
+    """Warn of it the first time; `key`: what must not have been warned of before, if that is not the text."""
+    if (key or text) not in _said:
+        _said.add(key or text)
+        warnings.warn(text, stacklevel=3)
 
 
 def counters_of(model: Any) -> ModelFusion:
