@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
 # `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
 # is the main branch.
 TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
@@ -98,6 +100,9 @@ class Seam(NamedTuple):
 
 GPT_MODEL = Seam("models.gpt:GPTModel")
 HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
+EXPERTS_BUILDER = Seam("transformer.moe.moe_layer:ExpertsBuilder", since="0.17")
+HYBRID_STACK = Seam("models.hybrid.hybrid_block:HybridStackSubmodules", since="0.18")
+LAYERS = Seam("tensor_parallel.layers:ColumnParallelLinear")
 SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
 MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
 FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
@@ -107,15 +112,70 @@ DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
 # What has to be there for each way in. What the fused head needs of a model class stands in `check_layout`.
 SEAMS: dict[str, tuple[Seam, ...]] = {
     "patch": (GPT_MODEL,),
-    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET),
-    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL),
-    "substitution": (DRAIN_UTILITY,),
+    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),
+    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, HYBRID_STACK, LAYERS),
+    "substitution": (DRAIN_UTILITY, LAYERS),
 }
 
 
 def missing_seams(way: str) -> list[str]:
     """What one of the ways in needs and this Megatron-Core lacks, each with the versions that have it."""
     return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
+
+
+# ---- our layers in Megatron's place: the specs and the substitution
+
+
+def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
+    """Arguments of Megatron's function or class that ours do not take."""
+    if theirs is ours:
+        return []
+    known = inspect.signature(ours).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name for p in inspect.signature(theirs).parameters.values() if p.name not in known and p.kind not in starred
+    ]
+
+
+def why_no_spec(way: str = "spec") -> str | None:
+    """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
+    lacking = missing_seams(way)
+    if not lacking:
+        theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
+        for ours in (ColumnParallelLinear, RowParallelLinear):
+            name = ours.__name__
+            lacking += [f"{name}({argument}=...)" for argument in unknown_arguments(getattr(theirs, name), ours)]
+        return f"our layers do not know {_listed(lacking)}" if lacking else None
+    return f"it has no {_listed(lacking)}"
+
+
+def require_spec(way: str) -> None:
+    """Refuse what `why_no_spec` finds.
+
+    Raises:
+        ImportError: our layers cannot be named in a spec of this kind; the message says why, and what works instead.
+    """
+    reason = why_no_spec(way)
+    if reason is not None:
+        raise ImportError(
+            f"megatron_ext's layer specs do not fit Megatron-Core {megatron_version()} ({megatron_path()}): {reason}. "
+            f"{_advice(way)}"
+        )
+
+
+def _advice(way: str) -> str:
+    if way == "hybrid spec" and why_no_spec("spec") is None:
+        return "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
+    return (
+        "Keep Megatron's own layer spec and take the fused head alone: "
+        "megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
 
 
 # ---- the fused head

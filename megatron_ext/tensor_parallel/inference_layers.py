@@ -64,7 +64,7 @@ class _InferenceColumn(ColumnParallelLinear):
 class InferenceColumnParallelLinear(_InferenceColumn):
     """A `ColumnParallelLinear` for decoding: arguments as there. In evaluation mode no gradients are kept.
 
-    Communicates, evaluating: one all-gather with sequence parallelism at R > 1, through symmetric memory if any.
+    Communicates, evaluating: one all-gather with sequence parallelism at R > 1, in symmetric memory if there is any.
     """
 
     def __init__(
