@@ -1,5 +1,7 @@
 """The fused head under FSDP2: weights that are sharded between calls, gathered by hooks, tied as a DTensor."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import causal_mask, model_parallel, tiny_batches
+from tests.gpt import (
+    causal_mask,
+    fully_sharded,
+    make_optimizer,
+    model_parallel,
+    tiny_batches,
+    tiny_gpt,
+    train_step,
+)
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
 from tests.ranks import ranks
@@ -16,7 +26,7 @@ from tests.ranks import ranks
 
 def shard(model, reshard: bool) -> None:
     """As Megatron's TorchFullyShardedDataParallel does: layers, embedding and output layer, then the whole."""
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")  # DTensor keeps what it knows of a mesh for equal ones
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     fully_shard(model.embedding, mesh=mesh, reshard_after_forward=reshard)
     for layer in model.decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
@@ -83,3 +93,35 @@ def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
         loss.backward(weights)
         assert len(seen) == 1
         assert fusion_report().logits_made == 1
+
+
+MEGATRONS = {
+    "torch": ("torch", {"tied": False, "transformer_impl": "local"}, {}),
+    "torch-kept": ("torch", {"tied": False, "transformer_impl": "local"}, {"reshard_after_forward": False}),
+    "megatron": ("megatron", {}, {}),
+    "megatron-untied": ("megatron", {"tied": False}, {}),
+    "megatron-mtp": ("megatron", {"mtp_num_layers": 1}, {}),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", MEGATRONS)
+def test_training_in_megatrons_wrappers(case):
+    how, overrides, sharding = MEGATRONS[case]
+
+    def train(patching):
+        with model_parallel(), patching:
+            chunks = tiny_gpt(**overrides)
+            layer = chunks[0].output_layer
+            chunks = fully_sharded(chunks, how, **sharding)
+            optimizer = make_optimizer(chunks, lr=1e-2, use_distributed_optimizer=how == "megatron")
+            with counting_logits(layer) as made:
+                steps = [train_step(chunks, optimizer, tokens_BS) for tokens_BS in tiny_batches(steps=3)]
+            return torch.tensor(steps), len(made)
+
+    stock, made = train(nullcontext())
+    assert made
+    fused, made = train(patched(chunk_size=3))
+    assert made == 0
+    torch.testing.assert_close(fused[:, 0], stock[:, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(fused[:, 1], stock[:, 1], rtol=1e-5, atol=0)  # norms of gradients
