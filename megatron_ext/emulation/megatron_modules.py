@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import torch
 
@@ -24,6 +25,25 @@ def _random_numbers(module: ModuleType) -> Replacements:
     log = logging.getLogger(module.__name__)
     passes = log.filter
     yield log, {"filter": lambda record: "CPU RNG state changed" not in record.getMessage() and passes(record)}
+
+
+def _inference_layers(module: ModuleType) -> Replacements:
+    """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
+    mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
+    yield module, {name: type(name, (), {"__module__": module.__name__}) for name in mocks}
+
+
+def _architecture(module: ModuleType) -> Replacements:
+    """Before this generation Megatron-LM's arguments demand CUDA_DEVICE_MAX_CONNECTIONS=1, or, for FSDP, any other.
+
+    The variable orders kernels on GPUs; here it is the user's alone.
+    """
+    yield module, {"get_device_arch_version": lambda: 10}
+
+
+def _layers(module: ModuleType) -> Replacements:
+    """It recommends CUDA_DEVICE_MAX_CONNECTIONS=1, for the speed of GPUs, until it has said so once."""
+    yield module.linear_with_grad_accumulation_and_async_allreduce, {"warned": True}
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
@@ -75,7 +95,10 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
 
 MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
     "megatron.legacy.fused_kernels": _legacy_fused_kernels,
+    "megatron.training.arguments": _architecture,
     "megatron.core.tensor_parallel.random": _random_numbers,
+    "megatron.core.tensor_parallel.layers": _layers,
+    "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

@@ -27,11 +27,12 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks
 from megatron_ext.head.calls import linear_log_probs
 from megatron_ext.head.divergence import Direction, Divergence
-from megatron_ext.head.nucleus import TopP, candidates_log_probs
+from megatron_ext.head.nucleus import TopP
 from megatron_ext.head.options import HeadOptions, Layout, one_of
 from megatron_ext.head.picks import Gather, TopK
 from megatron_ext.head.read_outs import FromHidden, ReadOut, gather_tokens
 from megatron_ext.head.sampling_checks import check_ids, check_k, filters
+from megatron_ext.head.top_k_filter import TopKTopP
 
 
 def linear_gather_log_probs(
@@ -95,8 +96,9 @@ def linear_sampled_log_probs(
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
-    With top-k backward needs no logits and takes 6 T V D / R FLOPs in all. Top-p alone sends as much more forward as
-    there; its backward makes each chunk of logits by the same matmul again, bit by bit, as cuBLAS and CPUs do.
+    Top-p alone sends as much more forward as there. Backward makes each chunk of logits by the same matmul again, bit
+    by bit, as cuBLAS and CPUs do; with top-k on CPU only chunks in which a k-th logit has equals that were not sent,
+    else 6 T V D / R FLOPs in all.
     """
     if not filters(top_k, top_p):
         found = linear_log_probs(
@@ -129,10 +131,7 @@ def linear_sampled_log_probs(
     labels_T = labels.long().flatten()
     if top_k is None or top_k == -1:
         return head.read(TopP(head.options, labels_T, float(top_p)))[0].reshape(labels.shape)
-    head.check_size(check_k, "top_k", top_k)
-    values_TK, ids_TK = head.read(TopK(head.options, False, top_k))
-    found_T = candidates_log_probs(values_TK, ids_TK, labels_T, top_p, temperature, ignore_index)
-    return found_T.reshape(labels.shape)
+    return head.read(TopKTopP(head.options, labels_T, top_k, float(top_p)))[0].reshape(labels.shape)
 
 
 def linear_kl_divergence(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.heartbeat import outside_wait
 from megatron_ext.policy.losses import ClippedPGLoss, DPOLoss, LossType, NLLLoss
 from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
 
@@ -17,6 +18,7 @@ __all__ = [
     "RayPolicy",
     "join_collective",
     "load_weights",
+    "outside_wait",
     "receive_weights",
 ]
 

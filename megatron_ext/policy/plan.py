@@ -114,6 +114,19 @@ def training_steps(
     return steps
 
 
+def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Place) -> Step:
+    """A part of a global batch, of which the ranks may have different numbers of rows; else as `training_steps`."""
+    unit = getattr(loss_fn, "unit", 1)
+
+    def prepare() -> tuple[list[list[int]], tuple[float, float]]:
+        batch = _checked(data, shape, _needs(loss_fn))
+        return shape.cut(batch, unit), valid_counts(batch, unit)
+
+    found = _one_per_replica(agree(prepare), place)
+    valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))
+    return Step(tuple(found[place.dp_rank][0]), max(len(cut) for cut, _ in found), valid_seqs, valid_toks)
+
+
 def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
@@ -123,7 +136,8 @@ def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
 
 def _needs(loss_fn: Any) -> Sequence[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
-    return [*needs, "token_mask"] if getattr(loss_fn, "loss_type", None) is LossType.TOKEN_LEVEL else needs
+    kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
+    return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs
 
 
 def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> BatchedDataDict:

@@ -18,7 +18,7 @@ from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.memory import device_id, visible_devices
-from megatron_ext.policy.ray_actors import RayActors, import_ray
+from megatron_ext.policy.ray_actors import RayActors, Timeouts, import_ray
 from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
 
 
@@ -38,11 +38,17 @@ class RayPolicy(RayActors):
         cpus_per_worker, gpus_per_worker: what Ray reserves for an actor; it sees no other GPUs.
         env_vars: environment variables of the actors.
         start_timeout_s: how long actors may take to start and to build their model.
+        call_timeout_s: how long a call may take; None: as long as it does.
+        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), or all of them may stand still with one waiting
+            for the others in a collective; None: nobody looks. A step in which any rank computes, reads or writes
+            goes on; a wait for something outside is told by `megatron_ext.policy.outside_wait`.
 
     Raises:
         ImportError: Ray is not installed.
         ValueError: the configuration, the number of workers, the function or the checkpoint cannot be used.
-        RuntimeError: the cluster has no room for the actors within `start_timeout_s`, or one of them died.
+        RuntimeError: the cluster has no room for the actors within `start_timeout_s`. From every call: an actor died,
+            stopped, or hung, or the call took longer than `call_timeout_s`; the message names ranks, hosts and what
+            they were doing, all actors are ended, and `restart` goes on.
     """
 
     def __init__(
@@ -60,6 +66,8 @@ class RayPolicy(RayActors):
         gpus_per_worker: float = 0,
         env_vars: Mapping[str, str] | None = None,
         start_timeout_s: float = 300,
+        call_timeout_s: float | None = None,
+        heartbeat_timeout_s: float | None = 6,
     ):
         if worker_cls is None:
             from megatron_ext.policy.dtensor_worker import DTensorPolicyWorker
@@ -72,7 +80,8 @@ class RayPolicy(RayActors):
             "init_reference_model": init_reference_model,
         }
         bundle = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if gpus_per_worker else {})
-        super().__init__(worker_cls, make, num_workers, bundle, env_vars, start_timeout_s)
+        timeouts = Timeouts(start_timeout_s, call_timeout_s, heartbeat_timeout_s)
+        super().__init__(worker_cls, make, num_workers, bundle, env_vars, timeouts)
         self._copies = _copies(config, worker_cls, num_workers)
         self.dp_size = num_workers // self._copies
         self._start(weights_path, optimizer_path)

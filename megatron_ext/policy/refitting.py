@@ -8,6 +8,7 @@ from megatron_ext.distributed.between_jobs import JobsGroup
 from megatron_ext.policy import memory, refit
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.backend import Backend
+from megatron_ext.policy.heartbeat import outside_wait
 
 
 class Refitting(Backend):
@@ -79,7 +80,8 @@ class Refitting(Backend):
 
         def join() -> None:
             if self.rank == 0:
-                self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
+                with outside_wait("the generators to join"):
+                    self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
 
         agree(join)
 
@@ -104,7 +106,8 @@ class Refitting(Backend):
         try:
             if self._to_generators is not None:
                 budget = self.settings.refit_buffer_bytes
-                refit.send_weights(weights, self.prepare_refit_info(), self._to_generators, budget)
+                with outside_wait("the generators to receive"):
+                    refit.send_weights(weights, self.prepare_refit_info(), self._to_generators, budget)
         finally:
             for _ in weights:  # the other ranks need this one's part, also where the generators are gone
                 pass

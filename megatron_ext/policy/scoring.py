@@ -3,7 +3,7 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,23 @@ from megatron_ext.policy import memory
 from megatron_ext.policy.backend import Backend
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.plan import Shape, scoring_step
-from megatron_ext.policy.rows import row_log_probs
+from megatron_ext.policy.rows import Rows
+from megatron_ext.policy.timing import Timer, timed
 
 
 class Scoring(Backend):
     """A policy that says how probable tokens are."""
 
     @torch.no_grad()
-    def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """Log-probabilities of the tokens of right-padded rows.
 
         Args:
             data: this data-parallel rank's `input_ids` `[B, S]` and `input_lengths` `[B]`. Ranks may have different B.
             micro_batch_size: rows of a micro-batch; None: `logprob_batch_size`.
+            timer: as NeMo-RL's, measures "get_logprobs".
 
         Returns:
             "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding.
@@ -36,24 +40,15 @@ class Scoring(Backend):
         Raises:
             ValueError: data that cannot be scored, on every rank.
         """
-        batching = self.settings.batching
-        rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
-        step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
-        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
-        self.model.eval()
-        log_probs_BS = torch.zeros(batch["input_ids"].shape)
-        for rows_, counts in step.rows():
-            found = self._row_log_probs(self._micro_batch(batch, rows_))
-            if counts:
-                log_probs_BS[rows_, : found.shape[1]] = found.cpu()
-        self._end_inference()
-        return BatchedDataDict(logprobs=log_probs_BS)
+        with timed(timer, "get_logprobs"):
+            return BatchedDataDict(logprobs=self._scored(data, micro_batch_size, self._row_log_probs))
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """As `get_logprobs`, of the reference policy; the key is "reference_logprobs"."""
-        with self.use_reference_model():
+        """As `get_logprobs`, of the reference policy; key and label are "reference_logprobs" and
+        "get_reference_policy_logprobs"."""
+        with timed(timer, "get_reference_policy_logprobs"), self.use_reference_model():
             return BatchedDataDict(reference_logprobs=self.get_logprobs(data, micro_batch_size)["logprobs"])
 
     @contextmanager
@@ -75,6 +70,27 @@ class Scoring(Backend):
             memory.exchange(self._state().items(), self.reference)
             self._is_reference = False
 
+    def _scored(
+        self, data: Mapping[str, Any], micro_batch_size: int | None, read: Callable[[BatchedDataDict], Tensor]
+    ) -> Tensor:
+        """What `read` makes of every micro-batch, `[rows, positions, ...]`, for all of `data` `[B, S, ...]` on the CPU;
+        0 behind a micro-batch's positions."""
+        batching = self.settings.batching
+        rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
+        step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
+        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
+        self.model.eval()
+        whole: Tensor | None = None
+        for rows_, counts in step.rows():
+            found = read(self._micro_batch(batch, rows_)).cpu()
+            if whole is None:
+                whole = found.new_zeros(*batch["input_ids"].shape, *found.shape[2:])
+            if counts:
+                whole[rows_, : found.shape[1]] = found
+        self._end_inference()
+        assert whole is not None
+        return whole
+
     def _shape(self, rows: int, tokens: int) -> Shape:
         return Shape(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)
 
@@ -83,6 +99,10 @@ class Scoring(Backend):
         dynamic = self.settings.batching.kind == "dynamic"
         return micro_batch.cut(max(2, int(micro_batch["input_lengths"].max()))) if dynamic else micro_batch
 
+    def _rows(self, micro_batch: BatchedDataDict) -> Rows:
+        return Rows.of(micro_batch, self.settings.batching.kind == "packed", self._places_multiple)
+
     def _row_log_probs(self, micro_batch: BatchedDataDict) -> Tensor:
-        packed = self.settings.batching.kind == "packed"
-        return row_log_probs(self._next_token_log_probs, micro_batch, packed, self._places_multiple)
+        """fp32 `[B, S]`: of each token given those before it; 0 for the first, and behind a row's end."""
+        rows = self._rows(micro_batch)
+        return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))
