@@ -12,6 +12,7 @@ import atexit
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,11 @@ from typing import Any
 _replaced: list[Any] = []
 
 
-def main(argv: list[str] | None = None) -> None:
-    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends."""
+def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = None) -> None:
+    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends.
+
+    `before` is called when everything is changed, right before the script runs.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if not options.linear_ce and (options.chunk_tokens is not None or options.cache is not None):
@@ -38,6 +42,8 @@ def main(argv: list[str] | None = None) -> None:
         _emulate()
     if options.linear_ce or options.tensor_parallel:
         _change_megatron(parser, options)
+    if before is not None:
+        before()
     _become(os.path.abspath(options.script), source)
 
 
