@@ -33,9 +33,6 @@ def _stand_in(name: str):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
-    lacking: Collection[str] = ()
-
     def __getattr__(self, name: str):
         if name.startswith("__") or name in self.lacking:
             raise AttributeError(name)
@@ -53,7 +50,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         module = _Module(spec.name)
-        vars(module)["lacking"] = self.lacking
+        vars(module).update(lacking=self.lacking, __path__=[])
         return module
 
     def exec_module(self, module):
