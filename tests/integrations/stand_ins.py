@@ -46,6 +46,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name, path=None, target=None):
         ours = any(name == package or name.startswith(package + ".") for package in self.packages)
+        ours = ours and name.rpartition(".")[2] not in self.lacking
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec):

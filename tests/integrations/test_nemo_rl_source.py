@@ -63,6 +63,7 @@ def source(*more: str):
     try:
         with standing_in_for(STOOD_IN, lacking={"NeMoAutoModelForTokenClassification"}):
             importlib.import_module(nemo_rl.MODULE)
+            importlib.import_module("transformers.models.qwen2.modeling_qwen2")  # transformers loads itself twice
             sys.modules["transformers"].__version__ = "5.11.0"  # above it refuses to be imported
             found = {name: importlib.import_module(module) for name, module in PARTS.items()}
             for module in more:
