@@ -124,18 +124,20 @@ FAMILIES = {
 }
 
 
-def _family(prefix, options):
-    def make_one(tied):
-        config = getattr(transformers, f"{prefix}Config")(**options, tie_word_embeddings=tied)
-        return getattr(transformers, f"{prefix}ForCausalLM")(config)
+def family_config(name, tied=False, **overrides):
+    prefix, options = FAMILIES[name]
+    return getattr(transformers, f"{prefix}Config")(**options | overrides, tie_word_embeddings=tied)
 
-    return make_one
+
+def _family(name):
+    model = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")
+    return lambda tied: model(family_config(name, tied))
 
 
 # transformers 4.51 lacks some.
 FAMILIES = {name: family for name, family in FAMILIES.items() if hasattr(transformers, f"{family[0]}ForCausalLM")}
 MIXTURES = tuple(name for name in FAMILIES if name in ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"))
-_MAKERS |= {name: _family(*family) for name, family in FAMILIES.items()}
+_MAKERS |= {name: _family(name) for name in FAMILIES}
 
 
 def make(kind, tied=False):
