@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
-from tests.dtensor.models import MIXTURES, family_config
+from tests.dtensor.models import family_config
 from tests.policy.problems import (
     VOCAB,
     batching,
@@ -84,7 +84,7 @@ REFUSED = [
     (_gpt2, {"kind": "packed"}, "sequence_packing of GPT2LMHeadModel .*sequence_packing.enabled to False"),
     (_gpt2, {"tp": 2, "experts": 2}, "GPT2LMHeadModel, which has no experts: set expert_parallel_size to 1"),
     (lambda: family_config("phi3", intermediate_size=47), {"tp": 2}, "intermediate_size is 47: it must be a multiple"),
-    (lambda: family_config(MIXTURES[0], num_experts=3), {"tp": 2, "experts": 2}, "3 experts: they must be a multiple"),
+    (lambda: family_config("qwen3_moe", num_experts=3), {"tp": 2, "experts": 2}, "3 experts: they must be a multiple"),
     (lambda: family_config("mistral"), {"tp": 2, "experts": 3}, "expert_parallel_size is 3: .*tensor_parallel_size, 2"),
 ]
 
