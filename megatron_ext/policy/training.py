@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.policy.agreement import RuntimeErrorElsewhere
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.losses import LossFunction
+from megatron_ext.policy.loss_protocol import LossFunction
 from megatron_ext.policy.plan import Shape, Step, training_steps
 from megatron_ext.policy.scoring import Scoring
 from megatron_ext.policy.timing import Timer, timed
