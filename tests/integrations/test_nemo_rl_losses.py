@@ -67,7 +67,12 @@ def test_clipped_policy_gradient(config):
         loss_fn = ClippedPGLoss.from_config(nemo_rl.loss.ClippedPGLossConfig(**config))
         assert loss_fn == ClippedPGLoss.from_config(config)
         assert theirs.loss_type.value == loss_fn.loss_type.value
-        check(*both(loss_fn, theirs, data, log_probs), log_probs)
+        found, wanted = both(loss_fn, theirs, data, log_probs)
+        if loss_fn.sequence_level_importance_ratios:  # there every row's weight counts once for each row
+            theirs_alone, rows = wanted[1].pop("sampling_importance_ratio"), data["sample_mask"].sum()
+            assert theirs_alone != pytest.approx(float(found[1]["sampling_importance_ratio"]), rel=1e-3)
+            assert rows > 1
+        check(found, wanted, log_probs)
         for name, kind in theirs.metric_normalizations.items():
             own = "tokens" if config.get("token_level_loss", True) else "sequences"
             found = loss_fn.metric_normalizations.get(name)
