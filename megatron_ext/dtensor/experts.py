@@ -102,6 +102,21 @@ def column_layout(module: Any, ranks: int) -> str | None:
     return None
 
 
+def reach_all(block: nn.Module, experts: nn.Module) -> None:
+    """Give all experts of a mixture gradients, those that no token went to zeros.
+
+    FSDP2 reduces what has a gradient, and its ranks would wait for each other if not all had the same.
+    """
+
+    def reach(module: nn.Module, args: tuple, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        parameters = (_local(p) if isinstance(p, DTensor) else p for p in experts.parameters())
+        nothing = sum(p.flatten()[:1].sum() * 0 for p in parameters)
+        return (first + nothing, *output[1:]) if isinstance(output, tuple) else first + nothing
+
+    block.register_forward_hook(reach)
+
+
 def _column_dim(module: Any, name: str) -> int | None:
     if name == "down_proj":
         return 1 if module.is_transposed else 2

@@ -70,7 +70,7 @@ def check_attention(model: nn.Module) -> None:
         raise Unknown(f"layers of type {', '.join(sorted(odd))}")
     if getattr(config, "attention_chunk_size", None):
         raise Unknown("attention in chunks")
-    if "ALL_ATTENTION_FUNCTIONS" not in vars(module):
+    if not takes_attention_functions(model):
         raise Unknown("attention outside of transformers' attention interface")
     for layer in text.layers:
         attention = getattr(layer, "self_attn", None)
@@ -78,6 +78,11 @@ def check_attention(model: nn.Module) -> None:
             raise Unknown("a layer without causal self_attn")
         if not _is_latent(attention):
             _heads(attention)
+
+
+def takes_attention_functions(model: nn.Module) -> bool:
+    """Whether `model` attends by transformers' attention interface; older forwards do it themselves."""
+    return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(text_model(model)).__module__])
 
 
 def model_plan(model: nn.Module, layout: Layout) -> Plan:

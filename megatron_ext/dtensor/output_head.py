@@ -34,7 +34,7 @@ def head_rule(model: nn.Module) -> HeadRule | None:
         head: Any = model.get_submodule(path)
         if owner is not model and not any(cls.__name__ in _TRANSPARENT for cls in type(model).__mro__):
             return None
-        probe = torch.tensor(_PROBE, dtype=torch.float64)
+        probe = torch.tensor(_PROBE, dtype=torch.float64, device="cpu")
         rule = _measured(_through(owner, path.rpartition(".")[2], probe), probe)
     except Exception:  # a forward that needs more than a decoder and a head may raise anything
         return None
@@ -49,7 +49,7 @@ def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:
     stub._modules[text_model_path(owner).partition(".")[0]] = _Decoder(x)
     stub._modules[head] = nn.Identity()
     with torch.no_grad():
-        logits: Tensor = stub.forward(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        logits: Tensor = stub.forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     if logits.shape != (1, 1, len(x)):
         raise ValueError(f"logits of {list(logits.shape)} for one token")
     return logits[0, 0].double()

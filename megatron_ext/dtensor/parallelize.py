@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from megatron_ext.dtensor import causal_lm
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
+from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.output_head import head_rule
 from megatron_ext.dtensor.plans import Plan, choose_plan
@@ -182,6 +183,9 @@ def _shard(
             model.get_parameter(name).requires_grad_(False)
     if tied:  # sharding, like the meta device, gave each module a parameter of its own
         tie(model)
+    for module in model.modules():
+        if isinstance(experts := getattr(module, "experts", None), nn.ModuleList):
+            reach_all(module, experts)
     layers = decoder_layers(model)
     # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
     inner_policy = dataclasses.replace(mp_policy, output_dtype=None)

@@ -10,7 +10,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert
-from megatron_ext.dtensor.layers import Layout, Plan, Unknown, check_attention, has_experts, model_plan
+from megatron_ext.dtensor.layers import (
+    Layout,
+    Plan,
+    Unknown,
+    check_attention,
+    has_experts,
+    model_plan,
+    takes_attention_functions,
+)
 from megatron_ext.dtensor.styles import FusedColwise
 
 _EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
@@ -44,23 +52,27 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
         )
+    why = _unknown(model, layout)
+    wanted = {
+        "context parallelism": layout.cp > 1,
+        "sequence parallelism": layout.sequence_parallel and layout.tp > 1 and custom is None,
+        "expert parallelism": layout.expert_parallel and layout.tp > 1 and custom is None,
+    }
+    if why is not None and any(wanted.values()):
+        raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
     if custom is not None:
-        return Chosen(custom_plan(custom), _known(model, layout, "context parallelism" if layout.cp > 1 else None))
-    wanted = [
-        name
-        for name, asked in (
-            ("context parallelism", layout.cp > 1),
-            ("sequence parallelism", layout.sequence_parallel and layout.tp > 1),
-            ("expert parallelism", layout.expert_parallel and layout.tp > 1),
-        )
-        if asked
-    ]
-    if _known(model, layout, wanted[0] if wanted else None):
+        return Chosen(custom_plan(custom), why is None)
+    if why is None:
         return Chosen(structural_plan(model, layout), True)
+    if layout.tp == 1:
+        return Chosen({}, False)
     try:
-        return Chosen(get_hf_tp_plan(model) if layout.tp > 1 else {}, False)
+        plan = get_hf_tp_plan(model)
     except ValueError as error:
-        raise _unsupported(model, "tensor parallelism", str(error)) from error
+        raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
+    if not takes_attention_functions(model):  # such forwards know their number of heads by heart
+        raise _unsupported(model, "tensor parallelism", why)
+    return Chosen(plan, False)
 
 
 def structural_plan(model: nn.Module, layout: Layout) -> Plan:
@@ -78,22 +90,18 @@ def structural_plan(model: nn.Module, layout: Layout) -> Plan:
     return plan if layout.tp > 1 else {}
 
 
-def _known(model: nn.Module, layout: Layout, needed: str | None) -> bool:
-    """Whether every part of `model` is understood; ValueError if not, and `needed` names what needs that."""
+def _unknown(model: nn.Module, layout: Layout) -> str | None:
+    """What is not understood of `model`; None: it is understood."""
     try:
         text_model(model)
     except ValueError as error:
-        if needed is not None:
-            raise _unsupported(model, needed, str(error)) from error
-        return False
+        return str(error)
     try:
         check_attention(model)
         model_plan(model, layout)
     except Unknown as error:
-        if needed is not None:
-            raise _unsupported(model, needed, f"{error}: not known here") from error
-        return False
-    return True
+        return f"{error} is not known here"
+    return None
 
 
 def _unsupported(model: nn.Module, what: str, reason: str) -> ValueError:

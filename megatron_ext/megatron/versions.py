@@ -126,6 +126,12 @@ def missing_seams(way: str) -> list[str]:
 # ---- our layers in Megatron's place: the specs and the substitution
 
 
+PATCH_INSTEAD = (
+    "Keep Megatron's own layers and take the fused head alone: "
+    "megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
+)
+
+
 def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
     """Arguments of Megatron's function or class that ours do not take."""
     if theirs is ours:
@@ -168,10 +174,7 @@ def require_spec(way: str) -> None:
 def _advice(way: str) -> str:
     if way == "hybrid spec" and why_no_spec("spec") is None:
         return "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
-    return (
-        "Keep Megatron's own layer spec and take the fused head alone: "
-        "megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
-    )
+    return PATCH_INSTEAD
 
 
 def _listed(names: list[str]) -> str:

@@ -72,8 +72,6 @@ def hybrid_spec(config, stack, mtp: bool = False):
 
 def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
     """A hybrid model of attention and MLP layers."""
-    from megatron_ext.megatron.norms import Norm
-
     models, stack = hybrid_home()
     kind = getattr(models, "HybridModel", None) or models.MambaModel
     parameters = kind.__init__.__code__.co_varnames
@@ -81,20 +79,16 @@ def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
     if "hybrid_layer_pattern" not in parameters:
         pattern = {"hybrid_override_pattern": PATTERN, "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5}
     config = tiny_config(num_layers=len(PATTERN), **overrides | ({"mtp_num_layers": 1} if mtp else {}))
-    theirs, stack.TENorm = stack.TENorm, Norm
-    try:
-        spec = "hybrid_stack_spec" if "hybrid_stack_spec" in parameters else "mamba_stack_spec"
-        model = kind(
-            config=config,
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=tied,
-            position_embedding_type="rope",
-            **pattern,
-            **{spec: hybrid_spec(config, stack, mtp)},
-        )
-    finally:
-        stack.TENorm = theirs
+    spec = "hybrid_stack_spec" if "hybrid_stack_spec" in parameters else "mamba_stack_spec"
+    model = kind(
+        config=config,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        **pattern,
+        **{spec: hybrid_spec(config, stack, mtp)},
+    )
     set_weights(model)
     return model
 
