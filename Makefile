@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# Test files run side by side in this many processes, each with test ranks of its own.
+WORKERS ?= 2
+PYTEST := -m pytest -n $(WORKERS) --dist worksteal
 
 export TOKENIZERS_PARALLELISM = false
 
@@ -31,10 +34,10 @@ demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side 
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) $(PYTEST) -m "not slow and not gpu"
 
 test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other versions too
-	$(PY) -m pytest -m "not gpu"
+	$(PY) $(PYTEST) -m "not gpu"
 	$(MAKE) test-versions
 
 # The environment's own packages come first; pip must not see the others, it would replace them.
@@ -47,8 +50,8 @@ test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other vers
 
 test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready)  ## Megatron-Core 0.14.0 and 0.15.3, transformers 4.51.3
 	set -e; for version in $(MEGATRONS); do \
-		.venvs/$$version/bin/python -m pytest -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
-	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python -m pytest -m "not gpu" tests/dtensor; done
+		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
+	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu

@@ -19,7 +19,7 @@ setup(
     package_data={"megatron_ext": ["py.typed"]},
     install_requires=["torch>=2.10"],
     extras_require={
-        "test": [*MEGATRON, "pytest>=8", "hypothesis>=6", "numpy"],
+        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy"],
         "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
         "triton": [TRITON],
         "te": ["transformer-engine[pytorch]>=2.0"],

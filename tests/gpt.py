@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron_ext.emulation import megatron_on_cpu
 
@@ -64,6 +65,7 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
+            _clear_sharding_prop_cache()  # its shardings name groups, and the next test's have the same names
             for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
 
@@ -296,11 +298,37 @@ def data_parallel(chunks: list, *, distributed_optimizer: bool = True) -> list:
     return wrapped
 
 
-def make_optimizer(chunks: list, *, lr: float = 3e-4, **settings):
-    """Megatron's distributed Adam for chunks that `data_parallel` returned."""
+def fully_sharded(chunks: list, how: Literal["torch", "megatron"], *, reshard_after_forward: bool = True) -> list:
+    """`chunks` in torch's FSDP2 as Megatron wraps it, or in Megatron-FSDP, their config set up for its schedules.
+
+    torch's needs `transformer_impl="local"` in the config, Megatron-FSDP needs einops.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallelConfig,
+        TorchFullyShardedDataParallel,
+        finalize_model_grads,
+    )
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+    config = chunks[0].config
+    if how == "torch":
+        settings = DistributedDataParallelConfig()
+        settings.reshard_after_forward = reshard_after_forward  # Megatron's training sets it so, it is no field
+        return [TorchFullyShardedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads  # before 0.19 it fails on torch's FSDP2
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+    )
+    return [FullyShardedDataParallel(config, settings, chunk) for chunk in chunks]
+
+
+def make_optimizer(chunks: list, *, lr: float = 3e-4, use_distributed_optimizer: bool = True, **settings):
+    """Megatron's Adam for chunks in `data_parallel` or `fully_sharded`; torch's FSDP2 takes no distributed one."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=True, **settings)
+    config = OptimizerConfig(optimizer="adam", lr=lr, use_distributed_optimizer=use_distributed_optimizer, **settings)
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     chunks[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer

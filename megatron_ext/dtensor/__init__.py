@@ -21,7 +21,8 @@ from megatron_ext.dtensor.parallelize import (
     _parallelize_qwen,
     parallelize_functions,
 )
-from megatron_ext.dtensor.plans import RotaryEmbedParallel, get_hf_tp_plan, translate_parallel_style
+from megatron_ext.dtensor.plans import get_hf_tp_plan, translate_parallel_style
+from megatron_ext.dtensor.styles import RotaryEmbedParallel
 
 __all__ = [
     "PARALLIZE_FUNCTIONS",

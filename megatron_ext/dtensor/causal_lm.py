@@ -1,5 +1,7 @@
 """From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
 
+Where a model does something to its logits that is not known here (`output_head`), they are made, and read in shards.
+
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.
 
@@ -9,8 +11,9 @@ W context-parallel ranks.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +24,26 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import UNSHARDED, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.attention import sequence_hook
-from megatron_ext.dtensor.decoder import known_class, output_head_path, text_model
+from megatron_ext.dtensor.decoder import output_head_path, text_model
+from megatron_ext.dtensor.output_head import HeadRule, head_rule
 from megatron_ext.head import linear_cross_entropy, linear_log_probs
-from megatron_ext.head.calls import token_log_probs
+from megatron_ext.head.calls import token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
+_RULE = "_megatron_ext_head_rule"
 
 
-def register(model: nn.Module) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward."""
+def register(model: nn.Module, rule: HeadRule | None) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward.
+
+    Args:
+        rule: `head_rule(model)` from before it was sharded.
+    """
+    model.__dict__[_RULE] = rule
     model.__dict__[_HEAD] = functools.partial(_through_head, model)
     register_fsdp_forward_method(model, _HEAD)
 
@@ -51,10 +61,10 @@ def causal_lm_loss(
     cache: Any = "auto",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Cross entropy of every token of whole sequences, without ever holding logits.
+    """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
 
     Args:
-        model: what `_parallelize_model` made of a Llama, Qwen2, Qwen3 or Gemma3; or such a model as it is.
+        model: what `_parallelize_model` made of a causal LM of transformers; or such a model as it is.
         tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
         labels_BS: `[B, S]`, the target of each position, -100 for none. None: the token after it in its sequence or
             document, none behind padding.
@@ -72,24 +82,17 @@ def causal_lm_loss(
     result, backward one reduce-scatter.
 
     Raises:
-        ValueError: arguments that don't fit each other; a model of another class, whose head may be another one. What
-            the head refuses on one rank is raised on every one.
+        ValueError: arguments that don't fit each other. What the head refuses on one rank is raised on every one.
+
+    Warns:
+        Once a class of models: its logits are made, because what its forward does to them is not known here.
     """
-
-    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
-        loss = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            temperature=temperature,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            cache=cache,
-            chunk_tokens=chunk_tokens,
-            **head,
-        )
-        return (loss,)
-
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
+    read = Read(
+        temperature,
+        functools.partial(linear_cross_entropy, cache=cache, **options),
+        functools.partial(vocab_parallel_cross_entropy, **options),
+    )
     return _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)[0]
 
 
@@ -112,19 +115,12 @@ def causal_lm_log_probs(
         position's distribution, differentiable too.
     """
 
-    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
-        found = linear_log_probs(
-            hidden,
-            weight,
-            labels,
-            temperature=temperature,
-            cache=cache,
-            chunk_tokens=chunk_tokens,
-            return_entropy=return_entropy,
-            **head,
-        )
-        return found if isinstance(found, tuple) else (found,)
-
+    options = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
+    read = Read(
+        temperature,
+        functools.partial(linear_log_probs, cache=cache, **options),
+        functools.partial(token_log_probs, **options),
+    )
     found = _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
 
@@ -145,7 +141,12 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
     return log_probs
 
 
-Read = Callable[..., tuple[Tensor, ...]]
+class Read(NamedTuple):
+    """A function of the fused head, and the same of logits; both take a temperature."""
+
+    temperature: float
+    hidden: Callable[..., Any]
+    logits: Callable[..., Any]
 
 
 def _on_whole_sequences(
@@ -158,11 +159,7 @@ def _on_whole_sequences(
 ) -> tuple[Tensor, ...]:
     hook = sequence_hook(model)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
-    if known_class(model) is None:
-        raise ValueError(
-            f"the lm head of {type(model).__name__} may scale its input or logits in ways not known here; call the "
-            f"model and get_logprobs_from_vocab_parallel_logits"
-        )
+    rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
@@ -184,7 +181,12 @@ def _on_whole_sequences(
     inputs = {"attention_mask": attention_mask, "use_cache": False}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
-    found, fault = through_head(read, parts.split(tokens_BS, 1), parts.split(labels_BS, 1), **inputs)
+    tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
+    if rule is None:
+        _say_once(type(model).__name__.removeprefix("FSDP"))
+        found, fault = _through_logits(model, read, tokens_BP, labels_BP, **inputs)
+    else:
+        found, fault = through_head(rule, read, tokens_BP, labels_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 
@@ -206,8 +208,33 @@ def _check(
         )
 
 
-def _through_head(
+@functools.cache
+def _say_once(model: str) -> None:
+    warnings.warn(
+        f"what {model} does to its logits is not known here: log-probabilities come through its logits, which takes "
+        f"memory of the vocabulary's size for each token",
+        stacklevel=2,
+    )
+
+
+def _through_logits(
     model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """As `_through_head`, by way of the logits that the model makes."""
+    logits, group, vocab = _local(model(input_ids=tokens_BP, **inputs).logits, -1)
+    return or_refuse(
+        lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
+        (1, *labels_BP.shape),
+        logits,
+    )
+
+
+def _tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _through_head(
+    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
     text = text_model(model)
@@ -223,15 +250,18 @@ def _through_head(
     if in_slices:
         hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
     found, fault = or_refuse(
-        lambda: read(
-            hidden.to(weight.dtype),
-            weight,
-            labels_BP,
-            tp_group=group,
-            hidden_layout="sequence" if in_slices else "replicated",
-            bias=None if head.bias is None else _local(head.bias, 0)[0],
-            vocab=vocab,
-            softcap=getattr(text.config, "final_logit_softcapping", None),
+        lambda: _tuple(
+            read.hidden(
+                hidden.to(weight.dtype),
+                weight,
+                labels_BP,
+                tp_group=group,
+                hidden_layout="sequence" if in_slices else "replicated",
+                bias=None if head.bias is None else _local(head.bias, 0)[0],
+                vocab=vocab,
+                softcap=rule.softcap,
+                temperature=read.temperature / rule.scale,
+            )
         ),
         (1, *labels_BP.shape),
         weight,

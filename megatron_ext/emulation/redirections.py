@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
 
 _CPU = torch.device("cpu")
@@ -98,13 +99,13 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if type(device) is int else device
 
 
-def _on_cpu(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """`function`, asked for the CPU where it is asked for CUDA: in `device=`, or in its argument at `position`."""
+def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: str = "device") -> Callable[..., Any]:
+    """`function`, asked for the CPU where it is asked for CUDA: by `keyword`, or in its argument at `position`."""
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = _cpu_for(kwargs["device"])
+        if keyword in kwargs:
+            kwargs[keyword] = _cpu_for(kwargs[keyword])
         kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
         if position is not None and len(args) > position:
             args = (*args[:position], _cpu_for(args[position]), *args[position + 1 :])
@@ -138,6 +139,38 @@ def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., An
         lists = [a.tolist() if isinstance(a, Tensor) else a for a in args]
         named = {k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
         return all_to_all_single(output, input, *lists, **named)
+
+    return redirected
+
+
+class _NcclGroup:
+    """Stands in for `ProcessGroupNCCL`, which torch for CPUs lacks: no group is one, and its options go unread."""
+
+    class Options(SimpleNamespace):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config=SimpleNamespace(), **kwargs)
+
+
+class _ScaledSum:
+    """Stands in for NCCL's PREMUL_SUM, which gloo lacks: what a rank sends is multiplied by `factor`, then summed."""
+
+    def __init__(self, factor: float | Tensor) -> None:
+        self.factor = factor
+
+
+def _scaling_first(reduce: Callable[..., Any], sent: str) -> Callable[..., Any]:
+    """`reduce`, which takes a `_ScaledSum` as its `op`: it multiplies its argument `sent`, and sums."""
+    signature = inspect.signature(reduce)
+
+    @functools.wraps(reduce)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not isinstance(given.get("op"), _ScaledSum):
+            return reduce(*args, **kwargs)
+        factor, given["op"] = given["op"].factor, dist.ReduceOp.SUM
+        # An all-reduce works in place; what a reduce-scatter sends stays its caller's.
+        given[sent] = given[sent].mul_(factor) if sent == "tensor" else given[sent] * factor
+        return reduce(**given)
 
     return redirected
 
@@ -265,6 +298,10 @@ def _distributed() -> dict[str, Any]:
         "init_process_group": _over_gloo(dist.init_process_group, default="gloo"),
         "new_group": _over_gloo(dist.new_group, default=None),  # None: the default group's
         "all_to_all_single": _with_split_lists(dist.all_to_all_single),
+        "ProcessGroupNCCL": _NcclGroup,
+        "_make_nccl_premul_sum": _ScaledSum,
+        "all_reduce": _scaling_first(dist.all_reduce, sent="tensor"),
+        "reduce_scatter_tensor": _scaling_first(dist.reduce_scatter_tensor, sent="input"),
     }
 
 
@@ -286,6 +323,5 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
     yield Tensor, _tensor()
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
+    yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed()
-    # Megatron insists on this variable, which orders CUDA kernels, wherever tensors are sharded.
-    yield os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -76,7 +76,7 @@ def linear_cross_entropy(
         ValueError: an argument breaks its rule; the message says which, and the fix.
     """
     one_of("reduction", reduction, get_args(Reduction))
-    loss = _linear(
+    loss = linear_parts(
         hidden,
         weight,
         labels,
@@ -126,7 +126,7 @@ def linear_log_probs(
         of it, the entropy of each token's distribution (fp32, differentiable too, 0 for tokens that do not count), and
         whether the label has the largest logit (bool; the lowest id wins among equals; False where it does not count).
     """
-    found = _linear(
+    found = linear_parts(
         hidden,
         weight,
         labels,
@@ -268,9 +268,10 @@ class _Found(NamedTuple):
     loss: Any
     entropy: Any
     hits: Any
+    z_loss: Any
 
 
-def _linear(
+def linear_parts(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,

@@ -30,7 +30,7 @@ from megatron_ext.head.weight_gradient import WeightGradient
 
 
 class LinearHead(torch.autograd.Function):
-    """`(loss_T, entropy_T or None, hits_T or None)` of hidden states `[T, D]`.
+    """`(loss_T, entropy_T or None, hits_T or None, z_loss_T or None)` of hidden states `[T, D]`.
 
     `sizes`: with the sequence layout, where `hidden_TD` is this rank's slice, the number of each rank's tokens; else
     None. `keep`: a backward may follow.
@@ -62,15 +62,13 @@ class LinearHead(torch.autograd.Function):
             ctx.parameter = weight_VD if options.fuse_main_grad else None
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats)
             entropy = statistics.entropy(stats, kept_T) if options.entropy else None
-            hits = None
-            if stats.hits is not None:
-                hits = stats.hits & kept_T
-                ctx.mark_non_differentiable(hits)
-            return statistics.loss(stats, kept_T, options), entropy, hits
+            marks = statistics.marks(stats, kept_T, options)
+            ctx.mark_non_differentiable(*(mark for mark in marks if mark is not None))
+            return statistics.loss(stats, kept_T, options), entropy, *marks
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
+    def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, *_: None):
         saved = ctx.saved_tensors  # once: recomputation hands each of them out once
         with torch.autocast(saved[0].device.type, enabled=False):
             dx_TD, dw_VD, db_V = _backward(ctx, saved, grad_loss_T, grad_entropy_T)

@@ -20,7 +20,7 @@ from megatron_ext.head.sizes import chunks
 
 
 class LogitsHead(torch.autograd.Function):
-    """`(loss_T, entropy_T or None, hits_T or None)` of logits `[T, V]`, or as `Flat.rows` has them.
+    """`(loss_T, entropy_T or None, hits_T or None, z_loss_T or None)` of logits `[T, V]`, or as `Flat.rows` has them.
 
     Saves the logits themselves. `into_logits`: backward writes the gradient into their memory, once. `places_T`: as
     `Flat.places`; the ranks' logits may lie in memory in different orders, above all those of an empty shard.
@@ -56,15 +56,13 @@ class LogitsHead(torch.autograd.Function):
         ctx.options, ctx.into_logits = options, into_logits
         ctx.save_for_backward(z, target_T, kept_T, *stats)
         entropy = statistics.entropy(stats, kept_T) if options.entropy else None
-        hits = None
-        if stats.hits is not None:
-            hits = stats.hits & kept_T
-            ctx.mark_non_differentiable(hits)
-        return statistics.loss(stats, kept_T, options), entropy, hits
+        marks = statistics.marks(stats, kept_T, options)
+        ctx.mark_non_differentiable(*(mark for mark in marks if mark is not None))
+        return statistics.loss(stats, kept_T, options), entropy, *marks
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, _: None):
+    def backward(ctx: Any, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, *_: None):
         options = ctx.options
         z, target_T, kept_T, *rest = ctx.saved_tensors
         stats = statistics.Statistics(*rest)

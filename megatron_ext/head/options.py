@@ -24,6 +24,7 @@ class HeadOptions:
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1).
         smooth_others: e is the mass of the other tokens alone: `e V / (V - 1)` stands for e.
         z_loss: factor of `lse^2` in the loss.
+        z_apart: the loss is given without `z_loss lse^2`, which is a read-out of its own; the gradient is with it.
         softcap: logits become `softcap * tanh(logits / softcap)`; None: they stay.
         temperature: logits are divided by it, after the softcap.
         entropy, hits: further per-token read-outs: the entropy, and whether the label has the largest logit.
@@ -39,6 +40,7 @@ class HeadOptions:
     label_smoothing: float = 0.0
     smooth_others: bool = False
     z_loss: float = 0.0
+    z_apart: bool = False
     softcap: float | None = None
     temperature: float = 1.0
     entropy: bool = False

@@ -119,14 +119,28 @@ def lse(stats: Statistics) -> Tensor:
 
 
 def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
-    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
+    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes.
+
+    With `options.z_apart` the last term is left to `z_loss`.
+    """
     value = -log_prob(stats)
     if stats.mean is not None:
         e = smoothing(stats, options)
         value = (1 - e) * value - e * (stats.mean - stats.log_sum)
-    if options.z_loss:
+    if options.z_loss and not options.z_apart:
         value = value + options.z_loss * lse(stats).square()
     return value.to(stats.peak.dtype).where(kept_T, 0.0)
+
+
+def z_loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
+    """`z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
+    return (options.z_loss * lse(stats).square()).to(stats.peak.dtype).where(kept_T, 0.0)
+
+
+def marks(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> tuple[Tensor | None, Tensor | None]:
+    """What is read out without a gradient, where it is asked for: hits (False where not kept), and the z-loss apart."""
+    hits = None if stats.hits is None else stats.hits & kept_T
+    return hits, z_loss(stats, kept_T, options) if options.z_apart else None
 
 
 def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:

@@ -1,66 +1,36 @@
-"""The fused head inside GPTModel: with labels, the loss comes from hidden states and no logits are made.
+"""The fused head inside Megatron's language models: with labels, the loss comes from hidden states without logits.
 
-GPTModel's `_postprocess` asks its output layer for logits and hands them, with the labels, to
-`compute_language_model_loss`; it does so once for the main loss and once for each multi-token-prediction layer. Those
-two calls are the seams. While a patched `_postprocess` runs with labels, the output layer returns promised logits, and
-the loss redeems the promise with `linear_cross_entropy`. All the rest of GPTModel is Megatron's own code; combined
-1F1B, which calls `_postprocess` and not `forward`, gets the fused head too.
+A language model asks its output layer for logits and hands them, with the labels, to `compute_language_model_loss`; it
+does so once for the main loss and once for each multi-token-prediction layer. Those two calls are the seams. While a
+patched method runs with labels, the output layer returns promised logits, and the loss redeems the promise with the
+fused head. All the rest of the model is Megatron's own code.
 
-The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fusion`, and answers it from the losses.
+The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fusion`, and answers it from the losses;
+and `output_processor` where Megatron's does not (see `output_processors`).
 
-The patch sits on the class or on single models; `unpatch_...` puts the original objects back.
+The patch sits on the classes or on single models; `unpatch_...` puts the original objects back.
 """
 
-import functools
 import inspect
-import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import megatron.core.utils
-import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.options import Cache, HeadOptions
-from megatron_ext.megatron import versions
-from megatron_ext.megatron.log_probs import IGNORE_INDEX, HeadRefusal, forward_with_log_probs
-from megatron_ext.megatron.promise import PromisedLogits, promise_logits
+from megatron_ext.head.options import Cache
+from megatron_ext.megatron import model_seams, multi_token_prediction, versions, wrapping
+from megatron_ext.megatron.fused_region import Region, is_promising, must_stay_stock
+from megatron_ext.megatron.head_settings import HeadSettings
+from megatron_ext.megatron.log_probs import forward_with_log_probs
+from megatron_ext.megatron.module_calls import attribute
+from megatron_ext.megatron.output_processors import forward_with_output_processor
+from megatron_ext.megatron.promise import PromisedLogits
+from megatron_ext.megatron.z_loss_log import with_z_loss_logged
 
-_ABSENT = object()
-_PATCHED = (versions.FORWARD, versions.POSTPROCESS)
 _models: weakref.WeakSet = weakref.WeakSet()  # those with a patch of their own
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a patch was asked for: see `patch_gpt_model_forward_for_linear_ce_fusion`."""
-
-    chunk_size: int | None = None
-    chunk_tokens: int | None = None
-    cache: Cache = "auto"
-
-    def __post_init__(self) -> None:
-        for name, unit in (("chunk_size", "sequence positions"), ("chunk_tokens", "tokens")):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"{name} is {value!r}: it must be a positive number of {unit}, or None for the head to choose"
-                )
-        if self.chunk_size is not None and self.chunk_tokens is not None:
-            raise ValueError(
-                f"chunk_size is {self.chunk_size} and chunk_tokens {self.chunk_tokens}: they say the same thing in "
-                f"sequence positions and in tokens; pass one of them"
-            )
-        HeadOptions(None, VocabShard(0, 1, 1), cache=self.cache)  # has the head's rules for `cache` checked here
-
-    def chunk(self, batch_size: int) -> int | None:
-        """Tokens per chunk."""
-        return self.chunk_tokens if self.chunk_size is None else self.chunk_size * batch_size
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
@@ -68,29 +38,31 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     chunk_size: int | None = None,
     chunk_tokens: int | None = None,
     cache: Cache = "auto",
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
     model: Any = None,
 ) -> None:
-    """GPTModel with labels computes its per-token losses by the fused head; without labels nothing changes.
+    """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
 
     `model(..., labels=labels)` gives `[B, S]` as Megatron does, fp32. Labels of -100 give 0 and no gradient.
 
     With `return_logprobs_for_linear_ce_fusion=True`, an argument that the patched `forward` has beside Megatron's,
-    `labels` are the token ids themselves, not shifted, and the result `[B, S - 1]` are the log-probabilities of each
-    next token; 0 where a packed document ends. Under context parallelism `labels` are this rank's part, as the tokens,
-    or the whole; the result is that of the whole sequence on every rank, and gradients of all ranks add up. A
-    `loss_mask` (read by multi-token prediction) lies as the labels do. Stages without an output layer pass hidden
-    states on.
+    `labels` are the token ids themselves, not shifted (None: `input_ids`), and the result `[B, S - 1]` are the
+    log-probabilities of each next token; 0 where a packed document ends. Under context parallelism `labels` are this
+    rank's part, as the tokens, or the whole; the result is that of the whole sequence on every rank, and gradients of
+    all ranks add up. A `loss_mask` (read by multi-token prediction) lies as the labels do. Stages without an output
+    layer pass hidden states on.
 
     A model is left to Megatron's own loss, with a warning once, where its output layer or its loss is not known to be
-    linear and a cross entropy: see `versions.why_not_fused`.
+    linear and a cross entropy: see `model_seams.why_not_fused`. `fusion_report()` says what was fused.
 
     Args:
-        chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
-        chunk_tokens: the same in tokens, positions times batch size.
-        cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
-            least memory, "auto" looks at what is free.
-        model: one model or a list of them, wrapped (data parallelism, 16-bit) or not: the patch is theirs alone, and
-            comes before that of the class. None: every GPTModel, those already built included.
+        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see `HeadSettings`.
+        model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
+            alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
+            HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.
 
     Patching again replaces the settings.
 
@@ -99,182 +71,132 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     all-gather of labels given in parts.
 
     Raises:
-        ValueError: a size of chunks is not positive; a model is no GPTModel, or lacks what the fused head needs (the
-            message says what). From the patched model: gathered logits together with labels, labels of another shape,
-            log-probabilities without labels. Of log-probabilities every context-parallel rank raises what the head
-            refuses on one.
+        ValueError: a setting breaks its rule; a model is no language model and has none inside (the message says what
+            it lacks). From the patched model: gathered logits together with labels, labels of another shape,
+            log-probabilities without labels or tokens, a weight sharded by generalized tensor parallelism, a setting
+            that changes the loss of a model that is left to Megatron. Of log-probabilities every context-parallel rank
+            raises what the head refuses on one.
     """
-    settings = Settings(chunk_size, chunk_tokens, cache)
-    models = None if model is None else [_unwrap(m) for m in _as_list(model)]
-    for owner in [GPTModel] if models is None else map(type, models):
-        versions.check_layout(owner)
+    settings = HeadSettings(chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature)
+    patch_models(settings, model)
+
+
+def patch_models(settings: HeadSettings, model: Any = None) -> None:
+    """`patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
+    models = None if model is None else _models_in(model)
     versions.warn_if_untested()
-    for name in _PATCHED:
-        if models is None:
-            _replace(GPTModel, name, settings)
-        else:
-            for one in models:
-                setattr(one, name, _wrapper(_original(getattr(type(one), name)), name, settings).__get__(one))
-    _models.update(models or [])
-    _guard_drain()
+    if models is None:
+        wrapping.wrap_models(_MAKES, settings)
+    else:
+        for one in models:
+            wrapping.wrap_model(one, _MAKES, settings)
+        _models.update(models)
+    _guard_megatron()
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """Undo the patch of the class (`model=None`) or of models: the original objects are back. Harmless if unpatched."""
-    for name in _PATCHED:
-        if model is None:
-            _restore(GPTModel, name)
-        else:
-            for one in map(_unwrap, _as_list(model)):
-                vars(one).pop(name, None)
-                _models.discard(one)
-    _guard_drain()
+    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched."""
+    if model is None:
+        wrapping.unwrap_models()
+    else:
+        for one in _models_in(model):
+            wrapping.unwrap_model(one)
+            _models.discard(one)
+    _guard_megatron()
 
 
 def gpt_forward_with_linear_ce_fusion(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """What the patched `GPTModel.forward` does, as a function of the model, which need not be patched.
+    """What the patched `forward` does, as a function of the model, which need not be patched.
 
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
     """
-    patched = (vars(model).get(versions.POSTPROCESS), getattr(type(model), versions.POSTPROCESS))
-    settings = next((f.settings for f in patched if hasattr(f, "settings")), Settings())
-    forward, postprocess = (_wrapper(_original(getattr(type(model), name)), name, settings) for name in _PATCHED)
-    with _attribute(model, versions.POSTPROCESS, postprocess.__get__(model)):
-        return forward(model, *args, **{name: value for name, value in kwargs.items() if value is not None})
+    kind, name = type(model), model_seams.region(type(model))
+    settings = wrapping.settings_of(model, name)
+
+    def patched(method: str) -> Any:
+        return wrapping.wrapper(wrapping.original_of(getattr(kind, method)), _MAKES[method], settings)
+
+    with attribute(model, name, patched(name).__get__(model)):
+        given = {argument: value for argument, value in kwargs.items() if value is not None}
+        return patched(model_seams.FORWARD)(model, *args, **given)
 
 
-def _fused_postprocess(original: Any, settings: Settings) -> Any:
-    """`_postprocess`, with promised logits where there are labels and an output layer."""
-    signature = inspect.signature(original)
+def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
+    """A model's method that is given labels, with promised logits where it has them and an output layer."""
+    signature, labels = inspect.signature(original), model_seams.label_argument(original)
 
-    def postprocess(self, *args, **kwargs):
+    def method(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs).arguments | kwargs
+        with_labels = given.get(labels) is not None
         if (
-            given.get("labels") is None
-            or not self.post_process
-            or given.get(versions.OUTPUT_PROCESSOR) is not None  # the caller makes the outputs
-            or _must_stay_stock(self)
+            model_seams.region(type(self)) != name
+            or not (with_labels or multi_token_prediction.takes_losses_without_labels(self))
+            or model_seams.output_layer(self) is None
+            or is_promising(self)
+            or must_stay_stock(self, settings)
         ):
             return original(self, *args, **kwargs)
-        with _promising(self, settings):
-            return original(self, *args, **kwargs)
+        with Region(self, settings).entered() as region:
+            results = original(self, *args, **kwargs)
+            if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
+                region.quiet = True
+                return results.logits()
+            return results
 
-    return postprocess
-
-
-def _must_stay_stock(model: Any) -> bool:
-    reason = versions.why_not_fused(model)
-    if reason is not None:
-        _say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
-    return reason is not None
+    return method
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+def _forward(original: Any, settings: HeadSettings) -> Any:
+    fused = _fused(original, settings, model_seams.FORWARD)
+    if model_seams.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
+        return fused
+    return forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
-@contextmanager
-def _promising(model: Any, settings: Settings) -> Iterator[None]:
-    """While it lasts, `model`'s output layer promises logits and its loss redeems the promise.
-
-    What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
-    """
-    faults: list[ValueError] = []
-    layer, stock_forward, stock_loss = model.output_layer, model.output_layer.forward, model.compute_language_model_loss
-
-    def promise(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any):
-        def compute() -> Tensor:
-            return stock_forward(input_, weight=weight, runtime_gather_output=runtime_gather_output, **others)[0]
-
-        logits = promise_logits(layer, input_, weight, runtime_gather_output, compute)
-        return logits, layer.bias if layer.skip_bias_add else None
-
-    def loss(labels: Tensor, logits: Tensor) -> Tensor:
-        if not isinstance(logits, PromisedLogits):
-            return stock_loss(labels, logits)
-        if logits.made is not None:
-            return stock_loss(labels, logits.made)
-        try:
-            return logits.loss(labels, settings.chunk(labels.shape[0]), settings.cache, IGNORE_INDEX)
-        except ValueError as fault:
-            faults.append(fault)
-            return torch.zeros(labels.shape, device=labels.device)
-
-    with _attribute(layer, versions.FORWARD, promise), _attribute(model, versions.LOSS, loss):
-        yield
-    if faults:
-        raise HeadRefusal(*faults[0].args) from faults[0]
+def _postprocess(original: Any, settings: HeadSettings) -> Any:
+    return _fused(original, settings, model_seams.POSTPROCESS)
 
 
-@contextmanager
-def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` for a while; afterwards the instance has (or lacks) its own one as before."""
-    before = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+_MAKES: dict[str, wrapping.Make] = {model_seams.FORWARD: _forward, model_seams.POSTPROCESS: _postprocess}
 
 
-def _drain_if_deferred(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
+def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
     """The fused head defers no weight gradient; Megatron's function fails where there is none to compute.
 
     Which function that is, is looked up at each call: `substitute_tensor_parallel()` may have put ours in its place.
     """
-    if embedding_activation_buffer or grad_output_buffer:
-        drain = getattr(megatron.core.utils, versions.DRAIN[1])
-        drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs)
+
+    def drain(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs):
+        if embedding_activation_buffer or grad_output_buffer:
+            megatron.core.utils.drain_embedding_wgrad_compute(
+                config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs
+            )
+
+    return drain
 
 
-def _wrapper(original: Any, name: str, settings: Settings) -> Any:
-    """What stands in the place of Megatron's function: it remembers that, and what it was made for."""
-    make = {
-        versions.FORWARD: lambda: forward_with_log_probs(original),
-        versions.POSTPROCESS: lambda: _fused_postprocess(original, settings),
-        versions.DRAIN[1]: lambda: functools.partial(_drain_if_deferred),
-    }
-    wrapper: Any = functools.wraps(original)(make[name]())
-    wrapper.original, wrapper.settings = original, settings
-    return wrapper
+# Functions of Megatron's modules that stand wrapped while anything is patched: (owner, name, wrapper).
+_GUARDS: tuple[tuple[Any, str, wrapping.Make], ...] = (
+    (schedules, "drain_embedding_wgrad_compute", _drain_if_deferred),
+    (schedules, "forward_step_calc_loss", lambda original, settings: with_z_loss_logged(original)),
+    (megatron_mtp, multi_token_prediction.COUNTS, lambda o, s: multi_token_prediction.counts_by_hits(o)),
+)
 
 
-def _original(function: Any) -> Any:
-    return getattr(function, "original", function)
+def _guard_megatron() -> None:
+    """Megatron's functions are wrapped with the first patch and come back with the last."""
+    patched = _models or wrapping.models_are_wrapped()
+    for owner, name, make in _GUARDS:
+        if not hasattr(owner, name):  # another version of Megatron-Core
+            continue
+        if patched:
+            wrapping.replace(owner, name, make, HeadSettings())
+        elif wrapping.original_of(getattr(owner, name)) is not getattr(owner, name):
+            # What `substitute_tensor_parallel()` put in meanwhile stays.
+            own = getattr(megatron.core.utils, name, None)
+            setattr(owner, name, own or wrapping.original_of(getattr(owner, name)))
 
 
-def _replace(owner: Any, name: str, settings: Settings) -> None:
-    """Put a wrapper in the place of `owner.name`; one of ours made for the same settings stays."""
-    current = vars(owner)[name]
-    if getattr(current, "settings", None) != settings:
-        setattr(owner, name, _wrapper(_original(current), name, settings))
-
-
-def _restore(owner: Any, name: str) -> None:
-    current = vars(owner)[name]
-    if _original(current) is not current:
-        setattr(owner, name, _original(current))
-
-
-def _guard_drain() -> None:
-    """Megatron's schedules get their guard with the first patch and lose it with the last."""
-    if _models or hasattr(vars(GPTModel)[versions.POSTPROCESS], "original"):
-        _replace(*versions.DRAIN, Settings())
-    elif _original(getattr(*versions.DRAIN)) is not getattr(*versions.DRAIN):
-        owner, name = versions.DRAIN
-        setattr(owner, name, getattr(megatron.core.utils, name))
-
-
-def _as_list(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
-def _unwrap(model: Any) -> Any:
-    """The GPTModel inside data parallelism, 16-bit and the like."""
-    while not hasattr(model, versions.POSTPROCESS) and hasattr(model, "module"):
-        model = model.module
-    return model
+def _models_in(model: Any) -> list[Any]:
+    models = list(model) if isinstance(model, (list, tuple)) else [model]
+    return [inside for one in models for inside in model_seams.models_inside(one)]

@@ -1,31 +1,38 @@
-"""Which Megatron-Core this is, and where the fused head goes into it. The one file that knows versions.
+"""Which Megatron-Core this is, and every place of it that a way in hangs on. The one file that knows versions.
 
-0.14 to 0.16 differ in what GPTModel's `forward` and `_postprocess` take and in what lies between; where the fused head
-goes in they agree. So we look at what is there, and ask for the version only to say that nobody has tried it.
+A place is a `Seam`: its address, and the versions that have it. `SEAMS` is the table of them all, for each way in: the
+patch, the layer specs and the substitution. We look at what is there, so that a version that nobody has tried is met by
+its signatures; the versions in the table say what to expect, and what to advise where something is missing.
 """
 
 import functools
+import importlib
 import inspect
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
-# `make test-versions` runs these.
-TESTED = ("0.14.0", "0.15.3", "0.16.1")
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-FORWARD = "forward"
-POSTPROCESS = "_postprocess"
-LOSS = "compute_language_model_loss"
-OUTPUT_PROCESSOR = "output_processor"
+# `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
+# is the main branch.
+TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
-# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
-DRAIN = (schedules, "drain_embedding_wgrad_compute")
+
+# ---- which Megatron-Core this is
 
 
 def megatron_version() -> str:
+    """Of the package that was imported, whatever pip's metadata says."""
     return megatron.core.__version__
+
+
+def megatron_path() -> str:
+    """The folder from which `megatron.core` was imported."""
+    return str(Path(inspect.getfile(megatron.core)).parent)
 
 
 def is_tested(version: str) -> bool:
@@ -48,6 +55,141 @@ def warn_if_untested() -> None:
 def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+# ---- seams: the table, and how it is asked
+
+
+class Seam(NamedTuple):
+    """A place of Megatron-Core that something of ours hangs on.
+
+    Attributes:
+        address: "module:name.name", from `megatron.core` on; "...(argument)" where it is an argument of a function.
+        since, until: the first and the last minor version that has it; None: all tested versions on that side.
+    """
+
+    address: str
+    since: str | None = None
+    until: str | None = None
+
+    @property
+    def versions(self) -> str:
+        if self.since is None and self.until is None:
+            return "all"
+        if self.until is None:
+            return f"{self.since} and newer"
+        return f"{self.since or 'older'} to {self.until}" if self.since else f"{self.until} and older"
+
+    def is_there(self) -> bool:
+        """Whether the imported Megatron-Core has it, found by looking. Imports its module."""
+        path, _, argument = self.address.rstrip(")").partition("(")
+        module, _, name = path.partition(":")
+        try:
+            found: Any = importlib.import_module(f"megatron.core.{module}")
+            for part in name.split(".") if name else ():
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return False
+        return not argument or argument in inspect.signature(found).parameters
+
+    def is_expected(self) -> bool:
+        """Whether the table says that this version has it; newer than tested is taken for the last tested version."""
+        this = min(_minor(megatron_version()), _minor(TESTED[-1]))
+        return _minor(self.since or TESTED[0]) <= this <= _minor(self.until or TESTED[-1])
+
+
+GPT_MODEL = Seam("models.gpt:GPTModel")
+HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
+EXPERTS_BUILDER = Seam("transformer.moe.moe_layer:ExpertsBuilder", since="0.17")
+HYBRID_STACK = Seam("models.hybrid.hybrid_block:HybridStackSubmodules", since="0.18")
+LAYERS = Seam("tensor_parallel.layers:ColumnParallelLinear")
+SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
+MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
+FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
+LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
+DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
+
+# What has to be there for each way in. What the fused head needs of a model class stands in `check_layout`.
+SEAMS: dict[str, tuple[Seam, ...]] = {
+    "patch": (GPT_MODEL,),
+    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),
+    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, HYBRID_STACK, LAYERS),
+    "substitution": (DRAIN_UTILITY, LAYERS),
+}
+
+
+def missing_seams(way: str) -> list[str]:
+    """What one of the ways in needs and this Megatron-Core lacks, each with the versions that have it."""
+    return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
+
+
+# ---- our layers in Megatron's place: the specs and the substitution
+
+
+PATCH_INSTEAD = (
+    "Keep Megatron's own layers and take the fused head alone: "
+    "megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
+)
+
+
+def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
+    """Arguments of Megatron's function or class that ours do not take."""
+    if theirs is ours:
+        return []
+    known = inspect.signature(ours).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name for p in inspect.signature(theirs).parameters.values() if p.name not in known and p.kind not in starred
+    ]
+
+
+def why_no_spec(way: str = "spec") -> str | None:
+    """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
+    lacking = missing_seams(way)
+    if not lacking:
+        theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
+        for ours in (ColumnParallelLinear, RowParallelLinear):
+            name = ours.__name__
+            lacking += [f"{name}({argument}=...)" for argument in unknown_arguments(getattr(theirs, name), ours)]
+        return f"our layers do not know {_listed(lacking)}" if lacking else None
+    return f"it has no {_listed(lacking)}"
+
+
+def require_spec(way: str) -> None:
+    """Refuse what `why_no_spec` finds.
+
+    Raises:
+        ImportError: our layers cannot be named in a spec of this kind; the message says why, and what works instead.
+    """
+    reason = why_no_spec(way)
+    if reason is not None:
+        raise ImportError(
+            f"megatron_ext's layer specs do not fit Megatron-Core {megatron_version()} ({megatron_path()}): {reason}. "
+            f"{_advice(way)}"
+        )
+
+
+def _advice(way: str) -> str:
+    if way == "hybrid spec" and why_no_spec("spec") is None:
+        return "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
+    return PATCH_INSTEAD
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)
+
+
+# ---- the fused head
+
+FORWARD = "forward"
+POSTPROCESS = "_postprocess"
+LOSS = "compute_language_model_loss"
+OUTPUT_PROCESSOR = "output_processor"
+
+# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
+DRAIN = (schedules, "drain_embedding_wgrad_compute")
 
 
 def check_layout(model_class: type) -> None:

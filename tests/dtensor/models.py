@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -75,6 +76,66 @@ _MAKERS = {
     "gemma3_multimodal": _multimodal,
 }
 NAMES = tuple(_MAKERS)
+
+MOE = SIZES | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+# Names of transformers' classes without "Config" and "ForCausalLM", and what makes them tiny. What a family has of its
+# own is on: windows, caps, multipliers, sinks, layers without positions, experts beside dense layers.
+FAMILIES = {
+    "mistral": ("Mistral", SIZES | {"sliding_window": WINDOW}),
+    "phi3": ("Phi3", SIZES | {"sliding_window": WINDOW, "resid_pdrop": 0.0}),
+    "gemma2": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "glm4": ("Glm4", SIZES | {"head_dim": 8, "attention_bias": True}),
+    "olmo2": ("Olmo2", SIZES),
+    "granite": (
+        "Granite",
+        SIZES
+        | {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 7.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "smollm3": ("SmolLM3", SIZES | {"no_rope_layers": [1, 0]}),
+    "nemotron": ("Nemotron", SIZES | {"head_dim": 8}),
+    "cohere": ("Cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        SIZES
+        | LATENT
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        SIZES | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+}
+
+
+def _family(prefix, options):
+    def make_one(tied):
+        config = getattr(transformers, f"{prefix}Config")(**options, tie_word_embeddings=tied)
+        return getattr(transformers, f"{prefix}ForCausalLM")(config)
+
+    return make_one
+
+
+# transformers 4.51 lacks some.
+FAMILIES = {name: family for name, family in FAMILIES.items() if hasattr(transformers, f"{family[0]}ForCausalLM")}
+MIXTURES = tuple(name for name in FAMILIES if name in ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"))
+_MAKERS |= {name: _family(*family) for name, family in FAMILIES.items()}
 
 
 def make(kind, tied=False):

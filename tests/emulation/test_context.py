@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
 
 from megatron_ext.emulation import context, megatron_on_cpu, redirections
 
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, torch.jit]
 OWNERS += [trace_rules, torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
-OWNERS += [os.environ, sys.modules]
+OWNERS += [DeviceMesh, os.environ, sys.modules]
 
 
 def snapshot():
@@ -60,6 +61,16 @@ def test_restores_every_attribute():
     with megatron_on_cpu():
         replaced = sum(was != now for was, now in zip(before, snapshot(), strict=True))
         assert replaced >= 10, "the snapshot does not see the replacements"
+
+
+@pytest.mark.parametrize("value", [None, "1", "8"])
+def test_environment_variables_are_the_users(monkeypatch, value):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with megatron_on_cpu():
+        assert dict(os.environ) == before
+    assert dict(os.environ) == before
 
 
 @pytest.mark.usefixtures("untouched")

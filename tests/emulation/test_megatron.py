@@ -18,6 +18,7 @@ from tests.gpt import (
     causal_mask,
     child_processes,
     data_parallel,
+    fully_sharded,
     loss_and_grads,
     make_optimizer,
     model_parallel,
@@ -27,6 +28,7 @@ from tests.gpt import (
     train_step,
     train_steps,
 )
+from tests.megatron.language_models import tiny_hybrid
 from tests.ranks import ranks
 
 STEPS = 6
@@ -62,19 +64,27 @@ def plain_train(model, batches) -> list[tuple[float, float]]:
     return steps
 
 
-def trainable(**overrides):
-    chunks = data_parallel(tiny_gpt(**overrides))
-    return chunks, make_optimizer(chunks, lr=LR)
+def trainable(shard=data_parallel, **overrides):
+    chunks = shard(tiny_gpt(**overrides))
+    return chunks, make_optimizer(chunks, lr=LR, use_distributed_optimizer=shard is not torch_fsdp)
 
 
-def assert_trains_like_plain(sizes: dict, overrides: dict) -> None:
+def torch_fsdp(chunks):
+    return fully_sharded(chunks, "torch")
+
+
+def megatron_fsdp(chunks):
+    return fully_sharded(chunks, "megatron")
+
+
+def assert_trains_like_plain(sizes: dict, overrides: dict, shard=data_parallel) -> None:
     """The losses, and the norms of the gradients, whose scale Adam alone would hide."""
     batches = tiny_batches(STEPS)
     with model_parallel():
         plain = {name: value for name, value in overrides.items() if name != "sequence_parallel"}
         expected = plain_train(tiny_gpt(**plain)[0], batches)
     with model_parallel(**sizes):
-        chunks, optimizer = trainable(**overrides)
+        chunks, optimizer = trainable(shard, **overrides)
         steps = [train_step(chunks, optimizer, tokens_BS) for tokens_BS in batches]
     losses, norms = torch.tensor(steps).unbind(1)
     expected_losses, expected_norms = torch.tensor(expected).unbind(1)
@@ -103,6 +113,57 @@ TWO_RANKS = {
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_two_ranks(case):
     assert_trains_like_plain(*TWO_RANKS[case])
+
+
+FULLY_SHARDED = {
+    "torch": (torch_fsdp, {"tied": False, "transformer_impl": "local"}),
+    "megatron": (megatron_fsdp, {}),
+    "megatron-untied": (megatron_fsdp, {"tied": False}),
+    "megatron-mtp": (megatron_fsdp, {"mtp_num_layers": 1}),
+    "megatron-experts": (megatron_fsdp, MOE),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", FULLY_SHARDED)
+def test_fully_sharded_data_parallelism(case):
+    """torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks."""
+    shard, overrides = FULLY_SHARDED[case]
+    assert_trains_like_plain({}, overrides, shard)
+
+
+@ranks(2)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_hybrid_model_of_attention_and_mlp_layers(normalization):
+    """The final norm, elsewhere Transformer Engine's, sums its gradients under sequence parallelism."""
+    tokens_BS = tiny_batches()[0]
+    with model_parallel():
+        model = tiny_hybrid(normalization=normalization)
+        plain = plain_loss(model, tokens_BS)
+        plain.backward()
+        expected = {f"0.{name}": p.grad for name, p in model.named_parameters()}
+    with model_parallel(tp=2):
+        chunks = [tiny_hybrid(normalization=normalization, sequence_parallel=normalization == "LayerNorm")]
+        loss, grads = loss_and_grads(chunks, tokens_BS, micro_batch=len(tokens_BS))
+    torch.testing.assert_close(torch.tensor(loss), plain.detach(), rtol=1e-6, atol=0)
+    for (name, grad), parameter in zip(grads.items(), chunks[0].parameters(), strict=True):
+        torch.testing.assert_close(grad, own_shard(expected[name], parameter), rtol=1e-4, atol=1e-7, msg=name)
+
+
+@ranks(2)
+def test_reductions_that_scale_what_is_sent():
+    from megatron_ext.emulation import megatron_on_cpu
+
+    own = torch.arange(4.0) + 10 * dist.get_rank()
+    with megatron_on_cpu():
+        op = dist._make_nccl_premul_sum(0.25)
+        everywhere, part = own.clone(), torch.empty(2)
+        dist.all_reduce(everywhere, op=op)
+        dist.reduce_scatter_tensor(part, own, op)
+    expected = (2 * torch.arange(4.0) + 10) / 4
+    assert torch.equal(everywhere, expected)
+    assert torch.equal(part, expected.chunk(2)[dist.get_rank()])
+    assert torch.equal(own, torch.arange(4.0) + 10 * dist.get_rank()), "what is scattered stays the caller's"
 
 
 def slow(case):

@@ -1,5 +1,6 @@
 """What the tests of the GPTModel patch share: a small batch, a patch for a while, gradients to compare."""
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +20,29 @@ def patched(**settings):
         yield
     finally:
         unpatch()
+
+
+@contextmanager
+def counting_logits(layer):
+    """A list that grows with each call of the forward that makes logits of an output layer."""
+    kind, made = type(layer), []
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def counted(self, *args, **kwargs):
+        if self is layer:
+            made.append(1)
+        return forward(self, *args, **kwargs)
+
+    own = "forward" in vars(kind)
+    kind.forward = counted
+    try:
+        yield made
+    finally:
+        if own:
+            kind.forward = forward
+        else:
+            del kind.forward
 
 
 def one_gpt(**overrides):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpt import VOCAB, model_parallel, tiny_batches, tiny_gpt
+from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
@@ -199,8 +199,9 @@ def test_other_stages_pass_hidden_states_on():
 def test_wrong_labels():
     with model_parallel(tp=2), patched():
         model, ids = one_gpt(), batch()[0]
-        with pytest.raises(ValueError, match="labels is None: .* pass the token ids, labels=input_ids"):
-            run(model, **ASKED)
+        with pytest.raises(ValueError, match="labels and input_ids are None: .* pass the token ids, labels=input_ids"):
+            model(None, batch()[2], causal_mask(SEQ), decoder_input=torch.zeros(SEQ, 2, 32), **ASKED)
+        assert torch.equal(run(model, **ASKED), run(model, ids, **ASKED))
         for wrong in (ids[:, 1:], ids[0]):
             with pytest.raises(ValueError, match=f"labels have shape \\({wrong.shape[0]},.*must be token ids"):
                 run(model, wrong, **ASKED)

@@ -200,18 +200,15 @@ def test_wrong_sampling_is_an_error_on_every_rank():
     grid = sharded()
     z, vocab = grid.columns(logits), grid.vocab(24).values()
     for wrong, said in (
-        ({"top_k": 0}, "top_k is 0"),
         ({"top_k": -2}, "top_k is -2"),
-        ({"top_k": 25}, "top_k is 25"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.1}, "top_p is 1.1"),
-        ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"top_k": 3, "temperature": -1.0}, "temperature is -1.0"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
     ):
         params = TrainingSamplingParams(**wrong)
         with count_collectives() as sent, pytest.raises(ValueError, match=said):
             from_parallel_logits_to_logprobs(z, target, *vocab, grid.tp_group, sampling_params=params)
-        assert not sent or wrong == {"top_k": 25}  # another rank might have more columns
+        assert not sent
     for k in (0, 25):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))

@@ -1,0 +1,209 @@
+"""Within one call of a model: its output layer promises logits, and its loss redeems the promise by the fused head."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_ext
+from megatron_ext.head.training import TrainingLoss, linear_training_loss, training_loss_of_logits
+from megatron_ext.megatron import model_seams, multi_token_prediction, z_loss_log
+from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
+from megatron_ext.megatron.head_settings import HeadSettings
+from megatron_ext.megatron.log_probs import IGNORE_INDEX, HeadRefusal
+from megatron_ext.megatron.module_calls import attribute, calling, split_hooks
+from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits, tp_group
+
+# Frames of these folders pass a request for logits on; the next frame outside is who asks.
+_PASSING = tuple(os.path.dirname(os.path.abspath(package.__file__)) + os.sep for package in (megatron_ext, torch))
+
+
+def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
+    """Whether the model keeps Megatron's own loss, which a warning says once.
+
+    Raises:
+        ValueError: it does, and `settings` ask for another loss; or neither loss would be right.
+    """
+    model_seams.check_supported(model)
+    reason, counters = model_seams.why_not_fused(model), counters_of(model)
+    counters.left_to_megatron = reason
+    if reason is None:
+        return False
+    if settings.changed_loss() is not None:
+        raise ValueError(
+            f"the fused head was asked for {settings.changed_loss()}, and cannot go into {type(model).__name__}: "
+            f"{reason}; leave these options at their defaults for Megatron's own loss"
+        )
+    counters.stock_losses += 1
+    say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
+    return True
+
+
+def is_promising(model: Any) -> bool:
+    """Whether a call of the model further up the stack makes its output layer promise logits already."""
+    return getattr(vars(model_seams.output_layer(model)).get(model_seams.FORWARD), "promises", False)
+
+
+class Region:
+    """One call of a model whose output layer promises logits.
+
+    What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
+    """
+
+    def __init__(self, model: Any, settings: HeadSettings):
+        self.model, self.settings = model, settings
+        self.layer = model_seams.output_layer(model)
+        self.counters: ModelFusion = counters_of(model)
+        self.stock_forward = self.layer.forward
+        self.stock_loss = getattr(model, model_seams.LOSS)
+        self.hits = multi_token_prediction.wants_hits(model)
+        self.faults: list[ValueError] = []
+        self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
+        self.quiet = False
+
+    @contextmanager
+    def entered(self) -> Iterator["Region"]:
+        if self.counters.megatron_kernel is not None:
+            say_once(
+                f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
+                f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
+            )
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.promise(*args, **kwargs)
+
+        forward.promises = True  # type: ignore[attr-defined]
+        with (
+            calling(self.layer, forward, self.other_hooks),
+            attribute(self.model, model_seams.LOSS, self.loss),
+        ):
+            yield self
+        if self.faults:
+            raise HeadRefusal(*self.faults[0].args) from self.faults[0]
+
+    def promise(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
+    ):
+        """The output layer's forward."""
+
+        def compute(hidden: Tensor, given_weight: Tensor | None) -> Tensor:
+            return self.stock_forward(
+                hidden, weight=given_weight, runtime_gather_output=runtime_gather_output, **others
+            )[0]
+
+        layer = self.layer
+        logits = promise_logits(layer, input_, weight, runtime_gather_output, compute, self.asked, self.parameter_hooks)
+        return logits, layer.bias if layer.skip_bias_add else None
+
+    def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
+        made = logits.terms.made if isinstance(logits, PromisedLogits) else logits
+        if made is not None and (not isinstance(logits, PromisedLogits) or self.settings.changed_loss() is None):
+            self.counters.stock_losses += 1
+            return self.stock_loss(labels, made, *args, **kwargs)
+        assert isinstance(logits, PromisedLogits)
+        try:
+            _check_labels(labels, logits)
+            found = self.redeemed(labels, logits.terms)
+        except ValueError as fault:
+            self.faults.append(fault)
+            return torch.zeros(labels.shape, device=labels.device)
+        if found.hits is not None:
+            logits.terms.hits = labels, found.hits
+        if found.z_loss is not None:
+            z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
+        return found.loss
+
+    def redeemed(self, labels: Tensor, terms: Terms) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
+        layer, settings = terms.layer, self.settings
+        labels_SB, options = labels.transpose(0, 1), head_options(terms, settings)
+        options |= {
+            "tp_group": tp_group(layer),
+            "ignore_index": IGNORE_INDEX,
+            "z_loss": settings.z_loss,
+            "label_smoothing": settings.label_smoothing,
+            "chunk_tokens": settings.chunk(labels.shape[0]),
+        }
+        if terms.made is not None:
+            self.counters.stock_losses += 1
+            softcap, temperature = settings.softcap, settings.temperature  # scale and the layer's softcap are in them
+            return _batch_first(
+                training_loss_of_logits(
+                    terms.made, labels_SB, **options | {"softcap": softcap, "temperature": temperature}
+                )
+            )
+
+        def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
+            found = linear_training_loss(
+                hidden,
+                weight,
+                labels_SB,
+                hidden_layout="sequence" if layer.sequence_parallel else "replicated",
+                bias=None if layer.skip_bias_add else layer.bias,
+                cache=settings.cache,
+                hits=self.hits,
+                fuse_main_grad=layer.gradient_accumulation_fusion and weight is terms.own_weight,
+                **options,
+            )
+            return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
+
+        found = terms.read(compute)
+        self.counters.losses_fused += 1
+        return found
+
+    def asked(self, terms: Terms) -> None:
+        """Somebody wants real logits: say who, and what they cost."""
+        if self.quiet:
+            return
+        place = _who_asks()
+        self.counters.logits_made[place] += 1
+        mebibytes = torch.Size(terms.shape).numel() * terms.dtype.itemsize / 2**20
+        say_once(
+            f"{place} asks for the logits of {type(self.model).__name__}, which the fused head had not made: they take "
+            f"{mebibytes:.1f} MiB on each rank, {tuple(terms.shape)} in {terms.dtype}, and the loss is taken from them",
+            place,
+        )
+
+
+def _batch_first(found: TrainingLoss) -> TrainingLoss:
+    return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
+
+
+def head_options(terms: Terms, settings: HeadSettings) -> dict[str, Any]:
+    """Softcap and temperature of the head for logits `terms.scale * layer's softcap(z)` under `settings`.
+
+    Raises:
+        ValueError: both the layer and the settings have a softcap.
+    """
+    own = getattr(terms.layer, "softcap", None)
+    if own is not None and settings.softcap is not None:
+        raise ValueError(
+            f"softcap is {settings.softcap} and the output layer has a softcap of {own} already: logits would be "
+            f"softcapped twice; pass softcap=None"
+        )
+    # c tanh(s z / c) = s (c / s) tanh(z / (c / s))
+    softcap = settings.softcap / terms.scale if settings.softcap is not None else own
+    return {"softcap": softcap, "temperature": settings.temperature / terms.scale}
+
+
+def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
+    wanted = tuple(logits.terms.shape[1::-1])
+    if tuple(labels.shape) != wanted:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}: the hidden states that the model made are of shape "
+            f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
+            f"under context parallelism pass this rank's part of them, as of the tokens"
+        )
+
+
+def _who_asks() -> str:
+    """ "file:line" of the code that uses a promise as logits."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSING):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,120 @@
+"""What the fused head did so far in this process: losses fused, logits made and who asked, models left to Megatron.
+
+Counters on the host; reading them communicates nothing and waits for no GPU.
+"""
+
+import warnings
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+_MEGATRON_KERNELS = {"native": "Megatron's own fused loss", "te": "Transformer Engine's fused loss"}
+
+
+@dataclass
+class ModelFusion:
+    """The counters of one model.
+
+    Attributes:
+        model: its class name, and its virtual pipeline stage where there is one.
+        losses_fused: calls of the loss that went from hidden states to losses without logits.
+        read_outs: calls of an output processor (log-probabilities, top-k, divergence) without logits.
+        logits_made: how often logits were made although there were labels, by who asked ("file:line").
+        left_to_megatron: why the model keeps Megatron's own loss; None if it does not.
+        stock_losses: calls of Megatron's own loss.
+        megatron_kernel: the fused loss of Megatron's that its config asks for (`cross_entropy_loss_fusion`), "native"
+            or "te"; None if it asks for none. It runs for the stock losses alone.
+        z_loss: of the last loss, its mean over the tokens that have a label, 0-dim fp32; None without a z-loss.
+    """
+
+    model: str
+    losses_fused: int = 0
+    read_outs: int = 0
+    logits_made: Counter[str] = field(default_factory=Counter)
+    left_to_megatron: str | None = None
+    stock_losses: int = 0
+    megatron_kernel: str | None = None
+    z_loss: Tensor | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.model}: {self.losses_fused} losses fused"]
+        if self.read_outs:
+            parts.append(f"{self.read_outs} read-outs without logits")
+        parts.append(f"logits made {self.logits_made.total()} times")
+        parts += [f"({count} for {place})" for place, count in self.logits_made.items()]
+        if self.stock_losses:
+            parts.append(f"{self.stock_losses} losses by Megatron")
+        if self.left_to_megatron is not None:
+            parts.append(f"left to Megatron: {self.left_to_megatron}")
+        if self.megatron_kernel is not None:
+            asked = _MEGATRON_KERNELS.get(self.megatron_kernel, self.megatron_kernel)
+            runs = "that runs where Megatron's loss does" if self.stock_losses else "the fused head runs instead of it"
+            parts.append(f"the config asks for {asked}, {runs}")
+        return ", ".join(parts)
+
+
+@dataclass
+class FusionReport:
+    """The models that a patched `forward` has met in this process, in the order in which it met them."""
+
+    models: list[ModelFusion] = field(default_factory=list)
+
+    @property
+    def losses_fused(self) -> int:
+        return sum(one.losses_fused for one in self.models)
+
+    @property
+    def logits_made(self) -> int:
+        return sum(one.logits_made.total() for one in self.models)
+
+    @property
+    def stock_losses(self) -> int:
+        return sum(one.stock_losses for one in self.models)
+
+    def __str__(self) -> str:
+        if not self.models:
+            return "fused head: no model has taken a loss on this rank yet"
+        return "\n".join(f"fused head: {one}" for one in self.models)
+
+
+_counters: list[ModelFusion] = []
+_said: set[str] = set()
+_by_model: "weakref.WeakKeyDictionary[Any, ModelFusion]" = weakref.WeakKeyDictionary()
+
+
+def fusion_report() -> FusionReport:
+    """What was fused so far on this rank; a copy, which later steps do not change. Models of no loss do not show."""
+    return FusionReport([replace(one, logits_made=Counter(one.logits_made)) for one in _counters])
+
+
+def reset_fusion_report() -> None:
+    """Start counting anew, and warn anew; models come back with their next loss."""
+    _counters.clear()
+    _by_model.clear()
+    _said.clear()
+
+
+def say_once(text: str, key: str | None = None) -> None:
+    """Warn of it the first time; `key`: what must not have been warned of before, if that is not the text."""
+    if (key or text) not in _said:
+        _said.add(key or text)
+        warnings.warn(text, stacklevel=3)
+
+
+def counters_of(model: Any) -> ModelFusion:
+    """The counters of a model, which the patch adds to."""
+    if model not in _by_model:
+        stage = getattr(model, "vp_stage", None)
+        kind = type(model).__name__.removeprefix("FSDP")
+        config = getattr(model, "config", None)
+        asked = getattr(config, "cross_entropy_loss_fusion", False)
+        entry = ModelFusion(
+            kind if stage is None else f"{kind} (virtual stage {stage})",
+            megatron_kernel=getattr(config, "cross_entropy_fusion_impl", "native") if asked else None,
+        )
+        _by_model[model] = entry
+        _counters.append(entry)
+    return _by_model[model]

@@ -1,0 +1,241 @@
+"""What RL and distillation read out of a model's last hidden states inside its forward, without logits.
+
+Megatron's `forward(..., output_processor=, output_processor_context=)` (GPTModel of 0.18 and newer) hands hidden states
+and output layer to a function of the caller's, in place of making logits. `LogProbs`, `TopK` and `Divergence` are such
+functions. A patched model takes the two arguments in every version, HybridModel and MambaModel too; where Megatron does
+not know them, the processor is called with what the model's promised logits would be made of, under the same names.
+
+Shapes: B batch, S positions of this rank (all of them without context parallelism), R tensor-parallel ranks, H hidden
+size, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.head import linear_kl_divergence, linear_log_probs, linear_topk_log_probs
+from megatron_ext.head.checks import or_refuse
+from megatron_ext.head.divergence import Direction
+from megatron_ext.head.options import Cache
+from megatron_ext.megatron import log_probs, model_seams
+from megatron_ext.megatron.fused_region import Region, must_stay_stock
+from megatron_ext.megatron.fusion_report import counters_of
+from megatron_ext.megatron.head_settings import HeadSettings
+from megatron_ext.megatron.module_calls import split_hooks
+from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits, tp_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadOut:
+    """What all processors here share.
+
+    Attributes:
+        temperature: logits are divided by it.
+        chunk_tokens: tokens per chunk; None lets the head choose.
+    """
+
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None = None,
+        scale_logits: Callable[[Tensor], Tensor] | None = None,
+        **given: Any,
+    ) -> Any:
+        """Called by the model; `given` are the other arguments that Megatron passes to an output processor."""
+        hooks, _ = split_hooks(output_layer)
+        logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, _nobody, hooks)
+        scaled = logits if scale_logits is None else scale_logits(logits)
+        if not isinstance(scaled, PromisedLogits):
+            raise ValueError(
+                f"scale_logits is {scale_logits!r} and does more than multiply logits with a positive number: from "
+                f"hidden states nothing else can be read out; leave output_processor out and take the logits"
+            )
+        return self.read(scaled.terms, given)
+
+    def read(self, terms: Terms, given: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def options(self, terms: Terms, weight: Tensor) -> dict[str, Any]:
+        layer = terms.layer
+        return {
+            "tp_group": tp_group(layer),
+            "hidden_layout": "sequence" if layer.sequence_parallel else "replicated",
+            "chunk_tokens": self.chunk_tokens,
+            "gradient_accumulation_fusion": layer.gradient_accumulation_fusion and weight is terms.own_weight,
+            "temperature": self.temperature / terms.scale,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbs(_ReadOut):
+    """Log-probabilities `[B, S - 1]` of each next token, fp32, 0 where a packed document ends.
+
+    The tokens are `labels` (token ids, not shifted), or `input_ids` where there are none. Under context parallelism the
+    result is that of the whole sequence on every rank, and gradients of all ranks add up. With `return_entropy` a tuple
+    of it and the entropies, of the same shape.
+
+    Communicates as `linear_log_probs`; under context parallelism an all-gather of the tokens and one of each result.
+    """
+
+    return_entropy: bool = False
+    cache: Cache = "auto"
+
+    def read(self, terms: Terms, given: dict[str, Any]) -> Any:
+        parts = log_probs.sequence_parts(None, given.get("packed_seq_params"))
+        tokens_BS = log_probs.whole_tokens(given, parts)
+        labels_BS = log_probs.shifted(tokens_BS, given, parts, log_probs.IGNORE_INDEX)
+        labels_SB = labels_BS.transpose(0, 1)
+
+        def compute(hidden: Tensor, weight: Tensor) -> Any:
+            layer = terms.layer
+            return linear_log_probs(
+                hidden,
+                weight,
+                labels_SB,
+                bias=None if layer.skip_bias_add else layer.bias,
+                softcap=getattr(layer, "softcap", None),
+                cache=self.cache,
+                return_entropy=self.return_entropy,
+                ignore_index=log_probs.IGNORE_INDEX,
+                **self.options(terms, weight),
+            )
+
+        found, fault = or_refuse(lambda: terms.read(compute), labels_SB.shape, terms.hidden)
+        first, *more = found if isinstance(found, tuple) else (found,)
+        result = parts.gather_or_refuse(first.transpose(0, 1).contiguous(), 1, fault)[:, :-1]
+        return (result, *(parts.gather(x.transpose(0, 1).contiguous(), 1)[:, :-1] for x in more)) if more else result
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(_ReadOut):
+    """The `k` likeliest ids of each of this rank's positions: log-probabilities `[B, S, k]` and ids `[B, S, k]`.
+
+    Log-probabilities are those of the whole vocabulary, in falling order, differentiable: what a teacher gives for
+    top-k distillation. Communicates and raises as `linear_topk_log_probs`.
+    """
+
+    k: int
+
+    def read(self, terms: Terms, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        _check_plain(terms, "TopK")
+        values, ids = terms.read(lambda x, w: linear_topk_log_probs(x, w, self.k, **self.options(terms, w)))
+        return values.transpose(0, 1).contiguous(), ids.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(_ReadOut):
+    """KL divergence `[B, S]` of the model from a teacher, at each of this rank's positions, over the whole vocabulary.
+
+    Attributes:
+        teacher_hidden: `[S, B, H of the teacher]`, under sequence parallelism `[S/R, B, H]`: the same tokens as the
+            model's own hidden states.
+        teacher_weight: `[V/R, H of the teacher]`, cut as the model's output weight is.
+        direction: "forward", "reverse" or "mixed", as in `linear_kl_divergence`.
+
+    Gradients reach the model alone. Communicates and raises as `linear_kl_divergence`.
+    """
+
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    direction: Direction = "forward"
+
+    def read(self, terms: Terms, given: dict[str, Any]) -> Tensor:
+        _check_plain(terms, "Divergence")
+
+        def compute(hidden: Tensor, weight: Tensor) -> Tensor:
+            return linear_kl_divergence(
+                hidden,
+                weight,
+                self.teacher_hidden,
+                self.teacher_weight,
+                self.direction,
+                **self.options(terms, weight),
+            )
+
+        return terms.read(compute).transpose(0, 1).contiguous()
+
+
+def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
+    """`fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
+    signature = inspect.signature(original)
+    native = model_seams.OUTPUT_PROCESSOR in signature.parameters
+
+    def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
+        if output_processor is None:
+            return fused(self, *args, **kwargs)
+        if isinstance(output_processor, _ReadOut) and model_seams.output_layer(self) is not None:
+            counters_of(self).read_outs += 1
+        if native:
+            more = {"output_processor": output_processor, "output_processor_context": output_processor_context}
+            return fused(self, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)
+        if model_seams.output_layer(self) is None:
+            return original(self, *args, **kwargs)
+        return _processed(self, original, settings, output_processor, output_processor_context, args, kwargs)
+
+    for name in () if native else (model_seams.OUTPUT_PROCESSOR, "output_processor_context"):
+        signature = log_probs.with_argument(signature, name, None)
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return forward
+
+
+def _processed(model, original, settings, processor, context, args, kwargs) -> Any:
+    """The processor's result, for a forward that does not know of processors."""
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    if given.get("labels") is not None:
+        raise ValueError(
+            f"labels are given together with output_processor, and {type(model).__name__} of this Megatron-Core knows "
+            f"no processors: pass labels=None, and what the processor needs in output_processor_context"
+        )
+    if must_stay_stock(model, HeadSettings()):
+        raise ValueError(
+            f"output_processor cannot be given hidden states of {type(model).__name__}: "
+            f"{model_seams.why_not_fused(model)}; leave it out and take the logits"
+        )
+    region = Region(model, settings)
+    with region.entered():
+        logits = original(model, *args, **kwargs)
+        if not isinstance(logits, PromisedLogits):
+            raise ValueError(
+                f"output_processor is given, and {type(model).__name__} returned no logits of its output layer but "
+                f"{type(logits).__name__}: there is nothing for it to process; leave it out"
+            )
+    terms = logits.terms
+    names = ("loss_mask", "input_ids", "position_ids", "attention_mask", "decoder_input", "inference_context")
+    return processor(
+        hidden_states=terms.hidden,
+        output_layer=terms.layer,
+        output_weight=terms.weight,
+        labels=None,
+        packed_seq_params=given.get("packed_seq_params"),
+        runtime_gather_output=given.get("runtime_gather_output"),
+        context=context,
+        compute_language_model_loss=getattr(model, model_seams.LOSS),
+        scale_logits=lambda z: z if terms.scale == 1.0 else z * terms.scale,
+        config=model.config,
+        **{name: given.get(name) for name in names},
+    )
+
+
+def _check_plain(terms: Terms, name: str) -> None:
+    layer = terms.layer
+    if getattr(layer, "softcap", None) is not None or (layer.bias is not None and not layer.skip_bias_add):
+        raise ValueError(
+            f"{name} reads out of logits that are hidden @ weight.T alone, and the output layer has a bias or a "
+            f"softcap; leave output_processor out and take the logits"
+        )
+
+
+def _never(hidden: Tensor, weight: Tensor | None) -> Tensor:
+    raise AssertionError("a read-out makes no logits")
+
+
+def _nobody(terms: Terms) -> None:
+    pass

@@ -1,0 +1,146 @@
+"""The fused head in Megatron's other models: found by what they have, exact, and without logits in training."""
+
+import pytest
+import torch
+
+from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from tests.gpt import causal_mask, model_parallel, tiny_batches
+from tests.megatron import language_models
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patch, patched, unpatch
+from tests.ranks import ranks
+
+
+def hybrid_step(model):
+    ids, labels, positions = batch()
+    return model(ids, positions, causal_mask(SEQ), labels=labels)
+
+
+def bert_step(model):
+    ids, labels, _ = batch()
+    return model(**language_models.bert_arguments(ids), lm_labels=labels)[0]
+
+
+def t5_step(model):
+    ids, labels, _ = batch()
+    return model(**language_models.t5_arguments(ids), lm_labels=labels)
+
+
+def t5_layer(model):
+    return model.lm_head.output_layer
+
+
+def own_layer(model):
+    return model.output_layer
+
+
+def compare(model, step, layer, fused: int = 1) -> None:
+    """Losses and gradients as stock's, no logits in training, and a report that says so."""
+    name = type(model).__name__
+    stock = step(model)
+    weights = torch.rand_like(stock)
+    expected = grads_of(model, stock, weights)
+    reset_fusion_report()
+    with patched(chunk_size=3), counting_logits(layer(model)) as made:
+        loss = step(model)
+        found = grads_of(model, loss, weights)
+    assert not made
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+    assert_same(found, expected)
+    (counted,) = fusion_report().models
+    assert (counted.model, counted.losses_fused, counted.logits_made.total()) == (name, fused, 0)
+    with counting_logits(layer(model)) as made:
+        step(model)
+    assert len(made) == fused
+
+
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+
+
+@ranks(2)
+@TIED
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+def test_hybrid(tied, sequence_parallel):
+    with model_parallel(tp=2):
+        model = language_models.tiny_hybrid(tied=tied, sequence_parallel=sequence_parallel)
+        compare(model, hybrid_step, own_layer)
+
+
+@ranks(2)
+@TIED
+def test_bert(tied):
+    with model_parallel(tp=2):
+        compare(language_models.tiny_bert(tied=tied), bert_step, own_layer)
+
+
+@ranks(2)
+@TIED
+def test_t5(tied):
+    with model_parallel(tp=2):
+        compare(language_models.tiny_t5(tied=tied), t5_step, t5_layer)
+
+
+@ranks(1)
+def test_classes_made_after_the_patch():
+    with model_parallel(), patched(chunk_size=3):
+        model = one_gpt()
+
+        class Later(type(model)):
+            def _postprocess(self, hidden_states, *args, labels=None, **kwargs):
+                logits, _ = self.output_layer(hidden_states, weight=self.shared_embedding_or_output_weight())
+                return self.compute_language_model_loss(labels, 2 * logits)
+
+        model.__class__ = Later
+        reset_fusion_report()
+        ids, labels, positions = batch()
+        model(ids, positions, causal_mask(SEQ), labels=labels)
+        assert fusion_report().losses_fused == 1
+    assert not hasattr(Later._postprocess, "original")
+
+
+class Wrapping(torch.nn.Module):
+    """A model around a language model, as LLaVA and MIMO are."""
+
+    def __init__(self, language_model):
+        super().__init__()
+        self.vision = torch.nn.Linear(2, 2)
+        self.language_model = language_model
+
+    def forward(self, ids, positions, labels):
+        return {"loss": self.language_model(ids, positions, causal_mask(SEQ), labels=labels)}
+
+
+@ranks(1)
+def test_the_model_inside():
+    with model_parallel():
+        model = one_gpt()
+        wrapping = Wrapping(model)
+        ids, labels, positions = batch()
+        stock = wrapping(ids, positions, labels)["loss"]
+        patch(chunk_size=3, model=wrapping)
+        try:
+            with counting_logits(model.output_layer) as made:
+                loss = wrapping(ids, positions, labels)["loss"]
+        finally:
+            unpatch(model=wrapping)
+        assert not made
+        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+        assert "forward" not in vars(model)
+        with counting_logits(model.output_layer) as made:
+            wrapping(ids, positions, labels)
+        assert len(made) == 1
+
+
+@ranks(2)
+def test_labels_of_hybrid_tokens_as_log_probs():
+    with model_parallel(tp=2):
+        model, ids = language_models.tiny_hybrid(), tiny_batches(batch=2, seq=SEQ)[0][:, :-1]
+        positions = torch.arange(SEQ).expand(2, SEQ)
+        logits = model(ids, positions, causal_mask(SEQ), runtime_gather_output=True)
+        expected = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+        with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+            for labels in (ids, None):
+                found = model(
+                    ids, positions, causal_mask(SEQ), labels=labels, return_logprobs_for_linear_ce_fusion=True
+                )
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+        assert not made
