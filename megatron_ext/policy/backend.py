@@ -97,7 +97,8 @@ class Backend(ABC):
 
     @property
     def _place(self) -> Place:
-        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size)
+        stages = self.settings.pipeline.stages
+        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size // stages, stages)
 
     @property
     def _places_multiple(self) -> int:
@@ -108,12 +109,16 @@ class Backend(ABC):
 
 def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     world, tp, cp = dist.get_world_size(), settings.tensor_parallel_size, settings.context_parallel_size
-    if world % (tp * cp):
+    pp = settings.pipeline.stages
+    if world % (pp * tp * cp):
+        stages = f", {pp} pipeline stages" if pp > 1 else ""
         raise ValueError(
-            f"{world} ranks with tensor_parallel_size {tp} and context_parallel_size {cp}: the ranks must be a "
-            f"multiple of {tp * cp}"
+            f"{world} ranks with tensor_parallel_size {tp} and context_parallel_size {cp}{stages}: the ranks must be a "
+            f"multiple of {pp * tp * cp}"
         )
-    return init_device_mesh(device.type, (world // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    sizes = {"pp": pp, "dp": world // (pp * tp * cp), "cp": cp, "tp": tp}
+    names = tuple(name for name in sizes if name != "pp" or pp > 1)
+    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def whole(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Legend: B rows of this data-parallel rank, S positions.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,14 @@ from torch import Tensor
 from megatron_ext.policy import memory
 from megatron_ext.policy.backend import Backend
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.plan import Shape, scoring_step
+from megatron_ext.policy.plan import Shape, Step, scoring_step
 from megatron_ext.policy.rows import Rows
 from megatron_ext.policy.timing import Timer, timed
+
+T = TypeVar("T")
+Read = Callable[[BatchedDataDict], Tensor]
+# Of what was read, its micro-batch, the rows of that, and whether they count: a loss, or None.
+Use = Callable[[Tensor, BatchedDataDict, list[int], bool], Tensor | None]
 
 
 class Scoring(Backend):
@@ -70,9 +75,7 @@ class Scoring(Backend):
             memory.exchange(self._state().items(), self.reference)
             self._is_reference = False
 
-    def _scored(
-        self, data: Mapping[str, Any], micro_batch_size: int | None, read: Callable[[BatchedDataDict], Tensor]
-    ) -> Tensor:
+    def _scored(self, data: Mapping[str, Any], micro_batch_size: int | None, read: Read) -> Tensor:
         """What `read` makes of every micro-batch, `[rows, positions, ...]`, for all of `data` `[B, S, ...]` on the CPU;
         0 behind a micro-batch's positions."""
         batching = self.settings.batching
@@ -81,15 +84,31 @@ class Scoring(Backend):
         batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
         self.model.eval()
         whole: Tensor | None = None
-        for rows_, counts in step.rows():
-            found = read(self._micro_batch(batch, rows_)).cpu()
+
+        def keep(found: Tensor, _: BatchedDataDict, rows_: list[int], counts: bool) -> None:
+            nonlocal whole
             if whole is None:
-                whole = found.new_zeros(*batch["input_ids"].shape, *found.shape[2:])
+                whole = torch.zeros(*batch["input_ids"].shape, *found.shape[2:], dtype=found.dtype)
             if counts:
-                whole[rows_, : found.shape[1]] = found
+                whole[rows_, : found.shape[1]] = found.cpu()
+
+        self._run_passes(step, batch, read, keep)
         self._end_inference()
-        assert whole is not None
-        return whole
+        return self._from_last_stage(whole)
+
+    def _run_passes(self, step: Step, batch: BatchedDataDict, read: Read, use: Use) -> None:
+        """Every pass of a step through the model: `read` gives what the model computes of a micro-batch, `use` makes
+        of that, where a pipeline ends, a loss to go back from, or None."""
+        for rows, counts in step.rows():
+            micro_batch = self._micro_batch(batch, rows)
+            loss = use(read(micro_batch), micro_batch, rows, counts)
+            if loss is not None:
+                loss.backward()
+
+    def _from_last_stage(self, found: T | None) -> T:
+        """What `_run_passes` left on the last stage of a pipeline, on every rank."""
+        assert found is not None
+        return found
 
     def _shape(self, rows: int, tokens: int) -> Shape:
         return Shape(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)

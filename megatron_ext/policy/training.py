@@ -123,9 +123,9 @@ class Training(Scoring):
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         fault: Exception | None = None
         metrics: Metrics = []
-        for rows, real in step.rows():
-            micro_batch = self._micro_batch(batch, rows)
-            log_probs = self._row_log_probs(micro_batch)
+
+        def loss_of(log_probs: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
+            nonlocal fault, total
             nothing = log_probs[:0].sum()  # 0, through which backward reaches every weight on every rank
             loss, found = nothing, None
             if real and fault is None:
@@ -134,15 +134,15 @@ class Training(Scoring):
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
-            if torch.is_grad_enabled():
-                self._backward((loss + nothing) * self._loss_scale.value)
             if found is not None:
                 metrics.append(found)
-        return self._agreed_loss(number, total, fault), metrics
+            if not torch.is_grad_enabled():
+                return None
+            # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
+            return (loss + nothing) * self._loss_scale.value * self.dp_size
 
-    def _backward(self, loss: Tensor) -> None:
-        """FSDP2 averages gradients over the data-parallel ranks, whose losses add up."""
-        (loss * self.dp_size).backward()
+        self._run_passes(step, batch, self._row_log_probs, loss_of)
+        return self._agreed_loss(number, total, fault), self._from_last_stage(metrics)
 
     def _note(
         self,
@@ -180,7 +180,7 @@ class Training(Scoring):
                 f"the loss of global batch {number} is not finite, by rank {wrong}: the weights are those before it; "
                 f"look into its data, or lower the learning rate"
             )
-        return float(found[:: self._place.copies, 0].sum())
+        return float(found[list(self._place.first_ranks(self._place.stages - 1)), 0].sum())
 
     def _update(self, number: int, factor: float = 1.0) -> float:
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
