@@ -2,7 +2,7 @@
 
 `ray_actors.py` starts, calls and ends the actors; here are the methods, and which rows go to which rank.
 
-Legend: B rows, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
+Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
 
 import os
@@ -18,6 +18,7 @@ from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.memory import device_id, visible_devices
+from megatron_ext.policy.plan import Place
 from megatron_ext.policy.ray_actors import RayActors, Timeouts, import_ray
 from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
 
@@ -82,8 +83,8 @@ class RayPolicy(RayActors):
         bundle = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if gpus_per_worker else {})
         timeouts = Timeouts(start_timeout_s, call_timeout_s, heartbeat_timeout_s)
         super().__init__(worker_cls, make, num_workers, bundle, env_vars, timeouts)
-        self._copies = _copies(config, worker_cls, num_workers)
-        self.dp_size = num_workers // self._copies
+        self._place = _place(config, worker_cls, num_workers)
+        self.dp_size = self._place.dp_size
         self._start(weights_path, optimizer_path)
 
     def train(
@@ -221,8 +222,11 @@ class RayPolicy(RayActors):
         """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
         self._check_alive()
         kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
-        begun = [a.call.remote(method, kept[rank // self._copies], *args) for rank, a in enumerate(self._actors)]
-        return self._collect(begun)[:: self._copies]
+        begun = [
+            actor.call.remote(method, kept[self._place.replica(rank)], *args) for rank, actor in enumerate(self._actors)
+        ]
+        found = self._collect(begun)
+        return [found[rank] for rank in self._place.first_ranks()]
 
 
 @contextmanager
@@ -238,8 +242,8 @@ def local_ray(cpus: int, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int:
-    """Ranks that get the same rows."""
+def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Place:
+    """Which ranks get the same rows."""
     parallel_key = getattr(worker_cls, "parallel_key", None)
     if not isinstance(parallel_key, str):
         raise ValueError(
@@ -247,13 +251,13 @@ def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int
             f"parallel sizes; set it to that of the class whose workers the function makes"
         )
     settings = read_config(config, parallel_key)
-    copies = settings.tensor_parallel_size * settings.context_parallel_size
-    if num_workers < 1 or num_workers % copies:
+    copies, stages = settings.tensor_parallel_size * settings.context_parallel_size, settings.pipeline.stages
+    if num_workers < 1 or num_workers % (copies * stages):
         raise ValueError(
-            f"num_workers is {num_workers}: it must be a multiple of {copies}, the ranks that share one copy of the "
-            f"model; change it, or the parallel sizes"
+            f"num_workers is {num_workers}: it must be a multiple of {copies * stages}, the ranks that share one copy "
+            f"of the model; change it, or the parallel sizes"
         )
-    return copies
+    return Place(0, num_workers // copies // stages, copies, stages)
 
 
 def _where(info: Mapping[str, Any]) -> tuple[str, str]:
