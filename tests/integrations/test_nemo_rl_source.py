@@ -26,10 +26,24 @@ from tests.ranks import ranks
 SOURCE = os.environ.get("NEMO_RL_SRC")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="NEMO_RL_SRC names no source of NeMo-RL")
 
-STOOD_IN = (
-    "zmq hydra nemo_automodel megatron.bridge decord vllm torch.utils.tensorboard pynvml uvicorn fastapi tensordict "
-    "datasets mlflow swanlab wandb prometheus_client"
-).split()
+STOOD_IN = [
+    "zmq",
+    "hydra",
+    "nemo_automodel",
+    "megatron.bridge",
+    "decord",
+    "vllm",
+    "torch.utils.tensorboard",
+    "pynvml",
+    "uvicorn",
+    "fastapi",
+    "tensordict",
+    "datasets",
+    "mlflow",
+    "swanlab",
+    "wandb",
+    "prometheus_client",
+]
 PARTS = {
     "loss": "nemo_rl.algorithms.loss",
     "losses": "nemo_rl.algorithms.loss.loss_functions",
