@@ -11,6 +11,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -64,9 +66,12 @@ class Substitution:
                     raise self._unknown(f"{seam.module} has no {seam.name}")
                 continue
             ours = seam.ours(original) if seam.made else _distinct(seam.ours)
-            theirs, wanted = parameters(original), parameters(ours)
-            if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
-                raise self._unknown(f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})")
+            for read in (parameters, constructor_parameters):
+                theirs, wanted = read(original), read(ours)
+                if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
+                    raise self._unknown(
+                        f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
+                    )
             pairs.append((seam.name, original, ours))
         for name, original, ours in pairs:
             _replace(name, original, ours)
@@ -96,6 +101,13 @@ def parameters(function: Any) -> list[inspect.Parameter]:
     if cls is None:
         return [*inspect.signature(function).parameters.values()]
     return [*inspect.signature(cls.forward).parameters.values()][1:]
+
+
+def constructor_parameters(function: Any) -> list[inspect.Parameter]:
+    """What a class takes when an object of it is made, without self; nothing of a function or an autograd function."""
+    if not isinstance(function, type) or issubclass(function, torch.autograd.Function):
+        return []
+    return [*inspect.signature(function.__init__).parameters.values()][1:]
 
 
 def takes(ours: Sequence[inspect.Parameter], theirs: Sequence[inspect.Parameter]) -> bool:
