@@ -68,17 +68,17 @@ def cross_entropy(
 
 
 def kept(z: Tensor, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """bool, the shape of `z`: the k largest (None or -1: all), then the fewest of them in front that reach p.
+    """bool, the shape of `z`: the k largest (None or -1: all), then those above which lies less probability than p.
 
-    Among equals the lowest id comes first. -inf columns are not kept.
+    All that equal one that is kept are kept. -inf columns are not.
     """
-    order = z.argsort(dim=-1, descending=True, stable=True)
-    falling = z.gather(-1, order)
     if top_k not in (None, -1):
-        falling = falling.masked_fill(torch.arange(z.shape[-1], device=z.device) >= top_k, -torch.inf)
-    probs = falling.softmax(-1)
-    inside = (F.pad(probs.cumsum(-1)[..., :-1], (1, 0)) < top_p) & (falling > -torch.inf)
-    return torch.zeros_like(inside).scatter(-1, order, inside)
+        kth = z.topk(min(top_k, z.shape[-1]), -1).values[..., -1:]
+        z = z.masked_fill(z < kth, -torch.inf)
+    falling = z.sort(-1, descending=True).values
+    before = F.pad(falling.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
+    last = falling.where(before < top_p, torch.inf).amin(-1, keepdim=True)
+    return (z >= last) & (z > -torch.inf)
 
 
 def sampled_log_probs(

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_ext"
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
+    "integrations",
     "model_utils",
     "run",
     "doctor",
@@ -19,6 +20,7 @@ ROOMS = [
     "dtensor",
     "emulation",
     "tensor_parallel",
+    "losses",
     "head",
     "sequence",
     "distributed",
@@ -97,11 +99,12 @@ def test_imports_with_torch_alone():
         "class Refuse:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name.split('.')[0] in BANNED: raise ImportError(f'{name} must stay optional')\n"
-        "BANNED = {'megatron', 'triton', 'transformers', 'transformer_engine', 'apex', 'ray', 'accelerate'}\n"
+        "BANNED = {'megatron', 'triton', 'transformers', 'transformer_engine', 'apex', 'ray', 'accelerate', 'trl'}\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "import megatron_ext, megatron_ext.head, megatron_ext.tensor_parallel, megatron_ext.distributed\n"
         "import megatron_ext.sequence, megatron_ext.reference, megatron_ext.emulation\n"
-        "import megatron_ext.model_utils, megatron_ext.dtensor, megatron_ext.policy\n"
+        "import megatron_ext.model_utils, megatron_ext.dtensor, megatron_ext.policy, megatron_ext.losses\n"
+        "from megatron_ext.integrations import nemo_rl, trl, verl\n"
         "loaded = BANNED & {name.split('.')[0] for name in sys.modules}\n"
         "assert not loaded, loaded\n"
     )

@@ -120,14 +120,35 @@ def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, 
     return found
 
 
+def generalized_tensor_parallel_group(collection: Any = None, *, expert: bool = False) -> Group:
+    """The group over which generalized tensor parallelism shares out each weight once more; None: there is none.
+
+    Of a collection of process groups that has one (`gtp_remat`, of experts `expt_gtp_remat`), else Megatron's.
+    Megatron-Core has them from 0.19 on.
+    """
+    name = "expt_gtp_remat" if expert else "gtp_remat"
+    if collection is not None and name in vars(collection):
+        return vars(collection)[name]
+    name = "get_expert_gtp_weight_remat_group" if expert else "get_gtp_weight_remat_group"
+    get_group = getattr(parallel_state(), name, None)
+    return None if get_group is None else get_group(check_initialized=False)
+
+
 class Coordinates(NamedTuple):
-    """This rank's place in each dimension of the model's sharding, and how many tensor-parallel ranks there are."""
+    """This rank's place in each dimension of the model's sharding, and how many tensor-parallel ranks there are.
+
+    `gtp` is generalized tensor parallelism, `egtp` that of experts.
+    """
 
     tp_rank: int = 0
     ep_rank: int = 0
     etp_rank: int = 0
     pp_rank: int = 0
     tp_size: int = 1
+    gtp_rank: int = 0
+    gtp_size: int = 1
+    egtp_rank: int = 0
+    egtp_size: int = 1
 
 
 def coordinates() -> Coordinates | None:
@@ -140,12 +161,17 @@ def coordinates() -> Coordinates | None:
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         return Coordinates() if alone else None
     tp_rank, etp_rank = state.get_tensor_model_parallel_rank(), state.get_expert_tensor_parallel_rank()
+    gtp, egtp = generalized_tensor_parallel_group(), generalized_tensor_parallel_group(expert=True)
     return Coordinates(
         tp_rank=tp_rank,
         ep_rank=state.get_expert_model_parallel_rank(),
         etp_rank=tp_rank if etp_rank is None else etp_rank,  # None: the experts are sharded like everything else
         pp_rank=state.get_pipeline_model_parallel_rank(),
         tp_size=state.get_tensor_model_parallel_world_size(),
+        gtp_rank=group_rank(gtp),
+        gtp_size=group_size(gtp),
+        egtp_rank=group_rank(egtp),
+        egtp_size=group_size(egtp),
     )
 
 

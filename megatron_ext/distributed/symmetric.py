@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, parallel_state
 
 _KERNELS = "megatron.core.inference.communication.torch_symm_triton"
+_MEMORY = "megatron.core.inference.symmetric_memory"  # Megatron-Core 0.17 and newer; before, parallel_state held it
 _ELEMENTS_PER_THREAD = 8  # 16 bytes of bf16
 
 
@@ -35,9 +36,14 @@ class SymmetricTensor:
     handle: Any
     kernels: Any
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `[S/R, ...]` joined, in this tensor."""
-        self.kernels.multimem_all_gather(self.tensor, x.contiguous(), self.handle)
+    def all_gather(self, x: Tensor, barrier_before: bool = False) -> Tensor:
+        """Every rank's `[S/R, ...]` joined, in this tensor.
+
+        `barrier_before` has the kernel wait until every rank has read what another all-gather left there before: only
+        Megatron-Core 0.20 and newer ask for that, and can.
+        """
+        options = {"barrier_before": True} if barrier_before else {}
+        self.kernels.multimem_all_gather(self.tensor, x.contiguous(), self.handle, **options)
         return self.tensor
 
     def reduce_scatter(self) -> Tensor:
@@ -63,11 +69,19 @@ def symmetric_tensor(
     state, kernels = parallel_state(), sys.modules.get(_KERNELS)
     if state is None or kernels is None or group is not state.get_tensor_model_parallel_group(check_initialized=False):
         return None
-    memory = getattr(state, "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", None)
+    memory = _memory(state, group)
     if memory is None or not _kernels_take(shape, dtype, device):
         return None
     found = memory.maybe_get_tensor(list(shape), dtype=dtype)
     return None if found["handle"] is None else SymmetricTensor(found["tensor"], found["handle"], kernels)
+
+
+def _memory(state: Any, group: Group) -> Any:
+    """What Megatron's inference has set up; None: nothing."""
+    if _MEMORY not in sys.modules:
+        return getattr(state, "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", None)
+    manager = sys.modules[_MEMORY].SymmetricMemoryManager
+    return manager.get_buffer("tp", process_group=group) if manager.is_initialized("tp") else None
 
 
 def _kernels_take(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:

@@ -13,14 +13,36 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.decoder import import_transformers, text_model
+from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.sequence.attention import Packing, Window, attend
 from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.parts import SequenceParts
 
 NAME = "megatron_ext"
+# What transformers passes to attention functions beside what they compute with: positions, which are in the queries and
+# keys already, boundaries of documents, which the layout has, and what to return.
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "is_causal",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "deterministic",
+    "target_dtype",
+}
 _HOOK = "_megatron_ext_sequence_hook"
 
 
@@ -49,16 +71,25 @@ def attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     sequence_layout: SequenceLayout | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `[B, H, S, D]` queries, keys and values with fewer heads; `[B, S, H, D]` back.
+
+    `s_aux` are attention sinks, `[H]` (GPT-OSS).
 
     Communicates: under context parallelism one all-gather of keys and values; backward one reduce-scatter.
 
     Raises:
-        ValueError: the model was not prepared by `use_attention`, or wants something other than causal attention.
+        ValueError: the model was not prepared by `use_attention`, wants something other than causal attention, or
+            passes an argument that is not known here.
     """
+    if odd := [name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT]:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(odd)} to its attention, and {NAME!r} does not know what that "
+            f"does; use 'sdpa'"
+        )
     if sequence_layout is None or attention_mask is not None:
         raise ValueError(
             f"attention {NAME!r} was called with attention_mask={type(attention_mask).__name__} and without a sequence "
@@ -84,6 +115,7 @@ def attention(
         scale=scaling,
         dropout=dropout,
         softcap=softcap,
+        sinks=s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux,
     )
     if packing is not None and batch > 1:
         return out.view(batch, tokens, heads, -1), None
@@ -109,11 +141,17 @@ def use_attention(
             (`megatron_ext.sequence.parts.SequenceParts`).
         tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
 
-    Raises (from forward):
-        ValueError: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
+    Raises:
+        ValueError: a layer of `model` attends in a way that is not known here; from forward: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
             `logits_to_keep` of a split sequence, positions that contradict the layout.
     """
     import_transformers().AttentionInterface.register(NAME, attention)
+    try:
+        check_attention(model)
+    except Unknown as error:
+        raise ValueError(
+            f"{type(model).__name__} has {error}, not known here: it must keep its own attention"
+        ) from error
     text = text_model(model)
     for module in text.modules():
         if hasattr(module, "config"):
@@ -123,10 +161,29 @@ def use_attention(
         if _HOOK not in module.__dict__:
             module.register_forward_pre_hook(_lay_out, with_kwargs=True)
         module.__dict__[_HOOK] = hook
+    for layer in text.layers:
+        _lead_around(layer)
     for module in model.modules():
         if hasattr(module, "_update_causal_mask"):  # transformers 4.51 would build a dense mask for any unknown name
             module.__dict__["_update_causal_mask"] = _no_mask
     return model
+
+
+def _lead_around(layer: nn.Module) -> None:
+    """Bring the sequence layout from the arguments of `layer` to its attention, if the layer itself does not."""
+    if _HOOK in layer.__dict__:
+        return
+    layouts: list[SequenceLayout] = []
+    layer.__dict__[_HOOK] = layouts
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        layouts[:] = [kwargs["sequence_layout"]] if "sequence_layout" in kwargs else []
+
+    def bring(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        return (args, {**kwargs, "sequence_layout": layouts[0]}) if layouts else None
+
+    layer.register_forward_pre_hook(keep, with_kwargs=True)
+    layer.self_attn.register_forward_pre_hook(bring, with_kwargs=True)  # type: ignore[union-attr]
 
 
 def sequence_hook(model: nn.Module) -> "SequenceHook | None":

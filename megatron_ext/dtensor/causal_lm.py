@@ -1,5 +1,7 @@
 """From tokens to a number per token: the decoder, and our head on the shard of the lm head's weight. No logits.
 
+Where a model does something to its logits that is not known here (`output_head`), they are made, and read in shards.
+
 Whole sequences go in and whole results come out on every tensor- and context-parallel rank; padding, splitting and
 joining happen here, so that context parallelism does not show outside.
 
@@ -9,8 +11,9 @@ W context-parallel ranks.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +24,31 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import UNSHARDED, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.attention import sequence_hook
-from megatron_ext.dtensor.decoder import known_class, output_head_path, text_model
-from megatron_ext.head import linear_cross_entropy, linear_log_probs
-from megatron_ext.head.calls import token_log_probs
+from megatron_ext.dtensor.decoder import output_head_path, text_model
+from megatron_ext.dtensor.output_head import HeadRule, head_rule
+from megatron_ext.head import (
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_sampled_log_probs,
+    sampled_log_probs,
+)
+from megatron_ext.head.calls import token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
+_RULE = "_megatron_ext_head_rule"
 
 
-def register(model: nn.Module) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward."""
+def register(model: nn.Module, rule: HeadRule | None) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward.
+
+    Args:
+        rule: `head_rule(model)` from before it was sharded.
+    """
+    model.__dict__[_RULE] = rule
     model.__dict__[_HEAD] = functools.partial(_through_head, model)
     register_fsdp_forward_method(model, _HEAD)
 
@@ -51,10 +66,10 @@ def causal_lm_loss(
     cache: Any = "auto",
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Cross entropy of every token of whole sequences, without ever holding logits.
+    """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
 
     Args:
-        model: what `_parallelize_model` made of a Llama, Qwen2, Qwen3 or Gemma3; or such a model as it is.
+        model: what `_parallelize_model` made of a causal LM of transformers; or such a model as it is.
         tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
         labels_BS: `[B, S]`, the target of each position, -100 for none. None: the token after it in its sequence or
             document, none behind padding.
@@ -72,24 +87,17 @@ def causal_lm_loss(
     result, backward one reduce-scatter.
 
     Raises:
-        ValueError: arguments that don't fit each other; a model of another class, whose head may be another one. What
-            the head refuses on one rank is raised on every one.
+        ValueError: arguments that don't fit each other. What the head refuses on one rank is raised on every one.
+
+    Warns:
+        Once a class of models: its logits are made, because what its forward does to them is not known here.
     """
-
-    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
-        loss = linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            temperature=temperature,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            cache=cache,
-            chunk_tokens=chunk_tokens,
-            **head,
-        )
-        return (loss,)
-
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
+    read = Read(
+        temperature,
+        functools.partial(linear_cross_entropy, cache=cache, **options),
+        functools.partial(vocab_parallel_cross_entropy, **options),
+    )
     return _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)[0]
 
 
@@ -112,19 +120,12 @@ def causal_lm_log_probs(
         position's distribution, differentiable too.
     """
 
-    def read(hidden: Tensor, weight: Tensor, labels: Tensor, **head: Any) -> tuple[Tensor, ...]:
-        found = linear_log_probs(
-            hidden,
-            weight,
-            labels,
-            temperature=temperature,
-            cache=cache,
-            chunk_tokens=chunk_tokens,
-            return_entropy=return_entropy,
-            **head,
-        )
-        return found if isinstance(found, tuple) else (found,)
-
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
+    read = Read(
+        temperature,
+        functools.partial(linear_log_probs, cache=cache, **options),
+        functools.partial(token_log_probs, **options),
+    )
     found = _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
 
@@ -145,7 +146,85 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
     return log_probs
 
 
-Read = Callable[..., tuple[Tensor, ...]]
+def causal_lm_sampled_log_probs(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    *,
+    top_k: int | None,
+    top_p: float,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+    with_plain: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
+
+    Without logits where the head is a matrix alone; else, of a softcap or a bias, through logits. Arguments,
+    communication and errors as for `causal_lm_log_probs` and `megatron_ext.head.sampled_log_probs`.
+
+    Returns:
+        `[B, S]`, fp32, -inf where the token is not kept, 0 where there is none; with `with_plain` beside it the
+        log-probabilities under the whole distribution.
+    """
+
+    def both(sampled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*inputs: Tensor, bias: Any = None, softcap: Any = None, **options: Any) -> tuple[Any, ...]:
+            found = (sampled(*inputs, top_k=top_k, top_p=top_p, **options),)
+            return (*found, plain(*inputs, **options)) if with_plain else found
+
+        return read
+
+    fused, unfused = both(linear_sampled_log_probs, linear_log_probs), both(sampled_log_probs, token_log_probs)
+    read = Read(temperature, fused, unfused, 1 + with_plain)
+    return _on_whole_sequences(model, read, tokens_BS, None, None, cu_seqlens, _PLAIN)
+
+
+def causal_lm_from_logits(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    read: Callable[..., Tensor],
+    *,
+    columns: int,
+    cu_seqlens: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """What `read` makes of the logits of whole sequences: for what the fused head has no function for.
+
+    Args:
+        read: called with this rank's part of the logits, `[B, P, V/R]`, and of `beside`, and by their names `tp_group`
+            and `vocab`; gives `[B, P, columns]`, the same on all ranks of `tp_group`. Differentiable.
+        columns: how many numbers it gives of each position.
+        beside: `[B, S, ...]`, what it needs of each position.
+
+    Returns:
+        `[B, S, columns]`. Communicates and raises as `causal_lm_loss`.
+    """
+
+    def of_logits(logits: Tensor, labels: Tensor, beside_BP: Tensor | None, temperature: float, **shard: Any) -> Tensor:
+        return read(logits, beside_BP, **shard)
+
+    made = Read(1.0, None, of_logits, columns=(columns,))
+    return _on_whole_sequences(model, made, tokens_BS, None, None, cu_seqlens, _LOGITS, beside)[0]
+
+
+# Which heads `_on_whole_sequences` reads from hidden states: all that are known, those that are a matrix, none.
+_KNOWN, _PLAIN, _LOGITS = "known", "plain", "logits"
+
+
+class Read(NamedTuple):
+    """A function of the fused head, and the same of logits; both take a temperature.
+
+    They give `results` tensors, each a number of a position, or `columns` numbers.
+    """
+
+    temperature: float
+    hidden: Callable[..., Any] | None
+    logits: Callable[..., Any]
+    results: int = 1
+    columns: tuple[int, ...] = ()
+
+    def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
+        """That of the results together."""
+        return (self.results, *labels_BP.shape, *self.columns)
 
 
 def _on_whole_sequences(
@@ -155,14 +234,13 @@ def _on_whole_sequences(
     labels_BS: Tensor | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    fused: str = _KNOWN,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
+    """`beside`: with `_LOGITS`, what the function needs of each position."""
     hook = sequence_hook(model)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
-    if known_class(model) is None:
-        raise ValueError(
-            f"the lm head of {type(model).__name__} may scale its input or logits in ways not known here; call the "
-            f"model and get_logprobs_from_vocab_parallel_logits"
-        )
+    rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
@@ -184,7 +262,17 @@ def _on_whole_sequences(
     inputs = {"attention_mask": attention_mask, "use_cache": False}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
-    found, fault = through_head(read, parts.split(tokens_BS, 1), parts.split(labels_BS, 1), **inputs)
+    tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
+    if rule is None and fused == _KNOWN:
+        _say_once(type(model).__name__.removeprefix("FSDP"))
+    if fused == _LOGITS:
+        given = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
+        own = read._replace(logits=functools.partial(read.logits, beside_BP=given))
+        found, fault = _through_logits(model, own, tokens_BP, labels_BP, **inputs)
+    elif rule is None or (fused == _PLAIN and not _is_plain(model, rule)):
+        found, fault = _through_logits(model, read, tokens_BP, labels_BP, **inputs)
+    else:
+        found, fault = through_head(rule, read, tokens_BP, labels_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 
@@ -206,8 +294,39 @@ def _check(
         )
 
 
-def _through_head(
+@functools.cache
+def _say_once(model: str) -> None:
+    warnings.warn(
+        f"what {model} does to its logits is not known here: log-probabilities come through its logits, which takes "
+        f"memory of the vocabulary's size for each token",
+        stacklevel=2,
+    )
+
+
+def _through_logits(
     model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """As `_through_head`, by way of the logits that the model makes."""
+    logits, group, vocab = _local(model(input_ids=tokens_BP, **inputs).logits, -1)
+    return or_refuse(
+        lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
+        read.shape(labels_BP),
+        logits,
+    )
+
+
+def _is_plain(model: nn.Module, rule: HeadRule) -> bool:
+    """Whether logits are a product with the head's weight, over a number."""
+    head: Any = model.get_submodule(output_head_path(model))
+    return rule.softcap is None and head.bias is None
+
+
+def _tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _through_head(
+    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
     text = text_model(model)
@@ -222,18 +341,23 @@ def _through_head(
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
         hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
+    fused = read.hidden
+    assert fused is not None
     found, fault = or_refuse(
-        lambda: read(
-            hidden.to(weight.dtype),
-            weight,
-            labels_BP,
-            tp_group=group,
-            hidden_layout="sequence" if in_slices else "replicated",
-            bias=None if head.bias is None else _local(head.bias, 0)[0],
-            vocab=vocab,
-            softcap=getattr(text.config, "final_logit_softcapping", None),
+        lambda: _tuple(
+            fused(
+                hidden.to(weight.dtype),
+                weight,
+                labels_BP,
+                tp_group=group,
+                hidden_layout="sequence" if in_slices else "replicated",
+                bias=None if head.bias is None else _local(head.bias, 0)[0],
+                vocab=vocab,
+                softcap=rule.softcap,
+                temperature=read.temperature / rule.scale,
+            )
         ),
-        (1, *labels_BP.shape),
+        read.shape(labels_BP),
         weight,
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.

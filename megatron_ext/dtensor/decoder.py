@@ -5,14 +5,6 @@ from typing import Any
 
 from torch import nn
 
-KNOWN = (
-    "LlamaForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Gemma3ForCausalLM",
-    "Gemma3ForConditionalGeneration",
-)
-
 
 def import_transformers() -> ModuleType:
     """The module `transformers`.
@@ -53,6 +45,18 @@ def text_model_path(model: nn.Module) -> str:
     return found[0]
 
 
+def decoder_layers(model: nn.Module) -> Any:
+    """The list of `model`'s layers, which may be empty: the text decoder's, or else the first one of as many modules as
+    the config has hidden layers."""
+    try:
+        return text_model(model).layers
+    except ValueError:
+        config: Any = model.config
+        count = getattr(config.get_text_config(), "num_hidden_layers", None)
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        return next((found for found in lists if len(found) == count), nn.ModuleList())
+
+
 def output_head_path(model: nn.Module) -> str:
     """The name of the linear module from hidden states to logits.
 
@@ -69,7 +73,7 @@ def output_head_path(model: nn.Module) -> str:
 def is_tied(model: nn.Module) -> bool:
     """Whether embedding and head are one parameter, or must become one: on meta devices ties are lost at times."""
     config: Any = model.config
-    embedding, head = text_model(model).embed_tokens.weight, model.get_submodule(output_head_path(model)).weight
+    embedding, head = _embedding(model).weight, model.get_submodule(output_head_path(model)).weight
     return embedding is head or (embedding.is_meta and config.get_text_config().tie_word_embeddings)
 
 
@@ -85,9 +89,8 @@ def tie_word_embeddings(model: nn.Module) -> None:
 
 def tie(model: nn.Module) -> None:
     """Make the head's weight the embedding's."""
-    model.get_submodule(output_head_path(model)).weight = text_model(model).embed_tokens.weight
+    model.get_submodule(output_head_path(model)).weight = _embedding(model).weight
 
 
-def known_class(model: nn.Module) -> str | None:
-    """The name of the supported transformers class that `model` is of (FSDP2 makes subclasses), else None."""
-    return next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in KNOWN), None)
+def _embedding(model: nn.Module) -> Any:
+    return model.get_input_embeddings()  # type: ignore[operator]  # transformers is not imported here

@@ -13,18 +13,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from megatron_ext.dtensor import causal_lm
 from megatron_ext.dtensor.attention import use_attention
-from megatron_ext.dtensor.decoder import import_transformers, is_tied, known_class, text_model, tie
-from megatron_ext.dtensor.plans import (
-    GEMMA3,
-    LLAMA,
-    QWEN,
-    Family,
-    Plan,
-    check_heads,
-    custom_plan,
-    family_plan,
-    get_hf_tp_plan,
-)
+from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
+from megatron_ext.dtensor.experts import reach_all
+from megatron_ext.dtensor.layers import Layout
+from megatron_ext.dtensor.output_head import head_rule
+from megatron_ext.dtensor.plans import Plan, choose_plan
 
 
 def _parallelize_llama(
@@ -38,8 +31,8 @@ def _parallelize_llama(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `LlamaForCausalLM`, with FSDP2's policies given."""
-    return _parallelize_family(
-        model, LLAMA, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    return _parallelize_with(
+        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
     )
 
 
@@ -54,8 +47,8 @@ def _parallelize_qwen(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, with FSDP2's policies given."""
-    return _parallelize_family(
-        model, QWEN, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    return _parallelize_with(
+        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
     )
 
 
@@ -70,8 +63,8 @@ def _parallelize_gemma3(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `Gemma3ForCausalLM`, or the text tower of a `Gemma3ForConditionalGeneration`."""
-    return _parallelize_family(
-        model, GEMMA3, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
+    return _parallelize_with(
+        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
     )
 
 
@@ -100,12 +93,14 @@ def _parallelize_model(
     cpu_offload: bool = False,
     custom_parallel_plan: Mapping[str, Any] | str | None = None,
     cp_mesh: DeviceMesh | None = None,
+    expert_parallel: bool = False,
 ) -> nn.Module:
     """Shard `model` over tensor-parallel, context-parallel and data-parallel ranks, in place.
 
-    Llama, Qwen2, Qwen3 and Gemma3 get our attention and plans, with which `causal_lm_loss` and `causal_lm_log_probs`
-    work, and context parallelism. Other models get transformers' own `tp_plan`, and keep their attention. Tied
-    embeddings stay tied. The signature is NeMo-RL's, with `cp_mesh` after it.
+    A model whose parts are all understood (`megatron_ext.dtensor.layers`) gets our attention and plan, with sequence,
+    context and expert parallelism. Any other one gets transformers' own `tp_plan` and keeps its attention. With both
+    `causal_lm_loss` and `causal_lm_log_probs` work. Tied embeddings stay tied. The signature is NeMo-RL's, with
+    `cp_mesh` and `expert_parallel` after it.
 
     Args:
         model: a transformers model with an lm head, on any device (also meta), the same on every rank.
@@ -119,13 +114,15 @@ def _parallelize_model(
         cpu_offload: parameters, gradients and optimizer states live on the CPU.
         custom_parallel_plan: module names to parallel styles, or the import path of that, instead of the plan.
         cp_mesh: 1-D, ranks that share each sequence in the zigzag layout; None: sequences are whole.
+        expert_parallel: each rank of `tp_mesh` holds whole experts of a mixture, instead of a piece of every one.
 
     Returns:
         `model`. `model(input_ids)` gives logits, at several tensor-parallel ranks a DTensor `[B, S, V]` sharded by V.
 
     Raises:
-        ValueError: attention heads that do not divide by the tensor-parallel ranks; a model without a plan; context or
-            sequence parallelism of a model that is none of the four; a `dp_mesh` without the context-parallel ranks.
+        ValueError: sizes that do not divide by the tensor-parallel ranks; context, sequence or expert parallelism of a
+            model with parts that are not understood; tensor parallelism of one that transformers has no plan for
+            either; a `dp_mesh` without the context-parallel ranks.
     """
     if cp_mesh is not None and not set(cp_mesh.mesh.flatten().tolist()) <= set(dp_mesh.mesh.flatten().tolist()):
         raise ValueError(
@@ -134,46 +131,22 @@ def _parallelize_model(
         )
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
-    name = known_class(model)
-    if custom_parallel_plan is not None:
-        plan = custom_plan(custom_parallel_plan)
-        if name is not None:
-            _attend(model, tp_mesh, sequence_parallel, cp_mesh)
-        elif cp_mesh is not None and cp_mesh.size() > 1:
-            raise ValueError(_unsupported(model, "context parallelism"))
-        return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
-    if name is not None:
-        return _BY_NAME[name](
-            model,
-            dp_mesh,
-            tp_mesh,
-            mp_policy,
-            offload_policy,
-            sequence_parallel,
-            activation_checkpointing,
-            cp_mesh,
-        )
-    if cp_mesh is not None and cp_mesh.size() > 1:
-        raise ValueError(_unsupported(model, "context parallelism"))
-    if sequence_parallel and tp_mesh.size() > 1:
-        raise ValueError(_unsupported(model, "sequence parallelism"))
-    try:
-        plan = get_hf_tp_plan(model) if tp_mesh.size() > 1 else {}
-    except ValueError as error:
-        raise ValueError(f"{_unsupported(model, 'tensor parallelism')} ({error})") from error
-    return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
-
-
-def _unsupported(model: nn.Module, what: str) -> str:
-    return (
-        f"{what} of {type(model).__name__} is not supported: it must be one of {', '.join(_BY_NAME)}, or have a "
-        f"tp_plan of transformers' own (tensor parallelism only); pass a custom_parallel_plan"
+    return _parallelize_with(
+        model,
+        dp_mesh,
+        tp_mesh,
+        mp_policy,
+        offload_policy,
+        sequence_parallel,
+        activation_checkpointing,
+        cp_mesh,
+        expert_parallel,
+        custom_parallel_plan,
     )
 
 
-def _parallelize_family(
+def _parallelize_with(
     model: nn.Module,
-    family: Family,
     dp_mesh: DeviceMesh,
     tp_mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
@@ -181,16 +154,16 @@ def _parallelize_family(
     sequence_parallel: bool,
     activation_checkpointing: bool,
     cp_mesh: DeviceMesh | None,
+    expert_parallel: bool = False,
+    custom_parallel_plan: Mapping[str, Any] | str | None = None,
 ) -> nn.Module:
-    check_heads(model, tp_mesh.size())
-    _attend(model, tp_mesh, sequence_parallel, cp_mesh)
-    plan = family_plan(model, family, sequence_parallel)
-    return _shard(model, plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
-
-
-def _attend(model: nn.Module, tp_mesh: DeviceMesh, sequence_parallel: bool, cp_mesh: DeviceMesh | None) -> None:
-    group = None if cp_mesh is None or cp_mesh.size() == 1 else cp_mesh.get_group()
-    use_attention(model, group, tp_mesh.size(), sequence_parallel)
+    cp = 1 if cp_mesh is None else cp_mesh.size()
+    tp = 1 if tp_mesh is None else tp_mesh.size()
+    chosen = choose_plan(model, Layout(tp, cp, sequence_parallel, expert_parallel), custom_parallel_plan)
+    if chosen.attends:
+        group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
+        use_attention(model, group, tp, sequence_parallel)
+    return _shard(model, chosen.plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
 
 
 def _shard(
@@ -202,7 +175,7 @@ def _shard(
     offload_policy: OffloadPolicy,
     activation_checkpointing: bool,
 ) -> nn.Module:
-    tied = is_tied(model)
+    tied, rule = is_tied(model), head_rule(model)
     if tp_mesh.size() > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         parallelize_module(model, tp_mesh, plan)
@@ -210,12 +183,15 @@ def _shard(
             model.get_parameter(name).requires_grad_(False)
     if tied:  # sharding, like the meta device, gave each module a parameter of its own
         tie(model)
-    layers = text_model(model).layers
+    for module in model.modules():
+        if isinstance(experts := getattr(module, "experts", None), nn.ModuleList):
+            reach_all(module, experts)
+    layers = decoder_layers(model)
     # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
     inner_policy = dataclasses.replace(mp_policy, output_dtype=None)
     for i, layer in enumerate(layers):
         layers[i] = checkpoint_wrapper(layer) if activation_checkpointing else layer
         fully_shard(layers[i], mesh=dp_mesh, mp_policy=inner_policy, offload_policy=offload_policy)
     fully_shard(model, mesh=dp_mesh, mp_policy=mp_policy, offload_policy=offload_policy)
-    causal_lm.register(model)
+    causal_lm.register(model, rule)
     return model

@@ -1,93 +1,119 @@
-"""Tensor-parallel plans: which module of a model is sharded how.
-
-All plans follow one pattern, Megatron's (Shoeybi et al., 2019; sequence parallelism: Korthikanti et al., 2022):
-embedding and lm head by vocabulary, q, k, v, gate and up by output, o and down by input. With sequence parallelism the
-residual stream and the norms on it are sharded along dim 1 of `[B, S, D]`.
-"""
+"""Tensor-parallel plans of whole models: ours, transformers' own, or a caller's."""
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
+from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert
+from megatron_ext.dtensor.layers import (
+    Layout,
+    Plan,
+    Unknown,
+    check_attention,
+    has_experts,
+    model_plan,
+    takes_attention_functions,
+)
+from megatron_ext.dtensor.styles import FusedColwise
 
-Plan = dict[str, ParallelStyle]
+_EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
+    "moe_tp_experts": ExpertsByColumn,
+    "ep_dispatch_experts": ExpertsByExpert,
+}
 
 
-class RotaryEmbedParallel(ParallelStyle):
-    """A rotary embedding as it is: for plans written for NeMo-RL, which name this style.
-
-    Of a sharded residual stream the module takes no more than dtype and device, and positions are those of the whole
-    sequence; so nothing has to be prepared.
-    """
-
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
-        super().__init__()
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return module
-
-
-@dataclass(frozen=True)
-class Family:
-    """What models of one kind have beside the common pattern.
+class Chosen(NamedTuple):
+    """How a model becomes parallel.
 
     Attributes:
-        norms: norms of a layer on the residual stream, beside `input_layernorm`.
-        heads_dim: where q_norm and k_norm, if there are any, find the heads in their input.
+        plan: styles by the names of the model's modules; nothing for one tensor-parallel rank.
+        unknown: what is not understood of the model, which then keeps transformers' attention; None: it gets ours.
     """
 
-    norms: tuple[str, ...] = ("post_attention_layernorm",)
-    heads_dim: int = 2
+    plan: Plan
+    unknown: str | None
+
+    @property
+    def attends(self) -> bool:
+        """Whether our attention takes the place of transformers'."""
+        return self.unknown is None
 
 
-LLAMA = Family()
-QWEN = Family()
-GEMMA3 = Family(
-    norms=("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"), heads_dim=1
-)
+def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | str | None = None) -> Chosen:
+    """How `model`, on any device (also meta), becomes parallel as `layout` says.
+
+    Args:
+        custom: a caller's plan, instead of ours; see `custom_plan`.
+
+    Raises:
+        ValueError: it cannot; the message says what stands in the way.
+    """
+    if layout.expert_parallel and not has_experts(model):
+        raise ValueError(
+            f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
+        )
+    why = _unknown(model, layout)
+    wanted = {
+        "context parallelism": layout.cp > 1,
+        "sequence parallelism": layout.sequence_parallel and layout.tp > 1 and custom is None,
+        "expert parallelism": layout.expert_parallel and layout.tp > 1 and custom is None,
+    }
+    if why is not None and any(wanted.values()):
+        raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
+    if custom is not None:
+        return Chosen(custom_plan(custom), why)
+    if why is None:
+        return Chosen(structural_plan(model, layout), None)
+    if layout.tp == 1:
+        return Chosen({}, why)
+    try:
+        plan = get_hf_tp_plan(model)
+    except ValueError as error:
+        raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
+    if not takes_attention_functions(model):  # such forwards know their number of heads by heart
+        raise _unsupported(model, "tensor parallelism", why)
+    return Chosen(plan, why)
 
 
-def family_plan(model: nn.Module, family: Family, sequence_parallel: bool) -> Plan:
-    """The plan of a model of `family`, its keys the names of the model's modules."""
-    stream = Shard(1) if sequence_parallel else Replicate()
+def structural_plan(model: nn.Module, layout: Layout) -> Plan:
+    """The plan that follows from what `model` consists of.
+
+    Raises:
+        Unknown: a part of it is not understood.
+        ValueError: sizes that do not divide by the tensor-parallel ranks.
+    """
     text, head = text_model_path(model), output_head_path(model)
     prefix = f"{text}." if text else ""
-    layer = f"{prefix}layers.*."
-    plan: Plan = {f"{prefix}embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[layer + name] = ColwiseParallel(input_layouts=stream)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[layer + name] = RowwiseParallel(output_layouts=stream)
-    if hasattr(text_model(model).layers[0].self_attn, "q_norm"):
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            # Each rank norms its own heads: the weight is one, its gradient the sum over ranks.
-            plan[layer + name] = SequenceParallel(sequence_dim=family.heads_dim, use_local_output=True)
-    if sequence_parallel:
-        # Attention takes the length of its sequence from its input, which must thus know the global shape.
-        plan[f"{layer}input_layernorm"] = SequenceParallel()
-        for name in family.norms:
-            plan[layer + name] = SequenceParallel(use_local_output=True)
-        plan[f"{prefix}norm"] = SequenceParallel(use_local_output=True)
-    plan[head] = ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
-    return plan
+    plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
+    plan[f"{prefix}embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout.stream)
+    plan[head] = ColwiseParallel(input_layouts=layout.stream, output_layouts=Shard(-1), use_local_output=False)
+    return plan if layout.tp > 1 else {}
 
 
-def check_heads(model: nn.Module, ranks: int) -> None:
-    """Raises ValueError unless the attention heads of `model` divide by `ranks`."""
-    config = text_model(model).config
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % ranks:
-            raise ValueError(
-                f"{name} is {getattr(config, name)}: it must be a multiple of the {ranks} tensor-parallel ranks; use a "
-                f"smaller tensor-parallel size"
-            )
+def _unknown(model: nn.Module, layout: Layout) -> str | None:
+    """What is not understood of `model`; None: it is understood."""
+    try:
+        text_model(model)
+    except ValueError as error:
+        return str(error)
+    try:
+        check_attention(model)
+        model_plan(model, layout)
+    except Unknown as error:
+        return f"{error} is not known here"
+    return None
+
+
+def _unsupported(model: nn.Module, what: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{what} of {type(model).__name__} is not supported ({reason}); run it data parallel alone, or pass a "
+        f"custom_parallel_plan for tensor parallelism"
+    )
 
 
 def translate_parallel_style(style: str) -> ParallelStyle:
@@ -97,6 +123,8 @@ def translate_parallel_style(style: str) -> ParallelStyle:
         ValueError: a name that has no counterpart.
     """
     styles: dict[str, Callable[[], ParallelStyle]] = {
+        **_EXPERTS,
+        "packed_colwise": FusedColwise,
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
@@ -114,7 +142,7 @@ def translate_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_plan(model: nn.Module) -> Plan:
-    """transformers' own plan for `model`, in torch's styles; the lm head keeps its logits sharded.
+    """transformers' own plan for `model`, in torch's styles and ours; the lm head keeps its logits sharded.
 
     Raises:
         ValueError: transformers has no plan for this model, or one with a style that `translate_parallel_style` lacks.
@@ -126,7 +154,13 @@ def get_hf_tp_plan(model: nn.Module) -> Plan:
     names = {f"{prefix}{name}": style for name, style in inner.items()} | own
     if not names:
         raise ValueError(f"transformers has no tp_plan for {type(model).__name__}; pass a custom_parallel_plan")
-    plan = {name: translate_parallel_style(style) for name, style in names.items() if style != "replicate"}
+    stacks = [name for name, style in names.items() if style in _EXPERTS]
+    plan = {
+        name: translate_parallel_style(style)
+        for name, style in names.items()
+        # Of experts, transformers names the parameters too; our styles look after them.
+        if style != "replicate" and name.rpartition(".")[0] not in stacks
+    }
     plan.setdefault(f"{prefix}embed_tokens", RowwiseParallel(input_layouts=Replicate()))
     plan[head] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return plan

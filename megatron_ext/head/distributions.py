@@ -12,6 +12,7 @@ What all functions here take:
 and raise: ValueError, on every rank, where an argument breaks its rule; the message says which, and the fix.
 """
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -24,12 +25,13 @@ from megatron_ext.head.calls import token_log_probs
 from megatron_ext.head.dense import DenseSoftmax
 from megatron_ext.head.divergence import Direction, Divergence
 from megatron_ext.head.flat import Flat
-from megatron_ext.head.nucleus import TopP, candidates_log_probs
+from megatron_ext.head.nucleus import TopP
 from megatron_ext.head.options import HeadOptions, one_of
 from megatron_ext.head.picks import Gather, TopK
 from megatron_ext.head.read_outs import FromLogits, ReadOut
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sampling_checks import check_ids, check_k, filters
+from megatron_ext.head.top_k_filter import TopKTopP
 
 
 def gather_log_probs(
@@ -99,9 +101,11 @@ def sampled_log_probs(
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from.
 
-    Logits are divided by the temperature. Top-k keeps exactly k, among equal logits those with the lowest ids. Of
-    these top-p keeps the shortest prefix, largest first, whose probability (renormalised after top-k) reaches p, and at
-    least one. So do vLLM and NeMo-RL, except that they keep all that equal the k-th.
+    Logits are divided by the temperature. Top-k keeps the k largest and all that equal the k-th. Of these top-p keeps
+    every one above which lies less probability (renormalised after top-k) than p: the shortest prefix, largest first,
+    that reaches p, and all that equal its last. So what a sampler drew is kept, however it breaks ties: vLLM with
+    FlashInfer keeps them all, its PyTorch sampler and NeMo-RL those at the k-th and some of those where p is reached,
+    its Triton sampler exactly k.
 
     A label that is not kept gives -inf and no gradient at all. A kept one gives g on itself, and -g times the
     renormalised probability on all that is kept; nothing reaches what is not.
@@ -109,11 +113,11 @@ def sampled_log_probs(
     Args:
         logits: `[..., V/R]`, this rank's columns.
         labels: `[...]`, integers: global token ids; `ignore_index` gives 0 and no gradient.
-        top_k: at least 1 and at most the vocabulary; None or -1: off.
+        top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
         top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
 
-    Communicates, at R > 1: forward 1 collective, k candidates of each rank; with top-p alone 2 for a single chunk, else
-    1 a chunk and 2 more, which exchange the logits. Backward none.
+    Communicates, at R > 1: forward 1 collective, k candidates of each rank (above 4096 1 more, a number of each); with
+    top-p alone 2 for a single chunk, else 1 a chunk and 2 more, which exchange the logits. Backward none.
     """
     if not filters(top_k, top_p):
         found = token_log_probs(
@@ -135,11 +139,8 @@ def sampled_log_probs(
     _check_leading("labels", labels.shape, logits)
     if top_k in (None, -1):
         flat = flat if options.ranks == 1 else Flat(logits, as_given=True)  # the ranks exchange rows, chunk by chunk
-        read_out = TopP(options, flat(labels.long()), float(top_p))
-        return _read(logits, read_out, fault, flat)[0]
-    fault = checks.size_fault(vocab, check_k, "top_k", top_k, size=size) or fault
-    values_TK, ids_TK = _flat_results(logits, TopK(options, False, top_k), fault, flat)
-    return flat.up(candidates_log_probs(values_TK, ids_TK, flat(labels), top_p, temperature, ignore_index))
+        return _read(logits, TopP(options, flat(labels.long()), float(top_p)), fault, flat)[0]
+    return _read(logits, TopKTopP(options, flat(labels.long()), top_k, float(top_p)), fault, flat)[0]
 
 
 def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:
@@ -173,7 +174,7 @@ def soft_cross_entropy(
     Communicates: forward 1 collective at R > 1, backward none.
     """
     chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _apart("cross entropy", student_logits, teacher_logits, tp_group, vocab, **chosen)
+    return _divergence("cross entropy", student_logits, teacher_logits, tp_group, vocab, **chosen)
 
 
 def kl_divergence(
@@ -192,7 +193,7 @@ def kl_divergence(
     """
     one_of("direction", direction, get_args(Direction))
     chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _apart(direction, student_logits, teacher_logits, tp_group, vocab, **chosen)
+    return _divergence(direction, student_logits, teacher_logits, tp_group, vocab, **chosen)
 
 
 def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard | None) -> Tensor:
@@ -205,7 +206,19 @@ def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard |
     return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device, options.ranks)))
 
 
-def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
+def _divergence(kind: Any, *arguments: Any, **chosen: Any) -> Tensor:
+    return apart(lambda options: Divergence(options, kind), *arguments, **chosen)
+
+
+def apart(
+    make: Callable[[HeadOptions], ReadOut],
+    student: Tensor,
+    teacher: Tensor,
+    tp_group: Group,
+    vocab: VocabShard | None,
+    **chosen: Any,
+) -> Tensor:
+    """What the read-out that `make` makes of the options says of two distributions; `chosen` are options."""
     options, fault, flat = _sharded(student, tp_group, vocab, "student_logits", **chosen)
     checks.check_floating("teacher_logits", teacher)
     if teacher.shape[:-1] != student.shape[:-1] or teacher.device != student.device:
@@ -215,7 +228,9 @@ def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: 
         )
     if fault is None:
         fault = checks.shard_fault(options.vocab, teacher.shape[-1], "teacher_logits", options.ranks)
-    read_out = Divergence(options, kind)
+    read_out = make(options)
+    if read_out.in_step and options.ranks > 1:  # the ranks exchange numbers of the same tokens, chunk by chunk
+        flat = Flat(student, as_given=True)
     return flat.up(_flat_results(student, read_out, fault, flat, teacher)[0])
 
 

@@ -16,6 +16,7 @@ on every rank, where an argument breaks its rule.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -27,11 +28,12 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import checks
 from megatron_ext.head.calls import linear_log_probs
 from megatron_ext.head.divergence import Direction, Divergence
-from megatron_ext.head.nucleus import TopP, candidates_log_probs
+from megatron_ext.head.nucleus import TopP
 from megatron_ext.head.options import HeadOptions, Layout, one_of
 from megatron_ext.head.picks import Gather, TopK
 from megatron_ext.head.read_outs import FromHidden, ReadOut, gather_tokens
 from megatron_ext.head.sampling_checks import check_ids, check_k, filters
+from megatron_ext.head.top_k_filter import TopKTopP
 
 
 def linear_gather_log_probs(
@@ -44,7 +46,8 @@ def linear_gather_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
-) -> Tensor:
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]`, as `gather_log_probs`."""
     head = _Hidden(
         hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
@@ -52,7 +55,11 @@ def linear_gather_log_probs(
     head.check_size(check_ids, indices)
     head.check_leading(indices[..., 0])
     ids_TK = indices.long().flatten(0, -2)
-    return head.read(Gather(head.options, True, ids_TK))[0].reshape(indices.shape)
+    options = replace(head.options, entropy=return_entropy)
+    found_TK = head.read(Gather(options, True, ids_TK))[0]
+    if not return_entropy:
+        return found_TK.reshape(indices.shape)
+    return found_TK[:, :-1].reshape(indices.shape), found_TK[:, -1].reshape(indices.shape[:-1])
 
 
 def linear_topk_log_probs(
@@ -95,8 +102,9 @@ def linear_sampled_log_probs(
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
-    With top-k backward needs no logits and takes 6 T V D / R FLOPs in all. Top-p alone sends as much more forward as
-    there; its backward makes each chunk of logits by the same matmul again, bit by bit, as cuBLAS and CPUs do.
+    Top-p alone sends as much more forward as there. Backward makes each chunk of logits by the same matmul again, bit
+    by bit, as cuBLAS and CPUs do; with top-k on CPU only chunks in which a k-th logit has equals that were not sent,
+    else 6 T V D / R FLOPs in all.
     """
     if not filters(top_k, top_p):
         found = linear_log_probs(
@@ -129,10 +137,7 @@ def linear_sampled_log_probs(
     labels_T = labels.long().flatten()
     if top_k is None or top_k == -1:
         return head.read(TopP(head.options, labels_T, float(top_p)))[0].reshape(labels.shape)
-    head.check_size(check_k, "top_k", top_k)
-    values_TK, ids_TK = head.read(TopK(head.options, False, top_k))
-    found_T = candidates_log_probs(values_TK, ids_TK, labels_T, top_p, temperature, ignore_index)
-    return found_T.reshape(labels.shape)
+    return head.read(TopKTopP(head.options, labels_T, top_k, float(top_p)))[0].reshape(labels.shape)
 
 
 def linear_kl_divergence(
@@ -154,10 +159,10 @@ def linear_kl_divergence(
     teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's.
     """
     one_of("direction", direction, get_args(Direction))
-    checks.check_floating("teacher_hidden", teacher_hidden)
-    head = _Hidden(
-        student_hidden,
-        student_weight,
+    return linear_apart(
+        lambda options: Divergence(options, direction),
+        (student_hidden, student_weight),
+        (teacher_hidden, teacher_weight),
         tp_group,
         hidden_layout,
         vocab,
@@ -165,6 +170,21 @@ def linear_kl_divergence(
         chunk_tokens,
         gradient_accumulation_fusion,
     )
+
+
+def linear_apart(
+    make: Callable[[HeadOptions], ReadOut],
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    *arguments: Any,
+) -> Tensor:
+    """What the read-out that `make` makes of the options says of two heads, each its hidden states and weight.
+
+    `arguments`: those behind them of `linear_kl_divergence`, but for the direction.
+    """
+    (student_hidden, student_weight), (teacher_hidden, teacher_weight) = student, teacher
+    checks.check_floating("teacher_hidden", teacher_hidden)
+    head = _Hidden(student_hidden, student_weight, *arguments)
     fault = checks.linear_fault(teacher_hidden, teacher_weight, None, head.options.vocab, head.options.ranks)
     if teacher_hidden.shape[:-1] != student_hidden.shape[:-1] or teacher_hidden.device != student_hidden.device:
         fault = ValueError(
@@ -173,7 +193,7 @@ def linear_kl_divergence(
             f"on one device"
         )
     head.fault = head.fault or fault
-    found_T = head.read(Divergence(head.options, direction), teacher_hidden, teacher_weight)[0]
+    found_T = head.read(make(head.options), teacher_hidden, teacher_weight)[0]
     return found_T.reshape(head.leading)
 
 

@@ -1,14 +1,13 @@
-"""What top-k and top-p leave of a distribution, and the log-probability of a label under it.
+"""What top-p alone leaves of a distribution, and the log-probability of a label under it.
 
-Top-k keeps the k first of the vocabulary in the order of `order.py`; top-p then keeps the shortest prefix of those in
-front whose probability, renormalised, reaches p, and at least one. With top-k the candidates of all ranks say it all.
-Top-p alone may keep the whole vocabulary: of every chunk each rank gets some tokens whole and cuts them, and in the end
-tells the others where: the last logit and id kept, and the lse of what is kept. Few tokens, one chunk, every rank gets
-whole and cuts itself. How large the pieces are must be known on both sides before the first is sent: the ranks begin by
-telling each other their shards.
+Top-p keeps every logit above which lies less probability than p: the shortest prefix, largest first, that reaches p,
+and all that equal its last. That may be the whole vocabulary: of every chunk each rank gets some tokens whole and cuts
+them, and in the end tells the others where: the last logit kept, and the lse of what is kept. Few tokens, one chunk,
+every rank gets whole and cuts itself. How large the pieces are must be known on both sides before the first is sent:
+the ranks begin by telling each other their shards.
 
-Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, K candidates, R
-ranks, L whole vocabulary with the padding behind it.
+Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, R ranks, L whole
+vocabulary with the padding behind it.
 """
 
 from collections.abc import Callable
@@ -22,40 +21,22 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head import sizes
 from megatron_ext.head.checks import REFUSAL, check_apart
-from megatron_ext.head.order import blocks, ordered
+from megatron_ext.head.order import blocks
 from megatron_ext.head.passes import row_gradient
 from megatron_ext.head.read_outs import OWN, Logits, ReadOut, fingerprint
 from megatron_ext.head.rows import transformed
 from megatron_ext.head.statistics import REFUSED
 from megatron_ext.head.values import has_values, raise_if
 
-# What is known of a token once it is cut: the last logit kept and its id (as bits), the scaled maximum, the sum of
-# exponentials from there (its logarithm would lose digits), the label's log-probability and what rounding took off it.
-_CUT, _LAST, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(6)
-_CUTS = 6
-
-
-def candidates_log_probs(
-    logits_TK: Tensor, ids_TK: Tensor, labels_T: Tensor, top_p: float, temperature: float, ignore_index: int
-) -> Tensor:
-    """`[T]`: log-probability of each label among candidates in falling order, or of those that top-p leaves.
-
-    -inf for a label that is not there or has no probability, 0 for `ignore_index`. Differentiable. In fp64: the
-    candidates are few, and values and gradients are rounded once.
-    """
-    possible_TK = logits_TK > -torch.inf
-    z_TK = logits_TK.double() / temperature
-    z_TK = z_TK.where(possible_TK[:, :1], 0.0)  # a row of -inf has no distribution, and must not make NaN
-    if top_p < 1:
-        z_TK = z_TK.masked_fill(~_inside(z_TK.detach().softmax(-1), top_p), -torch.inf)
-    here_TK = (ids_TK == labels_T.unsqueeze(1)) & possible_TK & (z_TK > -torch.inf)
-    found_T = z_TK.log_softmax(-1).where(here_TK, 0.0).sum(-1).to(logits_TK.dtype)
-    return found_T.where(here_TK.any(-1), -torch.inf).where(labels_T != ignore_index, 0.0)
+# What is known of a token once it is cut: the last logit kept, the scaled maximum, the sum of exponentials from there
+# (its logarithm would lose digits), the label's log-probability and what rounding took off it.
+_CUT, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(5)
+_CUTS = 5
 
 
 @dataclass(frozen=True)
 class TopP(ReadOut):
-    """`[T]`: log-probability of each label among those first of the whole vocabulary that reach `top_p`.
+    """`[T]`: log-probability of each label among those of the whole vocabulary that `top_p` keeps.
 
     Communicates, at several ranks: 1 all-gather of the shards, then 1 all-to-all for each chunk and 1 all-gather of the
     cuts; of a single chunk 1 all-gather of its logits instead of both. Never more than 2 a chunk.
@@ -124,18 +105,16 @@ class TopP(ReadOut):
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
         labels_t, cuts_tK = (x[rows] for x in saved)
         o, vocab = self.options, self.options.vocab
-        cut_t, last_t, peak_t, sum_t, log_prob_t, rounded_t = cuts_tK.unbind(1)
+        cut_t, peak_t, sum_t, log_prob_t, rounded_t = cuts_tK.unbind(1)
         counts_t = (log_prob_t > -torch.inf) & (labels_t != o.ignore_index)
         g_t = (grad[rows].double() / o.temperature).where(counts_t, 0.0)
         log_prob_t = (log_prob_t.double() + rounded_t).where(counts_t, 0.0)
         at_label_t = (-g_t * log_prob_t.expm1()).to(cuts_tK.dtype)
         target_t = (labels_t - vocab.start).where(vocab.owns(labels_t) & counts_t, -1)
         scale_t = (-g_t / sum_t).to(cuts_tK.dtype)
-        ids_V = torch.arange(vocab.counted, device=out_tV.device) + vocab.start
         z_tV = logits()[0][:, : vocab.counted]
         for at in blocks(z_tV):
-            inside = _not_after(z_tV[at], ids_V, cut_t[at].unsqueeze(1), _integers(last_t[at]).unsqueeze(1))
-            kept = z_tV[at].masked_fill(~inside, -torch.inf)
+            kept = z_tV[at].masked_fill(z_tV[at] < cut_t[at].unsqueeze(1).to(z_tV.dtype), -torch.inf)
             coefficients = (peak_t[at], scale_t[at], None, None, at_label_t[at])
             row_gradient(kept, False, target_t[at], *coefficients, out_tV[at], None, vocab.counted, None, o.temperature)
 
@@ -171,24 +150,21 @@ class TopP(ReadOut):
         return torch.cat([torch.arange(n, device=device) // -(-n // self.options.ranks) for n in lengths])
 
     def _cut(self, z_uV: Tensor, labels_u: Tensor, cuts_Ku: Tensor) -> None:
-        order = ordered(z_uV)
-        falling = z_uV.gather(1, order)
+        falling = z_uV.sort(dim=-1, descending=True).values
         scaled = self._scaled(falling, cuts_Ku.dtype)
         peak_u1 = scaled[:, :1].clamp(min=torch.finfo(scaled.dtype).min)
         exp = (scaled - peak_u1).exp_()
         mass = exp.cumsum(1, dtype=torch.float64)  # over a whole vocabulary fp32 would lose digits
         before = F.pad(mass[:, :-1], (1, 0))
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
-        last_u1 = inside.sum(1, keepdim=True).clamp(min=1) - 1
-        cut_u1, id_u1 = falling.gather(1, last_u1), order.gather(1, last_u1)
+        cut_u1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)
+        last_u1 = (falling >= cut_u1).sum(1, keepdim=True).clamp(min=1) - 1  # of all that equal the cut
         sum_u1 = mass.gather(1, last_u1)
         sum_u1 = sum_u1.masked_fill(sum_u1 == 0, 1.0)  # a row of -inf: its label has -inf, no gradient
-        label_u1 = labels_u.clamp(min=0).unsqueeze(1)
-        z_u1 = z_uV.gather(1, label_u1)
+        z_u1 = z_uV.gather(1, labels_u.clamp(min=0).unsqueeze(1))
         log_prob_u1 = self._scaled(z_u1, scaled.dtype).double() - peak_u1 - sum_u1.log()
-        there = _not_after(z_u1, label_u1, cut_u1, id_u1) & (z_u1 > -torch.inf)
+        there = (z_u1 >= cut_u1) & (z_u1 > -torch.inf)
         cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u1[:, 0], peak_u1[:, 0], sum_u1[:, 0]
-        _integers(cuts_Ku[_LAST]).copy_(id_u1[:, 0])
         cuts_Ku[_LOG_PROB] = log_prob_u1.where(there, -torch.inf)[:, 0]
         cuts_Ku[_ROUNDED] = (log_prob_u1[:, 0] - cuts_Ku[_LOG_PROB]).where(there[:, 0], 0.0)
 
@@ -221,19 +197,3 @@ def check_equal_shards(shards_R3: Tensor) -> None:
         "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, that "
         "cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
     )
-
-
-def _not_after(z: Tensor, ids: Tensor, cut: Tensor, last: Tensor) -> Tensor:
-    """bool: what stands before or at (cut, last) in the order of the vocabulary. `cut` holds a value of z's dtype."""
-    cut = cut.to(z.dtype)
-    return (z > cut) | ((z == cut) & (ids <= last))
-
-
-def _integers(x: Tensor) -> Tensor:
-    """The same memory as integers."""
-    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-
-
-def _inside(probs: Tensor, top_p: float) -> Tensor:
-    """bool: whether the probabilities before, in falling order, do not reach p yet."""
-    return F.pad(probs.cumsum(-1)[..., :-1], (1, 0)) < top_p

@@ -37,11 +37,6 @@ def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
     return _keys(z_TN, ids_TN).topk(k, -1).indices
 
 
-def ordered(z_TN: Tensor) -> Tensor:
-    """`[T, N]`, int64: all columns of each row in order, where the ids are the columns."""
-    return z_TN.sort(dim=-1, descending=True, stable=True).indices
-
-
 def blocks(z_TV: Tensor, more: int = 1) -> list[slice]:
     """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
     tokens, columns = z_TV.shape

@@ -3,15 +3,25 @@
 `gpt_layer_spec` and `gpt_moe_layer_spec` are `ModuleSpec` objects, ready for `GPTModel(transformer_layer_spec=...)` and
 for Megatron-LM's `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm,
 norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too.
+For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`.
 
 A layer spec does not reach three modules of a GPTModel: the word embeddings and the output layer, which it takes from
 `megatron.core.tensor_parallel` (`megatron_ext.substitute_tensor_parallel()` puts ours there), and the final norm.
 Without Apex and Transformer Engine that one refuses sequence parallelism, so importing this module gives Megatron our
 norm in just the case where it would raise.
+
+Raises:
+    ImportError: on import, with a Megatron-Core whose layers are built in a way that ours do not know.
 """
 
+# ruff: noqa: E402
 import dataclasses
+from functools import partial
 from typing import Any
+
+from megatron_ext.megatron import versions
+
+versions.require_spec("spec")  # first: some of what follows may be what is missing
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
@@ -19,10 +29,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_bac
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -31,7 +42,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.megatron.attention import CoreAttention
-from megatron_ext.megatron.norms import Norm, QKNorm
+from megatron_ext.megatron.norms import Norm
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -50,24 +61,47 @@ class ExtSpecProvider(BackendSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type | None:
         return None
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
-        return QKNorm if for_qk else Norm
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return Norm
 
     def core_attention(self) -> type:
         return CoreAttention
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
-    ) -> tuple[type, MLPSubmodules | None]:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False) -> Any:
         if moe_use_grouped_gemm:
             raise ValueError(
                 "moe_grouped_gemm is True: the experts of this spec run one after another; set moe_grouped_gemm=False, "
                 "or take Transformer Engine's layer spec"
             )
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        if versions.EXPERTS_BUILDER.is_there():
+            return partial(SequentialMLP, submodules=layers)
+        return SequentialMLP, layers
 
     def activation_func(self) -> type | None:
         return None
+
+
+class ExtSelfAttention(SelfAttention):
+    """Megatron's self-attention, with the norms of queries and keys that the config asks for."""
+
+    def __init__(self, config, submodules: SelfAttentionSubmodules, *args, **kwargs):
+        norm = Norm if config.qk_layernorm else IdentityOp
+        if config.qk_l2_norm:
+            norm = L2Norm
+        submodules = dataclasses.replace(submodules, q_layernorm=norm, k_layernorm=norm)
+        super().__init__(config, submodules, *args, **kwargs)
+
+
+def self_attention_spec() -> ModuleSpec:
+    """Causal self-attention on our layers."""
+    return ModuleSpec(
+        module=ExtSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+        ),
+    )
 
 
 def _layer_spec(num_experts: int | None) -> ModuleSpec:
@@ -75,20 +109,10 @@ def _layer_spec(num_experts: int | None) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=backend.layer_norm(),
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=backend.core_attention(),
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=backend.layer_norm(for_qk=True),
-                    k_layernorm=backend.layer_norm(for_qk=True),
-                ),
-            ),
+            input_layernorm=Norm,
+            self_attention=self_attention_spec(),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=backend.layer_norm(),
+            pre_mlp_layernorm=Norm,
             mlp=get_mlp_module_spec_for_backend(backend, num_experts=num_experts),
             mlp_bda=get_bias_dropout_add,
             # Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.

@@ -8,7 +8,6 @@ tensor-parallel ranks.
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 
@@ -71,10 +70,3 @@ class Norm:
                 f"for another norm put its class into the layer spec"
             )
         return kinds[config.normalization](config, hidden_size, eps)
-
-
-class QKNorm:
-    """The norm of queries and keys where `config.qk_layernorm` asks for one, else the identity."""
-
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs):
-        return Norm(config, hidden_size, eps) if config.qk_layernorm else IdentityOp()

@@ -1,31 +1,37 @@
-"""Which Megatron-Core this is, and where the fused head goes into it. The one file that knows versions.
+"""Which Megatron-Core this is, and every place of it that a way in hangs on. The one file that knows versions.
 
-0.14 to 0.16 differ in what GPTModel's `forward` and `_postprocess` take and in what lies between; where the fused head
-goes in they agree. So we look at what is there, and ask for the version only to say that nobody has tried it.
+A place is a `Seam`: its address, and the versions that have it. `SEAMS` is the table of them all, for each way in: the
+patch, the layer specs and the substitution. We look at what is there, so that a version that nobody has tried is met by
+its signatures; the versions in the table say what to expect, and what to advise where something is missing.
 """
 
 import functools
+import importlib
 import inspect
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import megatron.core
-from megatron.core.pipeline_parallel import schedules
 
-# `make test-versions` runs these.
-TESTED = ("0.14.0", "0.15.3", "0.16.1")
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-FORWARD = "forward"
-POSTPROCESS = "_postprocess"
-LOSS = "compute_language_model_loss"
-OUTPUT_PROCESSOR = "output_processor"
+# `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
+# is the main branch.
+TESTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 
-# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
-DRAIN = (schedules, "drain_embedding_wgrad_compute")
+
+# ---- which Megatron-Core this is
 
 
 def megatron_version() -> str:
+    """Of the package that was imported, whatever pip's metadata says."""
     return megatron.core.__version__
+
+
+def megatron_path() -> str:
+    """The folder from which `megatron.core` was imported."""
+    return str(Path(inspect.getfile(megatron.core)).parent)
 
 
 def is_tested(version: str) -> bool:
@@ -40,7 +46,7 @@ def warn_if_untested() -> None:
     if not is_tested(version):
         warnings.warn(
             f"megatron_ext is tested with Megatron-Core {TESTED[0]} to {TESTED[-1]}, this is {version}: the fused head "
-            f"goes in where it finds GPTModel's {POSTPROCESS} and {LOSS}",
+            f"goes in where it finds a model's output layer and compute_language_model_loss()",
             stacklevel=4,
         )
 
@@ -50,60 +56,149 @@ def _minor(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_layout(model_class: type) -> None:
-    """Find what the fused head needs of a GPTModel class.
+# ---- seams: the table, and how it is asked
+
+
+class Seam(NamedTuple):
+    """A place of Megatron-Core that something of ours hangs on.
+
+    Attributes:
+        address: "module:name.name", from `megatron.core` on; "...(argument)" where it is an argument of a function.
+        since, until: the first and the last minor version that has it; None: all tested versions on that side.
+    """
+
+    address: str
+    since: str | None = None
+    until: str | None = None
+
+    @property
+    def versions(self) -> str:
+        if self.since is None and self.until is None:
+            return "all"
+        if self.until is None:
+            return f"{self.since} and newer"
+        return f"{self.since or 'older'} to {self.until}" if self.since else f"{self.until} and older"
+
+    def is_there(self) -> bool:
+        """Whether the imported Megatron-Core has it, found by looking. Imports its module."""
+        path, _, argument = self.address.rstrip(")").partition("(")
+        module, _, name = path.partition(":")
+        try:
+            found: Any = importlib.import_module(f"megatron.core.{module}")
+            for part in name.split(".") if name else ():
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return False
+        return not argument or argument in inspect.signature(found).parameters
+
+    def is_expected(self) -> bool:
+        """Whether the table says that this version has it; newer than tested is taken for the last tested version."""
+        this = min(_minor(megatron_version()), _minor(TESTED[-1]))
+        return _minor(self.since or TESTED[0]) <= this <= _minor(self.until or TESTED[-1])
+
+
+LANGUAGE_MODULE = Seam("models.common.language_module.language_module:LanguageModule")
+LOSS = Seam("models.common.language_module.language_module:LanguageModule.compute_language_model_loss(labels)")
+DRAIN = Seam("pipeline_parallel.schedules:drain_embedding_wgrad_compute")
+GPT_MODEL = Seam("models.gpt:GPTModel.forward(labels)")
+HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
+EXPERTS_BUILDER = Seam("transformer.moe.moe_layer:ExpertsBuilder", since="0.17")
+HYBRID_STACK = Seam("models.hybrid.hybrid_block:HybridStackSubmodules", since="0.18")
+LAYERS = Seam("tensor_parallel.layers:ColumnParallelLinear")
+SPEC_BACKEND = Seam("models.backends:BackendSpecProvider")
+MLP_SPEC = Seam("models.gpt.gpt_layer_specs:get_mlp_module_spec_for_backend")
+FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
+LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
+DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
+
+# What has to be there for each way in. What the fused head needs of a model's class stands in `model_seams`.
+SEAMS: dict[str, tuple[Seam, ...]] = {
+    "patch": (LANGUAGE_MODULE, LOSS, DRAIN, GPT_MODEL),
+    "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),
+    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, LAYERS),
+    "substitution": (DRAIN_UTILITY, LAYERS),
+}
+
+
+# What came later, and what our layers, specs and head do with it where it is there.
+LATER: tuple[Seam, ...] = (
+    EXPERTS_BUILDER,  # a spec names experts by something to call, before by class and submodules
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(name)", since="0.18"),
+    Seam("models.gpt:GPTModel.forward(output_processor)", since="0.18"),
+    HYBRID_MODEL,
+    HYBRID_STACK,
+    Seam("tensor_parallel.mappings:all_to_all(use_nccl_stream)", since="0.18"),
+    Seam("tensor_parallel.gtp_api:HAVE_GTP", since="0.19"),
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(pg_collection)", since="0.20"),
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(output_dtype)", since="0.20"),
+    Seam("tensor_parallel.random:CheckpointWithoutOutputManager", since="0.20"),
+)
+
+
+def missing_seams(way: str) -> list[str]:
+    """What one of the ways in needs and this Megatron-Core lacks, each with the versions that have it."""
+    return [f"{seam.address} ({seam.versions})" for seam in SEAMS[way] if not seam.is_there()]
+
+
+# ---- our layers in Megatron's place: the specs and the substitution
+
+
+PATCH_INSTEAD = (
+    "Keep Megatron's own layers and take the fused head alone: "
+    "megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
+)
+
+
+def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
+    """Arguments of Megatron's function or class that ours do not take."""
+    if theirs is ours:
+        return []
+    known = inspect.signature(ours).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        p.name for p in inspect.signature(theirs).parameters.values() if p.name not in known and p.kind not in starred
+    ]
+
+
+def why_no_patch() -> str | None:
+    """Why the fused head cannot go into this Megatron-Core; None where it can, into models that have its seams."""
+    missing = missing_seams("patch")
+    return f"it has no {_listed(missing)}" if missing else None
+
+
+def why_no_spec(way: str = "spec") -> str | None:
+    """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
+    lacking = missing_seams(way)
+    if not lacking:
+        theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
+        for ours in (ColumnParallelLinear, RowParallelLinear):
+            name = ours.__name__
+            lacking += [f"{name}({argument}=...)" for argument in unknown_arguments(getattr(theirs, name), ours)]
+        return f"our layers do not know {_listed(lacking)}" if lacking else None
+    return f"it has no {_listed(lacking)}"
+
+
+def require_spec(way: str) -> None:
+    """Refuse what `why_no_spec` finds.
 
     Raises:
-        ValueError: something is missing; the message says what.
+        ImportError: our layers cannot be named in a spec of this kind; the message says why, and what works instead.
     """
-    missing = [f"a method {name}()" for name in (FORWARD, POSTPROCESS, LOSS) if not callable(_find(model_class, name))]
-    missing += [
-        f"an argument `labels` of {name}()"
-        for name in (FORWARD, POSTPROCESS)
-        if callable(_find(model_class, name)) and not accepts(_find(model_class, name), "labels")
-    ]
-    if missing:
-        raise ValueError(
-            f"{model_class.__name__} of Megatron-Core {megatron_version()} lacks {', '.join(missing)}: the fused head "
-            f"goes in there; pass a GPTModel of Megatron-Core {TESTED[0]} to {TESTED[-1]}"
+    reason = why_no_spec(way)
+    if reason is not None:
+        raise ImportError(
+            f"megatron_ext's layer specs do not fit Megatron-Core {megatron_version()} ({megatron_path()}): {reason}. "
+            f"{_advice(way)}"
         )
 
 
-def accepts(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def _advice(way: str) -> str:
+    if way == "hybrid spec" and why_no_spec("spec") is None:
+        return "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
+    return PATCH_INSTEAD
 
 
-def has_output_processor(model_class: type) -> bool:
-    """Whether a caller may bring its own way from hidden states to outputs (Megatron-Core 0.18 and newer)."""
-    return OUTPUT_PROCESSOR in inspect.signature(_find(model_class, FORWARD)).parameters
-
-
-def why_not_fused(model: Any) -> str | None:
-    """Why the logits of this model cannot be promised, or None if they can.
-
-    Only what is known to be a product of hidden states and weight, plus bias, with a softcap or without, can be; and
-    only Megatron's own loss is known to be a cross entropy.
-    """
-    layer = model.output_layer
-    forward = type(layer).forward
-    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
-        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
-    )
-    if FORWARD in vars(layer):
-        return "its output layer has a forward of its own, put there by somebody else"
-    if not plain and not hasattr(layer, "softcap"):
-        return (
-            f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
-            f"a softcap or without, give it an attribute `softcap` (a number, or None)"
-        )
-    if layer._backward_hooks or layer._backward_pre_hooks:
-        return "its output layer has backward hooks, which need real logits"
-    if LOSS in vars(model) or not _find(type(model), LOSS).__module__.startswith("megatron.core."):
-        return f"it has a {LOSS} of its own"
-    return None
-
-
-def _find(owner: type, name: str) -> Any:
-    """The attribute as it stands in the class or the first base that has it, None if there is none."""
-    return next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), None)
+def _listed(names: list[str]) -> str:
+    return ", ".join(names)

@@ -17,7 +17,6 @@ from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.checks import NO_SIZE, check_labels, or_refuse, size_fault
-from megatron_ext.head.options import check_temperature
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
 
@@ -29,15 +28,35 @@ class TrainingSamplingParams:
     Logits are divided by the temperature, then the k largest are kept, then of these the fewest whose probabilities
     add up to p. See `megatron_ext.head.sampled_log_probs` for ties and for labels outside.
 
+    Who divides by the temperature: of functions that take logits the caller, before the call, as all of NeMo-RL does;
+    they do not look at it. Functions that take hidden states, which have no logits to divide before, do it.
+
     Attributes:
-        top_k: at least 1 and at most the vocabulary; None or -1: off.
-        top_p: in (0, 1]; 1: off.
+        top_k: at least 1; more than the vocabulary keeps all of it; None, -1 or 0: off.
+        top_p: in (0, 1]; None or 1: off.
         temperature: above 0.
     """
 
     top_k: int | None = None
     top_p: float = 1.0
     temperature: float = 1.0
+
+
+PADDING = -1  # a token id that stands for no token: its result is 0
+
+
+def padding_ignored(labels: Any) -> Any:
+    """Labels with `IGNORE_INDEX` for `PADDING`; what are no integers as they are, for the head to refuse."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype in (torch.bool, torch.complex64):
+        return labels
+    labels = labels.long()
+    return labels.masked_fill(labels == PADDING, IGNORE_INDEX)
+
+
+def without_padding(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids with 0 for `PADDING`, and where they had none, bool."""
+    there = indices != PADDING
+    return indices.where(there, 0), there
 
 
 def number(value: Any) -> Any:
@@ -51,7 +70,9 @@ def sampling_of(params: Any) -> TrainingSamplingParams:
     """Of any object with the attributes; None: nothing is filtered or scaled."""
     if params is None:
         return TrainingSamplingParams()
-    return TrainingSamplingParams(number(params.top_k), number(params.top_p), number(params.temperature))
+    top_k, top_p = number(params.top_k), 1.0 if params.top_p is None else number(params.top_p)
+    off = isinstance(top_k, int) and not isinstance(top_k, bool) and top_k == 0
+    return TrainingSamplingParams(None if off else top_k, top_p, number(getattr(params, "temperature", 1.0)))
 
 
 def log_probs(
@@ -62,14 +83,16 @@ def log_probs(
     chunk_size: int | None,
     sampling_params: Any = None,
 ) -> Tensor:
-    """`[B, S]`: log-probabilities of labels, after temperature and filter where sampling parameters are given."""
+    """`[B, S]`: log-probabilities of labels, among those that the filters leave where sampling parameters are given.
+
+    The logits are taken as they are, scaled already. `PADDING` as a label gives 0.
+    """
     sampling = sampling_of(sampling_params)
     return head.sampled_log_probs(
         logits_BSV,
-        labels_BS,
+        padding_ignored(labels_BS),
         top_k=sampling.top_k,
         top_p=sampling.top_p,
-        temperature=sampling.temperature,
         tp_group=whole_if_none(tp_group),
         vocab=vocab,
         chunk_tokens=chunk_tokens(chunk_size, logits_BSV.shape[:-2].numel()),
@@ -81,7 +104,6 @@ def check_call(chunk_size: int | None, sampling_params: Any) -> None:
     chunk_tokens(chunk_size, 1)
     sampling = sampling_of(sampling_params)
     filters(sampling.top_k, sampling.top_p)
-    check_temperature(sampling.temperature)
 
 
 def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
@@ -89,7 +111,7 @@ def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) 
 
     Other ranks may have more columns than this one: what is too large for it is left to the head, and they are told.
     """
-    return lambda labels: size_check(columns, tp_group, vocab)(check_labels, labels, IGNORE_INDEX)
+    return lambda labels: size_check(columns, tp_group, vocab)(check_labels, padding_ignored(labels), IGNORE_INDEX)
 
 
 def size_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Callable[..., object]:

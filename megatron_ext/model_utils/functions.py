@@ -7,8 +7,9 @@ the result needs no gradient. Results are fp32 (fp64 for fp64), gradients have t
     DistributedLogprob.apply(logits, target, start, end, group)
 
 All of them send 1 all-gather over the group forward and nothing backward, whatever `chunk_size`, with one exception:
-top-p without top-k sends up to 2 a chunk. A group of None means logits that are whole. -100 as a target gives 0 and no
-gradient. What the head refuses is a ValueError on every rank.
+top-p without top-k sends up to 2 a chunk. A group of None means logits that are whole. -100 and -1 as a target give 0
+and no gradient. What the head refuses is a ValueError on every rank. Logits are taken as they are: a temperature is the
+caller's to divide by.
 
 Legend: B sequences, S positions, V vocabulary, R ranks of the group.
 """
@@ -20,13 +21,25 @@ from torch import Tensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group
-from megatron_ext.model_utils.arguments import TrainingSamplingParams, chunk_tokens, log_probs, saving, shard
+from megatron_ext.model_utils.arguments import (
+    TrainingSamplingParams,
+    chunk_tokens,
+    log_probs,
+    saving,
+    shard,
+    without_padding,
+)
 from megatron_ext.model_utils.arguments import whole_if_none as whole
 
 
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
     """`[..., V/R]`: log-probabilities over the whole vocabulary of logits `[..., V/R]`. Differentiable."""
     return head.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=whole(group))
+
+
+def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
+    """`_compute_distributed_log_softmax`, which is differentiable as it is."""
+    return _compute_distributed_log_softmax(vocab_parallel_logits, group)
 
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
@@ -137,7 +150,7 @@ class DistributedCrossEntropy(PlainFunction):
 class ChunkedDistributedGatherLogprob(PlainFunction):
     """`[B, S, K]`: log-probabilities of the tokens `global_indices` `[B, S, K]` from logits `[B, S, V/R]`.
 
-    dL/dz = -softmax * sum_k(dL/dy_k) + scatter_add(dL/dy_k).
+    dL/dz = -softmax * sum_k(dL/dy_k) + scatter_add(dL/dy_k). An id of -1 gives 0 and no gradient.
     """
 
     @staticmethod
@@ -152,15 +165,16 @@ class ChunkedDistributedGatherLogprob(PlainFunction):
         inference_only: bool = False,
     ) -> Tensor:
         with saving(not inference_only):
+            indices, there = without_padding(global_indices)
             found = head.gather_log_probs(
                 vocab_parallel_logits,
-                global_indices,
+                indices,
                 tp_group=whole(tp_group),
                 vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
                 chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel()),
             )
             assert isinstance(found, Tensor)
-            return found
+            return found.where(there, 0.0)
 
 
 class ChunkedDistributedEntropy(PlainFunction):

@@ -4,6 +4,8 @@ Legend: B sequences, S tokens of each, D hidden size, V vocabulary, R tensor-par
 packs T tokens of N documents.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -12,13 +14,14 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.options import Cache, Layout, one_of
+from megatron_ext.head.options import Cache, Layout, check_temperature, one_of
 from megatron_ext.head.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
     chunk_tokens,
     label_check,
     number,
+    padding_ignored,
     sampling_of,
     saving,
     shard,
@@ -29,10 +32,28 @@ from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
 
 
+def _in_either_order(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes positional arguments in the order of earlier versions of NeMo-RL too.
+
+    There `output_weight` stood before `runtime_gather_output`, today's third; `target` followed. A weight in the third
+    place, or no tensor where today's `target` stands, shows the earlier order.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        earlier = len(args) > 2 and (isinstance(args[2], Tensor) or (len(args) > 3 and not isinstance(args[3], Tensor)))
+        if earlier:
+            kwargs = {"output_weight": args[2], **kwargs}
+            args = args[:2] + args[3:]
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_in_either_order
 def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Tensor,
     output_weight_layer: Tensor | None,
-    output_weight: Tensor | None,
     runtime_gather_output: bool | None,
     target: Tensor,
     vocab_start_index: int,
@@ -42,6 +63,7 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: Group = None,
     chunk_size: int | None = None,
     *,
+    output_weight: Tensor | None = None,
     hidden_layout: Layout = "sequence",
     sampling_params: Any = None,
     return_entropy: bool = False,
@@ -56,14 +78,16 @@ def from_parallel_hidden_states_to_logprobs(
     Args:
         tensor_parallel_hidden_states: `[S/W/R, B, D]`, this rank's slice under sequence parallelism; `[S/W, B, D]` with
             `hidden_layout="replicated"`.
-        output_weight_layer: `[V/R, D]`, the output layer's own weight; unused where `output_weight` is given.
-        output_weight: `[V/R, D]`, the embedding's weight where it is tied to the output; None: it is not.
+        output_weight_layer: `[V/R, D]`, the weight of the lm head, the embedding's where they are tied.
         runtime_gather_output: without effect: there are no logits to gather.
-        target: `[B, S]`, the token ids themselves, whole; they are shifted inside. -100 gives 0.
+        target: `[B, S]`, the token ids themselves, whole; they are shifted inside. -100 and -1 give 0.
         vocab_start_index, vocab_end_index, tp_group, inference_only, cp_group, chunk_size: as for
             `from_parallel_logits_to_logprobs`.
+        output_weight: taken in place of `output_weight_layer` where it is given. By position it is the third argument,
+            as in earlier versions of NeMo-RL: both orders are told apart by their types.
         hidden_layout: "sequence" or "replicated": what the tensor-parallel ranks hold.
-        sampling_params: temperature, top-k and top-p: an object as `TrainingSamplingParams`.
+        sampling_params: temperature, by which the logits are divided, top-k and top-p: an object as
+            `TrainingSamplingParams`.
         return_entropy: also the entropy of each distribution, in the same pass; not with top-k or top-p.
         cu_seqlens_padded, unpacked_seqlen, cu_seqlens: of a pack: B is 1, `target` `[1, T]`. As for
             `from_parallel_logits_to_logprobs_packed_sequences`.
@@ -99,6 +123,7 @@ def from_parallel_hidden_states_to_logprobs(
             slices=group_size(tp_group),
         )
     check_call(chunk_size, sampling_params)
+    check_temperature(sampling_of(sampling_params).temperature)
     _check_entropy(return_entropy, sampling_params)
 
     def compute(labels: Tensor) -> Any:
@@ -167,7 +192,7 @@ def _log_probs(
     **call: Any,
 ) -> Any:
     """`[B, S]`, and the entropies if asked for."""
-    sampling = sampling_of(sampling_params)
+    sampling, labels_BS = sampling_of(sampling_params), padding_ignored(labels_BS)
     call |= {
         "tp_group": whole_if_none(tp_group),
         "temperature": sampling.temperature,

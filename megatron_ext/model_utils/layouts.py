@@ -1,14 +1,20 @@
-"""NeMo-RL's moves of tensors between ranks: along the sequence, and from tokens to vocabulary and back."""
+"""NeMo-RL's moves of tensors between ranks: along the sequence, from tokens to vocabulary and back, and sums."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
 from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.parts import SequenceParts
-from megatron_ext.sequence.zigzag import split_zigzag
-from megatron_ext.tensor_parallel.mappings import all_to_all_hp2sp, all_to_all_sp2hp
+from megatron_ext.sequence.zigzag import gather_parts, split_zigzag
+from megatron_ext.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 def _get_tokens_on_this_cp_rank(input_ids: Tensor, cp_rank: int, cp_size: int, seq_dim: int = 1) -> Tensor:
@@ -47,6 +53,69 @@ class AllGatherCPTensor(PlainFunction):
 def allgather_cp_sharded_tensor(tensor: Tensor, cp_group: Group, seq_dim: int = 1) -> Tensor:
     """`AllGatherCPTensor` as a function."""
     return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
+
+
+def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Group = None, seq_dim: int = 1) -> Tensor:
+    """From this rank's zigzag part of a sequence to its contiguous one, of the same length, along `seq_dim`.
+
+    Without a group, or with one of a single rank, `x` as it is; of a DTensor its local tensor is taken.
+
+    Communicates: 1 all-gather; backward 1 reduce-scatter.
+
+    Raises:
+        ValueError: this rank's part has an odd length.
+    """
+    if group_size(check_group(cp_group, "cp_group")) == 1:
+        return x
+    local = x.to_local() if isinstance(x, DTensor) else x
+    whole = allgather_cp_sharded_tensor(local, cp_group, seq_dim)
+    return whole.chunk(group_size(cp_group), seq_dim)[group_rank(cp_group)].contiguous()
+
+
+def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
+    """At each position of dim 1 what stands at the next: `x[:, t + 1]` of the whole sequence, `fill` at its end.
+
+    Args:
+        x: `[B, P, ...]`, of any dtype: with `cp_group` this rank's contiguous part, in rank order, equally long.
+
+    Returns:
+        The shape of `x`. Differentiable across the ranks too.
+
+    Communicates: 1 all-gather of a position; backward 1 reduce-scatter, where `x` needs a gradient.
+
+    Raises:
+        ValueError: `x` has no dim 1, or nothing along it.
+    """
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] == 0:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x is {found}: it must be [batch, sequence, ...] with at least one position; pass a tensor")
+    ranks, rank = group_size(check_group(cp_group, "cp_group")), group_rank(cp_group)
+    first = gather_parts(x[:, :1].contiguous(), cp_group, 1)
+    after = first.narrow(1, (rank + 1) % ranks, 1)  # the last rank takes it too: all must meet in backward
+    return torch.cat([x[:, 1:], after.masked_fill(after.new_full((), rank == ranks - 1, dtype=torch.bool), fill)], 1)
+
+
+class _AllReduceSum(PlainFunction):
+    """The sum over `group`; the gradient goes back as it is, because all ranks repeat the computation behind the sum.
+
+    Without a group, or with one of a single rank, `x` itself. Communicates: 1 all-reduce; backward nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        if group_size(check_group(group, "group")) == 1:
+            return x
+        return reduce_from_tensor_model_parallel_region(x, group)
+
+
+def group_all_reduce_sum_with_grad(x: Tensor, group: Group) -> Tensor:
+    """`_AllReduceSum` as a function."""
+    return _AllReduceSum.apply(x, group)
+
+
+def group_all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    """The sum over `group` as a constant: nothing flows back through it. 1 all-reduce."""
+    return _AllReduceSum.apply(x.detach(), group)
 
 
 def all_to_all_vp2sq(vocab_parallel_logits: Tensor, tp_group: Group) -> Tensor:

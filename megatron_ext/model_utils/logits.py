@@ -1,5 +1,8 @@
 """NeMo-RL's entry points: from logits and unshifted token ids to the log-probability of every next token.
 
+The logits are taken as they are: who samples at a temperature divides them by it before the call, as NeMo-RL's callers
+do. That of `sampling_params` is not looked at.
+
 Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks; in packs T tokens
 of N documents.
 """
@@ -42,14 +45,14 @@ def from_parallel_logits_to_logprobs(
     Args:
         vocab_parallel_logits: `[B, S/W, V/R]`, any floating dtype; with `cp_group` this rank's zigzag part. The
             sequence may be padded behind: S is then the padded length.
-        target: `[B, S]`, integers: the token ids themselves, whole; they are shifted inside. -100 gives 0.
+        target: `[B, S]`, integers: the token ids themselves, whole; they are shifted inside. -100 and -1 give 0.
         vocab_start_index, vocab_end_index: this rank's columns; every rank has as many, in rank order.
         tp_group: the ranks that share the vocabulary; None: the logits are whole.
         inference_only: nothing is saved, and the result needs no gradient.
         cp_group: the ranks that share the sequence; None: it is whole.
         chunk_size: sequence positions at a time; None: chosen from the sizes. It changes memory, not the result.
-        sampling_params: temperature, top-k and top-p: an object as `TrainingSamplingParams`. The logits are scaled
-            inside; a token that the filter does not leave gets -inf.
+        sampling_params: top-k and top-p: an object as `TrainingSamplingParams`. A token that they do not leave gets
+            -inf. Its temperature is the caller's part: the logits are divided by it already.
 
     Returns:
         `[B, S - 1]` (S that of `target`), fp32 (fp64 for fp64), the whole sequence on every rank. Under context
@@ -97,8 +100,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         group: the tensor-parallel one.
         cu_seqlens: integers `[N + 1]`, the documents without the padding behind each of them. With it padding gets
             zeros, and may reach beyond `unpacked_seqlen`. Without it padding cannot be told from tokens: places beyond
-            `unpacked_seqlen` are cut off as far as rounding it up explains them, to a multiple of R (of 2WR at W > 1,
-            as sequence and context parallelism pad), and refused further on.
+            `unpacked_seqlen` are cut off, of the last document, which pipelines and FP8 extend to the length of the
+            pack, all; of the others as far as rounding up explains them, to a multiple of R (of 2WR at W > 1, as
+            sequence and context parallelism pad). Further on they are refused.
 
     The other arguments and the communication are those of `from_parallel_logits_to_logprobs`.
 
@@ -107,8 +111,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
     Raises:
         ValueError: as there; and where `cu_seqlens_padded` lies on the CPU: it does not go from 0 to T, a length does
-            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (rounded up as said if
-            `cu_seqlens` is not given). On a GPU `torch._assert_async` stops the device instead.
+            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (if `cu_seqlens` is not given,
+            one before the last, rounded up as said). On a GPU `torch._assert_async` stops the device instead.
     """
     check_logits(vocab_parallel_logits)
     targets = PackedTargets(

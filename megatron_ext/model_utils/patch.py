@@ -36,9 +36,13 @@ def _gpt_forward_with_linear_ce_fusion(
     inference_params: Any = None,
     loss_mask: Tensor | None = None,
     padding_mask: Tensor | None = None,
+    is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """The forward of a patched GPTModel as a function: see `megatron_ext.megatron.linear_ce`."""
+    """The forward of a patched GPTModel as a function: see `megatron_ext.megatron.linear_ce`.
+
+    `is_spec_decode`, of Megatron 0.17.1 and later, goes to the model's own forward where it is given.
+    """
     from megatron_ext.megatron import linear_ce
 
     return linear_ce.gpt_forward_with_linear_ce_fusion(
@@ -55,5 +59,6 @@ def _gpt_forward_with_linear_ce_fusion(
         inference_params=inference_params,
         loss_mask=loss_mask,
         padding_mask=padding_mask,
+        is_spec_decode=is_spec_decode,
         return_logprobs_for_linear_ce_fusion=return_logprobs_for_linear_ce_fusion,
     )

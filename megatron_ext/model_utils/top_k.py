@@ -21,6 +21,7 @@ from megatron_ext.model_utils.arguments import (
     shard,
     size_check,
     whole_if_none,
+    without_padding,
 )
 from megatron_ext.model_utils.dtensor import local_shard, sequence_group
 from megatron_ext.sequence.devices import on_device
@@ -71,7 +72,7 @@ def gather_logits_at_global_indices(
 
     Args:
         vocab_parallel_logits: with `cp_group` this rank's zigzag part of the sequence, which may be padded behind.
-        global_indices: whole on every rank.
+        global_indices: whole on every rank. -1 stands for no token and gives 0.
         tp_group, cp_group: None: not shared.
 
     Returns:
@@ -87,16 +88,17 @@ def gather_logits_at_global_indices(
     batch, positions, columns = vocab_parallel_logits.shape
     chunk = chunk_tokens(chunk_size, batch)
     _check_indices("global_indices", global_indices, batch)
-    size_check(columns, tp_group)(check_ids, global_indices)
-    parts = PaddedParts(global_indices.shape[1], positions, cp_group, "global_indices")
-    indices = parts.split(global_indices, 0)
+    ids, there = without_padding(global_indices)
+    size_check(columns, tp_group)(check_ids, ids)
+    parts = PaddedParts(ids.shape[1], positions, cp_group, "global_indices")
+    indices = parts.split(ids, 0)
 
     def compute() -> Tensor:
         vocab = shard(vocab_start_index, vocab_end_index, columns, tp_group)
         group = whole_if_none(tp_group)
         return head.gather_logits(vocab_parallel_logits, indices, tp_group=group, vocab=vocab, chunk_tokens=chunk)
 
-    return parts.whole(*or_refuse(compute, indices.shape, vocab_parallel_logits))
+    return parts.whole(*or_refuse(compute, indices.shape, vocab_parallel_logits)).where(there, 0.0)
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -116,7 +118,8 @@ def get_distillation_topk_logprobs_from_logits(
             `[B, S, V]`. With `context_parallel_group` this rank's zigzag part, which may be padded behind. A DTensor
             whose sequence is sharded over a mesh dim "cp" brings that group along, where none is given.
         teacher_topk_logits, teacher_topk_indices: `[B, S, K]`, whole on every rank; what the teacher predicts at each
-            position.
+            position. An index of -1 stands for no token: the student's logit, or log-probability with
+            `zero_outside_topk`, is 0 there.
         zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
             outside of the K; False: both are distributions over the K tokens.
         calculate_entropy: with `zero_outside_topk`, also the student's sum of p log p over its vocabulary.
@@ -144,9 +147,10 @@ def get_distillation_topk_logprobs_from_logits(
             f"{tuple(teacher_topk_indices.shape)}: both must be [batch, sequence, K], of the whole sequence"
         )
     columns = logits.shape[-1]
-    size_check(columns, group, vocab)(check_ids, teacher_topk_indices)
-    parts = PaddedParts(teacher_topk_indices.shape[1], logits.shape[1], cp_group, "teacher_topk_indices")
-    indices = parts.split(on_device(teacher_topk_indices, logits.device), 0)
+    ids, there = without_padding(on_device(teacher_topk_indices, logits.device))
+    size_check(columns, group, vocab)(check_ids, ids)
+    parts = PaddedParts(ids.shape[1], logits.shape[1], cp_group, "teacher_topk_indices")
+    indices = parts.split(ids, 0)
     with_entropy = zero_outside_topk and calculate_entropy
 
     def compute() -> Any:
@@ -161,7 +165,8 @@ def get_distillation_topk_logprobs_from_logits(
 
     batch, positions, k = indices.shape
     found = parts.whole(*or_refuse(compute, (batch, positions, k + with_entropy), logits))[:, :-1]
-    student = found[..., :k] if zero_outside_topk else _over_last_dim(found)
+    student = found[..., :k].where(there[:, :-1], 0.0)
+    student = student if zero_outside_topk else _over_last_dim(student)
     teacher = _over_last_dim(on_device(teacher_topk_logits, student.device).to(student.dtype))[:, :-1]
     return student, teacher, found[..., k] if with_entropy else None
 

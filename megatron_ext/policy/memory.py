@@ -57,6 +57,13 @@ def device_info(device: torch.device) -> dict[str, Any]:
     return info
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU, or of the host for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_cached_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":

@@ -12,17 +12,28 @@ from torch import Tensor
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
-from megatron_ext.policy.losses import LossType, valid_counts
+from megatron_ext.policy.loss_protocol import LossType, valid_counts
 from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank among those that hold other rows (dp), and how many ranks hold the same ones (cp * tp)."""
+    """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
+    each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
 
     dp_rank: int = 0
     dp_size: int = 1
     copies: int = 1
+    stages: int = 1
+
+    def replica(self, rank: int) -> int:
+        """The data-parallel rank of a global one."""
+        return rank // self.copies % self.dp_size
+
+    def first_ranks(self, stage: int = 0) -> range:
+        """Of each data-parallel rank one global rank, on this stage."""
+        begin = stage * self.dp_size * self.copies
+        return range(begin, begin + self.dp_size * self.copies, self.copies)
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,19 @@ def training_steps(
     return steps
 
 
+def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Place) -> Step:
+    """A part of a global batch, of which the ranks may have different numbers of rows; else as `training_steps`."""
+    unit = getattr(loss_fn, "unit", 1)
+
+    def prepare() -> tuple[list[list[int]], tuple[float, float]]:
+        batch = _checked(data, shape, _needs(loss_fn))
+        return shape.cut(batch, unit), valid_counts(batch, unit)
+
+    found = _one_per_replica(agree(prepare), place)
+    valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))
+    return Step(tuple(found[place.dp_rank][0]), max(len(cut) for cut, _ in found), valid_seqs, valid_toks)
+
+
 def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
@@ -123,7 +147,8 @@ def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
 
 def _needs(loss_fn: Any) -> Sequence[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
-    return [*needs, "token_mask"] if getattr(loss_fn, "loss_type", None) is LossType.TOKEN_LEVEL else needs
+    kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
+    return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs
 
 
 def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> BatchedDataDict:
@@ -161,10 +186,11 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
 
 def _one_per_replica(found: list[Any], place: Place) -> list[Any]:
     """What each data-parallel rank found; ranks that hold the same rows must have found the same."""
-    for first in range(0, len(found), place.copies):
-        if any(other != found[first] for other in found[first : first + place.copies]):
+    for replica, first in enumerate(place.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+        if any(found[rank] != found[first] for rank in ranks):
             raise ValueError(
-                f"ranks {first} to {first + place.copies - 1} hold shards of one model and got different data: tensor- "
-                f"and context-parallel ranks must get the same rows; shard data by dp_rank"
+                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
+                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
             )
-    return found[:: place.copies]
+    return [found[first] for first in place.first_ranks()]

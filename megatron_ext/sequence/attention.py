@@ -105,6 +105,7 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
 
@@ -121,6 +122,8 @@ def attend(
         scale: of the scores; None: 1 / sqrt(D).
         dropout: probability with which the softmax's entries are dropped, drawn from the current generator.
         softcap: scores become `softcap * tanh(scores / softcap)`. No kernel knows it, so whole score matrices are made.
+        sinks: `[H]`, for each head the score of one more key that all queries see, and whose value is 0 (attention
+            sinks, OpenAI's GPT-OSS). Not together with `softcap`.
 
     Returns:
         `[S, B, H, D]` (D of the values). Zeros for padding, and for a query that sees no key.
@@ -148,6 +151,7 @@ def attend(
             scale=scale,
             dropout=dropout,
             softcap=softcap,
+            sinks=sinks,
         )
     ranks, rank = group_size(cp_group), group_rank(cp_group)
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
@@ -162,7 +166,12 @@ def attend(
         if q_packing is not None:
             raise ValueError("mask came with packed sequences: their documents say what is seen; pass mask=None")
         mask = check_mask(mask, q_SBHD, k_TBGD.shape[0] * ranks)
-    scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap)
+    if sinks is not None and (softcap is not None or sinks.shape != q_SBHD.shape[2:3]):
+        raise ValueError(
+            f"sinks are {list(sinks.shape)} for {q_SBHD.shape[2]} heads, with softcap={softcap}: they must be one "
+            f"number a head, without softcap"
+        )
+    scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
 
     parts_RTBGD = None
     if ranks > 1:
@@ -202,6 +211,7 @@ class _Scores:
     scale: float
     dropout: float
     softcap: float | None
+    sinks: Tensor | None = None
 
 
 def _attend_run(q, k, v, first: int, window: Window, hidden: Tensor | None, scores: _Scores) -> list[Tensor]:
@@ -249,6 +259,15 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
     elif left_hides or right_hides:
         bias = window.visible(first, queries, keys, q.device)
 
+    channels = v.shape[-1]
+    if scores.sinks is not None:
+        q, k, v = _with_sink(q, k, v, scores)
+        if is_causal or (bias is not None and type(bias) is not Tensor):
+            is_causal = False
+            with _disable_current_modes():
+                bias = causal_lower_right(queries, keys + 1)
+        elif bias is not None:
+            bias = F.pad(bias, (1, 0), value=True)
     dense = bias is not None and type(bias) is Tensor
     grouped = q.shape[2] != k.shape[2]
     if grouped and q.device.type == "cuda" and (dense or q.dtype in (torch.float32, torch.float64)):
@@ -266,7 +285,23 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
         scale=scores.scale,
         enable_gqa=grouped,
     )
-    return out_BHSD.permute(2, 0, 1, 3)
+    return out_BHSD.permute(2, 0, 1, 3)[..., :channels]
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor, Tensor, Tensor]:
+    """A key with the sinks as its scores and a value of 0, before the others.
+
+    It is made of channels that no other key has: queries hold the sink of their head there, this key a 1. Eight of
+    them, and as many for the values: what flash kernels take.
+    """
+    assert scores.sinks is not None
+    width = max(k.shape[-1], v.shape[-1]) + 8
+    column = (scores.sinks / scores.scale).to(q.dtype)[:, None].expand(*q.shape[:3], 1)
+    q = F.pad(torch.cat([q, column], -1), (0, width - q.shape[-1] - 1))
+    sink = k.new_zeros(1, *k.shape[1:3], width)
+    sink[..., k.shape[-1]] = 1
+    k = torch.cat([sink, F.pad(k, (0, width - k.shape[-1]))])
+    return q, k, F.pad(v, (0, width - v.shape[-1], 0, 0, 0, 0, 1, 0))
 
 
 def _attend_with_softcap(q, k, v, seen: Tensor, scores: _Scores) -> Tensor:

@@ -133,14 +133,14 @@ class PackedTargets:
             one ends. Each length is a multiple of 2W at W > 1.
         unpacked_seqlen: U.
         cu_seqlens: the same without the padding behind each document, which then gets zeros. None: not known; a
-            document is taken to have as many tokens as places, up to U.
+            document is taken to have as many tokens as places, up to U; the last may have more places, the pack's.
         slices: ranks that share a context-parallel rank's part under sequence parallelism: documents are padded to a
             multiple of so many (times 2W at W > 1).
 
     Raises:
         ValueError: shapes that do not fit; values of `cu_seqlens` or `cu_seqlens_padded` that break a rule, or a
-            document longer than U (where its padding is not known, than U rounded up to what documents are padded to),
-            if they lie on the CPU. On a GPU these stop the device (`torch._assert_async`).
+            document longer than U (where its padding is not known, one before the last longer than U rounded up to what
+            documents are padded to), if they lie on the CPU. On a GPU these stop the device (`torch._assert_async`).
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 from megatron_ext.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_ext.tensor_parallel.data import broadcast_data
 from megatron_ext.tensor_parallel.inference_layers import (
+    InferenceColumnParallelLinear,
     InferenceLayerNormColumnParallelLinear,
     InferenceRowParallelLinear,
 )
@@ -10,8 +11,10 @@ from megatron_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
     linear_with_grad_accumulation_and_async_allreduce,
+    param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -49,6 +52,7 @@ from megatron_ext.tensor_parallel.utils import (
 __all__ = [
     "CheckpointWithoutOutput",
     "ColumnParallelLinear",
+    "InferenceColumnParallelLinear",
     "InferenceLayerNormColumnParallelLinear",
     "InferenceRowParallelLinear",
     "RowParallelLinear",
@@ -60,6 +64,7 @@ __all__ = [
     "broadcast_data",
     "checkpoint",
     "convert_cuda_rng_state",
+    "copy_gtp_attributes",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
@@ -71,6 +76,7 @@ __all__ = [
     "is_graph_safe_cuda_rng_tracker",
     "linear_with_grad_accumulation_and_async_allreduce",
     "model_parallel_cuda_manual_seed",
+    "param_is_not_gtp_duplicate",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",

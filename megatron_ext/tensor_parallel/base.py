@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.groups import Group, generalized_tensor_parallel_group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel.functional import (
     linear_with_frozen_weight,
@@ -38,10 +38,24 @@ def option(config: Any, name: str, default: Any = None) -> Any:
 
 
 class ShardedLayer(torch.nn.Module):
-    """A layer with a weight that is cut over `tp_group`."""
+    """A layer with a weight that is cut over `tp_group`.
+
+    Attributes:
+        gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more; always 1.
+    """
 
     tp_group: Group
     weight: Tensor | None
+    gtp_remat_size = 1
+
+    def _refuse_generalized_tensor_parallelism(self, pg_collection: Any, *, is_expert: bool = False) -> None:
+        ranks = group_size(generalized_tensor_parallel_group(pg_collection, expert=is_expert))
+        if ranks > 1:
+            raise ValueError(
+                f"generalized tensor parallelism shares each weight out over {ranks} ranks, and {type(self).__name__} "
+                f"of megatron_ext holds whole shards; set its size to 1, or build the model with Megatron's own "
+                f"Transformer Engine layers"
+            )
 
     def make_weight(
         self,
@@ -97,7 +111,8 @@ class ParallelLayer(ShardedLayer):
 
     sequence_parallel: bool
 
-    def _read_config(self, config: Any, group: Group, is_expert: bool) -> None:
+    def _read_config(self, config: Any, group: Group, is_expert: bool, pg_collection: Any) -> None:
+        self._refuse_generalized_tensor_parallelism(pg_collection, is_expert=is_expert)
         self.config = config
         self.tp_group = group
         self.is_expert = is_expert
@@ -176,6 +191,7 @@ class ParallelLayer(ShardedLayer):
             grad_output_buffer=None,
             wgrad_deferral_limit=None,
             tp_group=plan.group,
+            **({} if plan.output_dtype is None else {"output_dtype": plan.output_dtype}),
         )
         if plan.output == "sharded":
             return output

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
@@ -40,9 +41,14 @@ class ColumnParallelLinear(ParallelLayer):
         tp_comm_buffer_name: Accepted and not used, as in Megatron.
         disable_grad_reduce: Leave the input gradient unsummed, for a caller that sums it together with others.
         tp_group: The ranks that share the weight; None: Megatron's group.
+        name: Kept as the layer's attribute `name`, for who logs by it.
+        output_dtype: dtype of the output; None: that of the matmul. float32 keeps the sums of 16-bit products.
+        pg_collection: An object with process groups; read is `gtp_remat` (of experts `expt_gtp_remat`), Megatron's own
+            where it has none.
 
     Raises:
-        ValueError: `output_size` doesn't divide by R, or several ranks run and the group cannot be known.
+        ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, or generalized
+            tensor parallelism has more than one rank.
     """
 
     def __init__(
@@ -64,9 +70,13 @@ class ColumnParallelLinear(ParallelLayer):
         tp_comm_buffer_name: str | None = None,
         disable_grad_reduce: bool = False,
         tp_group: Group = None,
+        name: str | None = None,
+        output_dtype: torch.dtype | None = None,
+        pg_collection: Any = None,
     ):
         super().__init__()
-        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
+        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert, pg_collection)
+        self.name, self.output_dtype = name, output_dtype
         self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = self._share("output_size", output_size)
         self.gather_output = gather_output
@@ -109,6 +119,7 @@ class ColumnParallelLinear(ParallelLayer):
             "sharded",
             fuse_main_grad=self.gradient_accumulation_fusion,
             deferral=self._deferral(),
+            output_dtype=self.output_dtype,
             symmetric=self.symmetric,
         )
 

@@ -40,9 +40,11 @@ class VocabParallelEmbedding(ShardedLayer):
         reduce_scatter_embeddings: Return this rank's slice of the sequence, for sequence parallelism.
         config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
         tp_group: The ranks that share the table; None: Megatron's group.
+        pg_collection: As of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `num_embeddings` doesn't divide by R, or several ranks run and the group cannot be known.
+        ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, or
+            generalized tensor parallelism has more than one rank.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class VocabParallelEmbedding(ShardedLayer):
         reduce_scatter_embeddings: bool = False,
         config: Any,
         tp_group: Group = None,
+        pg_collection: Any = None,
     ):
         super().__init__()
+        self._refuse_generalized_tensor_parallelism(pg_collection)
         self.tp_group = require_tensor_parallel_group(tp_group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings

@@ -1,6 +1,10 @@
 """The linear functions by Megatron's names and arguments: thin readings of `parallel_linear`.
 
 The input of these functions is replicated, or with `sequence_parallel` a slice of the sequence; the output is sharded.
+
+Their arguments stand in the order of Megatron-Core 0.17 and newer. Up to 0.16 `async_grad_allreduce`, an old name of
+`allreduce_dgrad` without effect, stood where `tp_group` (of a trainable weight) and `gtp_remat_size` (of a frozen one)
+stand: calls by position in that order are known by what they pass.
 """
 
 from typing import Any
@@ -23,9 +27,10 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel: bool,
     grad_output_buffer: list[Tensor] | None = None,
     wgrad_deferral_limit: int | None = 0,
-    async_grad_allreduce: bool | None = None,
     tp_group: Group = None,
+    gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
+    async_grad_allreduce: bool | None = None,
 ) -> Tensor:
     """`input @ weight.T + bias`, whose backward pass communicates under the weight-gradient matmul.
 
@@ -41,17 +46,24 @@ def linear_with_grad_accumulation_and_async_allreduce(
         grad_output_buffer: A list that keeps output gradients of weight gradients to be computed later, as Megatron's
             deferred embedding gradient does; the caller keeps the inputs. None: nothing is deferred.
         wgrad_deferral_limit: How many of them it may hold; 0 or None: any number.
-        async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
         tp_group: The ranks that share the weight; None: Megatron's tensor-parallel group.
+        gtp_remat_size: Ranks over which generalized tensor parallelism shares out the weight once more: 1.
         output_dtype: dtype of the result; None: the matmul's. float32 for 16-bit inputs keeps the full sums (on CUDA by
             one matmul with fp32 output; elsewhere the operands are converted first). Gradients flow in the input's.
+        async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
 
     Returns:
         `[..., N]`, with `sequence_parallel` of the whole sequence.
 
     Raises:
-        ValueError: as `parallel_linear`; or `allreduce_dgrad` and `sequence_parallel` are both set.
+        ValueError: as `parallel_linear`; `allreduce_dgrad` and `sequence_parallel` are both set; or `gtp_remat_size` is
+            above 1.
     """
+    if not isinstance(gtp_remat_size, int):  # (async_grad_allreduce, tp_group): the order up to 0.16
+        tp_group, gtp_remat_size = gtp_remat_size, 1
+    if isinstance(tp_group, bool):
+        tp_group = None
+    _refuse_generalized_tensor_parallelism(gtp_remat_size)
     plan = _plan(
         tp_group,
         allreduce_dgrad,
@@ -73,8 +85,9 @@ def linear_with_frozen_weight(
     tp_group: Group = None,
     grad_output_buffer: None = None,
     wgrad_deferral_limit: None = None,
-    async_grad_allreduce: bool | None = None,
+    gtp_remat_size: int = 1,
     output_dtype: torch.dtype | None = None,
+    async_grad_allreduce: bool | None = None,
 ) -> Tensor:
     """`input @ weight.T + bias` for a weight without gradient: the input is not saved, nor gathered again backward.
 
@@ -90,8 +103,18 @@ def linear_with_frozen_weight(
                 f"{name} is {value!r}: a frozen weight has no gradient to defer; pass None, or call "
                 f"linear_with_grad_accumulation_and_async_allreduce"
             )
+    if not isinstance(gtp_remat_size, bool | None):  # else it is async_grad_allreduce: the order up to 0.16
+        _refuse_generalized_tensor_parallelism(gtp_remat_size)
     plan = _plan(tp_group, allreduce_dgrad, sequence_parallel, frozen=True, output_dtype=output_dtype)
     return parallel_linear(input, weight, bias, plan)
+
+
+def _refuse_generalized_tensor_parallelism(size: int) -> None:
+    if size > 1:
+        raise ValueError(
+            f"gtp_remat_size is {size}: the weight must be this rank's whole tensor-parallel shard; gather it over the "
+            f"{size} ranks and pass 1, or use Megatron's own Transformer Engine layers"
+        )
 
 
 def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **options: Any) -> Plan:
@@ -126,13 +149,17 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         grad_output_buffer: list[Tensor] | None,
         wgrad_deferral_limit: int | None,
         tp_group: Group,
+        gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
     ) -> Tensor:
+        _refuse_generalized_tensor_parallelism(gtp_remat_size)
         plan = _plan(
             tp_group,
             allreduce_dgrad,
             sequence_parallel,
             fuse_main_grad=gradient_accumulation_fusion,
             deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
+            output_dtype=output_dtype,
         )
         return ParallelLinear.forward(ctx, input, weight, bias, plan)
 
@@ -140,7 +167,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db, _ = ParallelLinear.gradients(ctx, grad_output)
-        return dx, dw, db, *[None] * 6
+        return dx, dw, db, *[None] * 8
 
 
 class LinearWithFrozenWeight(torch.autograd.Function):
@@ -148,13 +175,19 @@ class LinearWithFrozenWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, tp_group: Group
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        tp_group: Group,
+        output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        plan = _plan(tp_group, allreduce_dgrad, False, frozen=True)
+        plan = _plan(tp_group, allreduce_dgrad, False, frozen=True, output_dtype=output_dtype)
         return ParallelLinear.forward(ctx, input, weight, bias, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, _, db, _ = ParallelLinear.gradients(ctx, grad_output)
-        return dx, None, db, None, None
+        return dx, None, db, None, None, None

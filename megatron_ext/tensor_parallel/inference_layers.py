@@ -19,6 +19,13 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.symmetric import SymmetricTensor, symmetric_tensor
 from megatron_ext.tensor_parallel.column import ColumnParallelLinear
+from megatron_ext.tensor_parallel.inference_linear import InferenceLinear as InferenceLinear
+from megatron_ext.tensor_parallel.inference_regions import (
+    inference_all_gather_from_tensor_model_parallel_region as inference_all_gather_from_tensor_model_parallel_region,
+)
+from megatron_ext.tensor_parallel.inference_regions import (
+    inference_reduce_scatter_to_sequence_parallel_region as inference_reduce_scatter_to_sequence_parallel_region,
+)
 from megatron_ext.tensor_parallel.initialization import InitMethod
 from megatron_ext.tensor_parallel.row import RowParallelLinear
 
@@ -28,7 +35,87 @@ def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-class InferenceLayerNormColumnParallelLinear(ColumnParallelLinear):
+class _InferenceColumn(ColumnParallelLinear):
+    """What the two column-parallel layers share: room for the gathered input, and the product with it.
+
+    Attributes:
+        barrier_before_all_gather: this layer's gather follows another one in the same symmetric memory.
+    """
+
+    barrier_before_all_gather = False
+
+    def set_barrier_before_all_gather(self, value: bool = True) -> None:
+        """Say that another all-gather in the same symmetric memory may come right before this layer's."""
+        self.barrier_before_all_gather = value
+
+    def _memory(self, x: Tensor) -> SymmetricTensor | None:
+        """Room for the gathered input, where there is something to gather."""
+        if self.plan().input != "sequence" or self.gather_output:
+            return None
+        shape = [x.shape[0] * group_size(self.tp_group), *x.shape[1:]]
+        return symmetric_tensor(shape, x.dtype, x.device, self.tp_group)
+
+    def _multiply_gathered(self, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.weight is not None
+        output = F.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class InferenceColumnParallelLinear(_InferenceColumn):
+    """A `ColumnParallelLinear` for decoding: arguments as there. In evaluation mode no gradients are kept.
+
+    Communicates, evaluating: one all-gather with sequence parallelism at R > 1, in symmetric memory if there is any.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        stride: int = 1,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__(
+            input_size,
+            output_size,
+            config=config,
+            init_method=init_method,
+            gather_output=gather_output,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            stride=stride,
+            skip_weight_param_allocation=skip_weight_param_allocation,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
+        )
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(output, bias)` of `x` `[..., D]`, as for `ColumnParallelLinear`; `[S/R, ..., D]` if sequence parallel."""
+        if self.training:
+            return super().forward(x)
+        with torch.no_grad():
+            memory = self._memory(x)
+            if memory is None:
+                return super().forward(x)
+            return self._multiply_gathered(memory.all_gather(x, self.barrier_before_all_gather))
+
+
+class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
     """`rms_norm(x) @ weight.T`: a `ColumnParallelLinear` with a norm before it, `layer_norm_weight` `[input_size]`.
 
     Arguments as for `ColumnParallelLinear`; `config` has `layernorm_epsilon` and `normalization="RMSNorm"` as well.
@@ -56,6 +143,8 @@ class InferenceLayerNormColumnParallelLinear(ColumnParallelLinear):
         skip_weight_param_allocation: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
     ):
         super().__init__(
             input_size,
@@ -70,6 +159,8 @@ class InferenceLayerNormColumnParallelLinear(ColumnParallelLinear):
             skip_weight_param_allocation=skip_weight_param_allocation,
             tp_comm_buffer_name=tp_comm_buffer_name,
             tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
         )
         if config.normalization != "RMSNorm" or getattr(config, "layernorm_zero_centered_gamma", False):
             raise ValueError(
@@ -94,19 +185,9 @@ class InferenceLayerNormColumnParallelLinear(ColumnParallelLinear):
             if memory is None:
                 return super().forward(_te_rms_norm_kernel(x, self.layer_norm_weight, self.eps))
             if self.skip_norm_and_all_gather:
-                gathered = memory.tensor
-            else:
-                gathered = memory.all_gather(_te_rms_norm_kernel(x, self.layer_norm_weight, self.eps))
-            assert self.weight is not None
-            output = F.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
-            return output, self.bias if self.skip_bias_add else None
-
-    def _memory(self, x: Tensor) -> SymmetricTensor | None:
-        """Room for the gathered input, where there is something to gather."""
-        if self.plan().input != "sequence" or self.gather_output:
-            return None
-        shape = [x.shape[0] * group_size(self.tp_group), *x.shape[1:]]
-        return symmetric_tensor(shape, x.dtype, x.device, self.tp_group)
+                return self._multiply_gathered(memory.tensor)
+            normed = _te_rms_norm_kernel(x, self.layer_norm_weight, self.eps)
+            return self._multiply_gathered(memory.all_gather(normed, self.barrier_before_all_gather))
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
@@ -132,6 +213,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
         is_expert: bool,
         tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
     ):
         super().__init__(
             input_size,
@@ -144,6 +227,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
             is_expert=is_expert,
             tp_comm_buffer_name=tp_comm_buffer_name,
             tp_group=tp_group,
+            name=name,
+            pg_collection=pg_collection,
         )
         self.next_layer_norm_weights: Tensor | None = None
         self.residual: Tensor | None = None
@@ -204,3 +289,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
         if residual is not None and residual.dtype != x.dtype:
             return None  # the next layer finds its input of another dtype, and gathers it by itself
         return symmetric_tensor([*x.shape[:-1], self.output_size], x.dtype, x.device, self.tp_group)
+
+
+def is_inference_column_parallel_linear(module: Any) -> bool:
+    """Whether `module` is one of the column-parallel layers for decoding: what has `set_barrier_before_all_gather`."""
+    return isinstance(module, _InferenceColumn)

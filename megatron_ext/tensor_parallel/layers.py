@@ -23,7 +23,9 @@ from megatron_ext.tensor_parallel.mappings import (
 )
 from megatron_ext.tensor_parallel.parameters import (
     _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
+    copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
+    param_is_not_gtp_duplicate,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
@@ -47,6 +49,7 @@ __all__ = [
     "_grad_accum_fusion_available",
     "_initialize_affine_weight_cpu",
     "_initialize_affine_weight_gpu",
+    "copy_gtp_attributes",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "divide",
@@ -58,6 +61,7 @@ __all__ = [
     "linear_with_frozen_weight",
     "linear_with_grad_accumulation_and_async_allreduce",
     "padded_vocab_size",
+    "param_is_not_gtp_duplicate",
     "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

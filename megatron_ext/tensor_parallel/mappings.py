@@ -162,7 +162,7 @@ class _ReduceScatterToSequenceParallelRegion(Function):
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx, group, input, output_split_sizes, input_split_sizes):
+    def forward(ctx, group, input, output_split_sizes, input_split_sizes, use_nccl_stream=False):
         ctx.group = group
         ctx.output_split_sizes, ctx.input_split_sizes = (
             listed_sizes(output_split_sizes),
@@ -173,7 +173,7 @@ class _AllToAll(Function):
     @staticmethod
     def backward(ctx, *grad_output):
         gradient = _AllToAll.apply(ctx.group, *grad_output, ctx.input_split_sizes, ctx.output_split_sizes)
-        return None, gradient, None, None
+        return None, gradient, None, None, None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
@@ -248,12 +248,17 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
 
 
 def all_to_all(
-    group: Group, input_: Tensor, output_split_sizes_: Sizes = None, input_split_sizes: Sizes = None
+    group: Group,
+    input_: Tensor,
+    output_split_sizes_: Sizes = None,
+    input_split_sizes: Sizes = None,
+    use_nccl_stream: bool = False,
 ) -> Tensor:
     """The i-th piece of the rows `[N, ...]` goes to rank i; the result joins what the ranks sent here, in rank order.
 
     One all-to-all, and one backward. Split sizes are R integers or a tensor of them: rows received from each rank and
     rows sent to each; None: equal pieces. The group has no default: which ranks exchange is the caller's to say.
+    `use_nccl_stream` is accepted and changes nothing: torch chooses the stream, and the result is waited for.
     """
     if group is None:
         raise ValueError("group is None: an all-to-all needs to be told its ranks; pass for instance the expert group")

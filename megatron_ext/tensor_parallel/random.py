@@ -22,6 +22,7 @@ from megatron_ext.tensor_parallel.recompute import CheckpointFunction, checkpoin
 from megatron_ext.tensor_parallel.recompute_without_output import (
     CheckpointWithoutOutput,
     CheckpointWithoutOutputFunction,
+    CheckpointWithoutOutputManager,
 )
 from megatron_ext.tensor_parallel.rerun import Depth, is_checkpointing
 from megatron_ext.tensor_parallel.rerun import set_checkpointing as _set_checkpointing
@@ -30,13 +31,16 @@ from megatron_ext.tensor_parallel.rng_state import convert_cuda_rng_state
 from megatron_ext.tensor_parallel.rng_state import get_rng_state as _get_cuda_rng_state
 from megatron_ext.tensor_parallel.rng_state import set_rng_state as _set_cuda_rng_state
 from megatron_ext.tensor_parallel.rng_tracker import DATA_PARALLEL as _DATA_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel.rng_tracker import EXPERT_GENERALIZED as _EXPERT_GTP_REMAT_RNG_TRACKER_NAME
 from megatron_ext.tensor_parallel.rng_tracker import EXPERT_PARALLEL as _EXPERT_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel.rng_tracker import GENERALIZED as _GTP_REMAT_RNG_TRACKER_NAME
 from megatron_ext.tensor_parallel.rng_tracker import MODEL_PARALLEL as _MODEL_PARALLEL_RNG_TRACKER_NAME
 from megatron_ext.tensor_parallel.rng_tracker import (
     CudaRNGStatesTracker,
     InferenceCudaRNGStatesTracker,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
+    get_gtp_remat_rng_tracker_name,
 )
 from megatron_ext.tensor_parallel.seeding import model_parallel_cuda_manual_seed
 from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
@@ -44,11 +48,14 @@ from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_ten
 
 __all__ = [
     "_DATA_PARALLEL_RNG_TRACKER_NAME",
+    "_EXPERT_GTP_REMAT_RNG_TRACKER_NAME",
     "_EXPERT_PARALLEL_RNG_TRACKER_NAME",
+    "_GTP_REMAT_RNG_TRACKER_NAME",
     "_MODEL_PARALLEL_RNG_TRACKER_NAME",
     "CheckpointFunction",
     "CheckpointWithoutOutput",
     "CheckpointWithoutOutputFunction",
+    "CheckpointWithoutOutputManager",
     "CudaRNGStatesTracker",
     "InferenceCudaRNGStatesTracker",
     "_fork_rng",
@@ -65,6 +72,7 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_data_parallel_rng_tracker_name",
     "get_expert_parallel_rng_tracker_name",
+    "get_gtp_remat_rng_tracker_name",
     "initialize_rng_tracker",
     "is_checkpointing",
     "is_graph_safe_cuda_rng_tracker",

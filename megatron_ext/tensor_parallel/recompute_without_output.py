@@ -9,7 +9,16 @@ saved it keep their reference, and the recomputation writes the same numbers bac
     out = mlp(normed)                                        # saves normed for its backward
     recompute.discard_output_and_register_recompute(out)     # normed is empty until out's gradient arrives
 
-An idea of Megatron-Core (its selective recomputation of norms and activations).
+Calls whose outputs are one another's inputs are recomputed together, in the order in which they were made, by one
+manager:
+
+    manager = CheckpointWithoutOutputManager()
+    mixed = CheckpointWithoutOutput(ckpt_manager=manager).checkpoint(mix, streams)
+    normed = CheckpointWithoutOutput(ckpt_manager=manager).checkpoint(norm, mixed)
+    out = mlp(normed)
+    manager.discard_all_outputs_and_register_unified_recompute(out)   # both are empty until out's gradient arrives
+
+An idea of Megatron-Core (its selective recomputation of norms and activations, and of hyper-connections).
 """
 
 import contextlib
@@ -64,13 +73,21 @@ class CheckpointWithoutOutput:
 
     Args:
         fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid").
+        ckpt_manager: A manager that discards this call's outputs together with those of others. None: this object does.
+        retain_input_tensors: Accepted and not needed: an output that shares memory with an input always stays.
 
     Random numbers, autocast, arguments and gradients are treated as by `checkpoint`. Nothing is communicated but what
     the function itself communicates, twice.
     """
 
-    def __init__(self, fp8: Any = False):
+    def __init__(
+        self,
+        fp8: Any = False,
+        ckpt_manager: "CheckpointWithoutOutputManager | None" = None,
+        retain_input_tensors: bool = False,
+    ):
         self.fp8 = bool(fp8)
+        self.ckpt_manager, self.retain_input_tensors = ckpt_manager, retain_input_tensors
         self.ctx: Any = None  # of the call that was made and not yet discarded
         self.outputs: tuple[Tensor, ...] | None = None  # of that call
         self._inputs_at: set[int] = set()
@@ -86,6 +103,8 @@ class CheckpointWithoutOutput:
         call, tensors = FlatCall.flatten(run_function, args, kwargs)
         self.outputs = CheckpointWithoutOutputFunction.apply(call, self, *tensors)
         self._inputs_at = {_storage_id(tensor) for tensor in tensors}
+        if self.ckpt_manager is not None:
+            self.ckpt_manager.add_checkpoint(self)
         return call.unflatten(self.outputs)
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -93,13 +112,17 @@ class CheckpointWithoutOutput:
 
         Call it when the outputs were used for the last time in the forward. `hook_tensor` is a result of theirs whose
         gradient the backward computes before it needs them. An output stays as it is where it shares memory with an
-        input or with `hook_tensor`; all do where only one side needs a gradient: nothing would bring them back.
+        input or with `hook_tensor`; all do where only one side needs a gradient: nothing would bring them back. With a
+        manager nothing happens here: it discards.
 
         Raises:
             RuntimeError: there was no `checkpoint()` since the last time.
         """
-        if cuda_graph_phase() == "warmup":
+        if cuda_graph_phase() == "warmup" or self.ckpt_manager is not None:
             return
+        self._discard(hook_tensor)
+
+    def _discard(self, hook_tensor: Tensor) -> None:
         if self.outputs is None:
             raise RuntimeError("there is no output to discard: call checkpoint(run_function, *args) first")
         ctx, outputs = self.ctx, self.outputs
@@ -114,6 +137,44 @@ class CheckpointWithoutOutput:
                 freed.append(_Freed(output, place))
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(functools.partial(_fill_again, ctx, freed))
+
+
+class CheckpointWithoutOutputManager:
+    """Calls of `CheckpointWithoutOutput` whose outputs are discarded and recomputed together, for chains of them.
+
+    Attributes:
+        is_last_layer_in_recompute_block: Megatron's transformer block sets it for its layers, which then leave what
+            they return to the next block alone.
+    """
+
+    def __init__(self) -> None:
+        self.checkpoints: list[CheckpointWithoutOutput] = []
+        self.is_last_layer_in_recompute_block = False
+
+    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
+        """Take a call that was made. `ckpt.checkpoint()` does so by itself where it was given this manager.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: its `checkpoint()` was not called yet.
+        """
+        if not isinstance(ckpt, CheckpointWithoutOutput):
+            raise TypeError(f"ckpt is a {type(ckpt).__name__}: it must be a CheckpointWithoutOutput; pass that object")
+        if ckpt.outputs is None:
+            raise ValueError("ckpt has no outputs yet: call its checkpoint(run_function, *args) before adding it")
+        self.checkpoints.append(ckpt)
+
+    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the outputs of all calls until the gradient of `hook_tensor` is known; then recompute them in order.
+
+        `hook_tensor`, and what stays: as of `CheckpointWithoutOutput.discard_output_and_register_recompute`. The
+        manager may be used for other calls afterwards.
+        """
+        if cuda_graph_phase() == "warmup":
+            return
+        calls, self.checkpoints = self.checkpoints, []
+        for call in calls:  # a tensor's hooks run in the order in which they were registered
+            call._discard(hook_tensor)
 
 
 class _Freed:

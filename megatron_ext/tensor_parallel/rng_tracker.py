@@ -33,6 +33,8 @@ from megatron_ext.tensor_parallel.rng_state import (
 MODEL_PARALLEL = "model-parallel-rng"  # this tensor-parallel rank's own numbers
 EXPERT_PARALLEL = "expert-parallel-rng"  # the experts': one stream per (expert-parallel, expert-tensor-parallel) rank
 DATA_PARALLEL = "data-parallel-rng"  # the same on all tensor-parallel ranks
+GENERALIZED = "gtp-remat-rng"  # first values of weights under generalized tensor parallelism: one stream per rank of it
+EXPERT_GENERALIZED = "egtp-remat-rng"  # the same for experts
 DEFAULT = "default-rng"  # what the generator draws from outside any fork; has no entry in states_
 
 
@@ -44,6 +46,11 @@ def get_data_parallel_rng_tracker_name() -> str:
 def get_expert_parallel_rng_tracker_name() -> str:
     """The experts' stream."""
     return EXPERT_PARALLEL
+
+
+def get_gtp_remat_rng_tracker_name(is_expert: bool = False) -> str:
+    """The stream of first values under generalized tensor parallelism; there is none where that has one rank."""
+    return EXPERT_GENERALIZED if is_expert else GENERALIZED
 
 
 class Moment(NamedTuple):

@@ -34,10 +34,12 @@ class RowParallelLinear(ParallelLayer):
             for the token dispatcher to add up.
         tp_comm_buffer_name: Accepted and not used, as in Megatron.
         tp_group: The ranks that share the weight; None: Megatron's group.
+        name, pg_collection: As of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known, or
-            `config.sequence_parallel` is set for an input that is not parallel.
+        ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known,
+            `config.sequence_parallel` is set for an input that is not parallel, or generalized tensor parallelism has
+            more than one rank.
     """
 
     def __init__(
@@ -55,9 +57,12 @@ class RowParallelLinear(ParallelLayer):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
     ):
         super().__init__()
-        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
+        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert, pg_collection)
+        self.name = name
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = self._share("input_size", input_size)
         self.input_is_parallel = input_is_parallel

@@ -13,7 +13,13 @@ from typing import NamedTuple
 from megatron_ext.distributed.groups import Coordinates, coordinates
 from megatron_ext.tensor_parallel.process_rng import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron_ext.tensor_parallel.rng_state import Device, generator_of
-from megatron_ext.tensor_parallel.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL, MODEL_PARALLEL
+from megatron_ext.tensor_parallel.rng_tracker import (
+    DATA_PARALLEL,
+    EXPERT_GENERALIZED,
+    EXPERT_PARALLEL,
+    GENERALIZED,
+    MODEL_PARALLEL,
+)
 
 # The range of its own lies above whatever Megatron's formulas reach, and all of it within 32 bits: CPU generators look
 # at no more of a seed.
@@ -54,7 +60,11 @@ def model_parallel_cuda_manual_seed(
     tp_rank: int | None = None,
     ep_rank: int | None = None,
     etp_rank: int | None = None,
+    gtp_remat_rank: int | None = None,
+    egtp_remat_rank: int | None = None,
     force_reset_rng: bool = False,
+    gtp_remat_world_size: int | None = None,
+    egtp_remat_world_size: int | None = None,
     *,
     pp_rank: int | None = None,
     tp_size: int | None = None,
@@ -69,7 +79,11 @@ def model_parallel_cuda_manual_seed(
         seed: The base; in Megatron `seed + 100 * pp_rank`.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, device: As `initialize_rng_tracker` takes them.
         tp_rank, ep_rank, etp_rank, pp_rank: This rank's places; None: where Megatron's groups put it.
-        force_reset_rng: Make a new tracker even if there is one.
+        gtp_remat_rank, egtp_remat_rank, gtp_remat_world_size, egtp_remat_world_size: This rank's places in generalized
+            tensor parallelism and its sizes, of experts too; None: as Megatron's groups say. Where it has several ranks
+            the tracker gets a stream for their first values.
+        force_reset_rng: Make a new tracker even if there is one. Up to Megatron-Core 0.19 it stood where
+            `gtp_remat_rank` stands: a bool there is taken for it.
         tp_size: Number of tensor-parallel ranks; None: as Megatron's groups say. Who gives ranks and has no groups
             gives it too: replicas of an expert on several of them must agree where Megatron's seeds collide.
         unique_streams: Give every (pp, ep, etp) an expert stream of its own. By default some meet, as in Megatron.
@@ -78,7 +92,11 @@ def model_parallel_cuda_manual_seed(
         ValueError: a rank is out of range, or neither given nor known; the tracker exists with other options.
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
+    if isinstance(gtp_remat_rank, bool):
+        gtp_remat_rank, force_reset_rng = None, gtp_remat_rank
     given = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "pp_rank": pp_rank, "tp_size": tp_size}
+    given.update(gtp_rank=gtp_remat_rank, gtp_size=gtp_remat_world_size)
+    given.update(egtp_rank=egtp_remat_rank, egtp_size=egtp_remat_world_size)
     here = coordinates()
     if here is None:
         needed = ["tp_rank", "ep_rank", "etp_rank"] + ["pp_rank"] * unique_streams
@@ -99,3 +117,7 @@ def model_parallel_cuda_manual_seed(
     tracker.add(DATA_PARALLEL, seeds.data)
     tracker.add(MODEL_PARALLEL, seeds.model)
     tracker.add(EXPERT_PARALLEL, seeds.expert)
+    if at.gtp_size > 1:
+        tracker.add(GENERALIZED, seeds.model + (1 + at.gtp_rank) * (1 << 16))
+    if at.egtp_size > 1:
+        tracker.add(EXPERT_GENERALIZED, seeds.expert + (1 << 15) + (1 + at.egtp_rank) * (1 << 16))

@@ -4,6 +4,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -75,6 +76,109 @@ _MAKERS = {
     "gemma3_multimodal": _multimodal,
 }
 NAMES = tuple(_MAKERS)
+
+MOE = SIZES | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+# Names of transformers' classes without "Config" and "ForCausalLM", and what makes them tiny. What a family has of its
+# own is on: windows, caps, multipliers, sinks, layers without positions, experts beside dense layers.
+FAMILIES = {
+    "mistral": ("Mistral", SIZES | {"sliding_window": WINDOW}),
+    "phi3": ("Phi3", SIZES | {"sliding_window": WINDOW, "resid_pdrop": 0.0}),
+    "gemma2": ("Gemma2", GEMMA3 | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "glm4": ("Glm4", SIZES | {"head_dim": 8, "attention_bias": True}),
+    "olmo2": ("Olmo2", SIZES),
+    "granite": (
+        "Granite",
+        SIZES
+        | {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 7.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "smollm3": ("SmolLM3", SIZES | {"no_rope_layers": [1, 0]}),
+    "nemotron": ("Nemotron", SIZES | {"head_dim": 8}),
+    "cohere": ("Cohere", SIZES | {"logit_scale": 0.3, "use_qk_norm": True}),
+    "qwen3_moe": ("Qwen3Moe", MOE | {"head_dim": 8, "mlp_only_layers": [1]}),
+    "mixtral": ("Mixtral", SIZES | {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 40}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        SIZES
+        | LATENT
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        SIZES | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
+}
+
+
+# Families that the table has beside these: some follow from their structure alike, some are not understood.
+MORE = {
+    "gemma": ("Gemma", SIZES | {"head_dim": 8}),
+    "cohere2": ("Cohere2", SIZES | {"sliding_window": WINDOW, "logit_scale": 0.3}),
+    "starcoder2": (
+        "Starcoder2",
+        SIZES | {"sliding_window": WINDOW, "residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "seed_oss": (
+        "SeedOss",
+        SIZES | {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "olmoe": ("Olmoe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        MOE | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+    "llama4": (
+        "Llama4",
+        SIZES
+        | {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8,
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
+        | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
+}
+
+
+def family_config(name, tied=False, **overrides):
+    prefix, options = (FAMILIES | MORE)[name]
+    config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    return config(**options | overrides, tie_word_embeddings=tied)
+
+
+def _class(prefix):
+    return getattr(transformers, f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}", None)
+
+
+def _family(name):
+    return lambda tied: _class((FAMILIES | MORE)[name][0])(family_config(name, tied))
+
+
+# transformers 4.51 lacks some.
+FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0])}
+MORE = {name: family for name, family in MORE.items() if _class(family[0])}
+MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
+_MAKERS |= {name: _family(name) for name in (*FAMILIES, *MORE)}
 
 
 def make(kind, tied=False):

@@ -1,9 +1,12 @@
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM
 
 from megatron_ext.dtensor import (
     causal_lm_log_probs,
@@ -11,6 +14,8 @@ from megatron_ext.dtensor import (
     get_logprobs_from_vocab_parallel_logits,
     use_attention,
 )
+from megatron_ext.dtensor.causal_lm import _say_once
+from megatron_ext.dtensor.output_head import head_rule
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
 from tests.ranks import ranks
@@ -66,17 +71,74 @@ def test_packed_tokens_of_an_odd_number_in_slices():
     assert loss[0, [4, 5, 12]].eq(0).all()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere"])
 def test_models_that_are_not_sharded(name):
+    """What a model itself does to its logits happens here: a cap, or a scale by the one or the other name."""
     tokens = _tokens(2, 9)
     true = reference(name, False, tokens)[0]
     plain = make(name)
-    plain.config.final_logit_softcapping = 3.0  # of Gemma; others don't know it
-    capped = 3 * torch.tanh(true / 3)
-    expected = _log_probs(capped, next_tokens(tokens))
+    plain.config.unknown_softcapping = 3.0
+    expected = _log_probs(true / 1.3, next_tokens(tokens))
     for model in (plain, use_attention(plain)):
-        assert error(causal_lm_log_probs(model, tokens), expected) < 3e-6
-        assert error(-causal_lm_loss(model, tokens), expected) < 3e-6
+        assert error(causal_lm_log_probs(model, tokens, temperature=1.3), expected) < 3e-6
+        assert error(-causal_lm_loss(model, tokens, temperature=1.3), expected) < 3e-6
+
+
+class Squared(LlamaForCausalLM):
+    """A causal LM with a head of its own kind."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + 0.1 * out.logits**2
+        return out
+
+
+@pytest.mark.parametrize("dp, cp, tp", [(1, 2, 2), (2, 1, 2)])
+@ranks(4)
+def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
+    """Losses, entropies and gradients are the same; it is said once."""
+    torch.manual_seed(1)
+    plain = Squared(make("llama").config)
+    tokens = _tokens(2, 13)
+    state = plain.state_dict()
+    logits = plain(input_ids=tokens, use_cache=False).logits / 1.3
+    labels = next_tokens(tokens)
+    true = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", label_smoothing=0.1)
+    entropy = torch.distributions.Categorical(logits=logits).entropy() * (labels != -100)
+    true.sum().backward()
+    mesh, dp_cp = meshes(dp, cp, tp)
+    mine = tokens[mesh["dp"].get_local_rank() :: dp]
+    model = Squared(plain.config)
+    model.load_state_dict(state)
+    parallelize(model, mesh, dp_cp, sequence_parallel=True)
+    _say_once.cache_clear()
+    with pytest.warns(UserWarning, match="what Squared does to its logits is not known here"):
+        loss = causal_lm_loss(model, mine, temperature=1.3, label_smoothing=0.1)
+    assert error(loss, true[mesh["dp"].get_local_rank() :: dp]) < 3e-6
+    (loss.sum() * dp).backward()
+    check_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = causal_lm_log_probs(model, mine, temperature=1.3, return_entropy=True)
+    assert error(found[0], _log_probs(logits, labels)[mesh["dp"].get_local_rank() :: dp]) < 3e-6
+    assert error(found[1], entropy[mesh["dp"].get_local_rank() :: dp]) < 3e-6
+
+
+def test_what_is_done_to_logits_is_measured():
+    rules = {name: head_rule(make(name)) for name in ("llama", "gemma3_multimodal", "gemma2", "granite", "cohere")}
+    assert rules == {
+        "llama": (1.0, None),
+        "gemma3_multimodal": (1.0, None),
+        "gemma2": (1.0, 3.0),
+        "granite": (pytest.approx(1 / 7, rel=1e-15), None),
+        "cohere": (pytest.approx(0.3, rel=1e-15), None),
+    }
+    with torch.device("meta"):
+        assert head_rule(make("gemma2")) == (1.0, 3.0)
+    model = make("granite")
+    assert head_rule(Squared(make("llama").config)) is None
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
+    assert head_rule(model) is None  # the bias is scaled or not: not known
 
 
 @ranks(2)
@@ -161,11 +223,14 @@ def test_bad_arguments(arguments, message):
         causal_lm_loss(model, **{"tokens_BS": _tokens(2, 8)} | arguments)
 
 
-def test_models_that_cannot_be_read():
+def test_models_without_our_attention():
     with pytest.raises(ValueError, match="use_attention"):
         causal_lm_loss(make("llama"), _tokens(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        causal_lm_loss(other, _tokens(1, 8))
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2)).eval()
+    tokens = _tokens(2, 8)
+    expected = _log_probs(other(input_ids=tokens).logits, next_tokens(tokens))
+    assert error(causal_lm_log_probs(other, tokens), expected) < 3e-6
+    with pytest.raises(ValueError, match="use_attention"):
+        causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))

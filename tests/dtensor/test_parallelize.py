@@ -1,15 +1,14 @@
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
 import megatron_ext.dtensor
@@ -89,48 +88,77 @@ def test_bad_plans(plan, message):
         megatron_ext.dtensor._parallelize_model(make("llama"), None, None, torch.float32, custom_parallel_plan=plan)
 
 
-def _mistral():
-    torch.manual_seed(1)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, tie_word_embeddings=False))
+class Wired(LlamaForCausalLM):
+    """A Llama with a wire that is nowhere else, between its layers."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.wire = torch.nn.Parameter(torch.zeros(1))
+
+
+def _wired():
+    model = make("llama")
+    wired = Wired(model.config)
+    wired.load_state_dict(model.state_dict(), strict=False)
+    return wired
 
 
 @ranks(2)
 def test_a_model_with_transformers_own_plan():
+    """Its parts are not all understood: it keeps transformers' plan and attention."""
     tokens = _tokens(2, 16)
-    plain = _mistral()
-    true = torch.nn.functional.log_softmax(plain(input_ids=tokens, use_cache=False).logits[:, :-1], -1)
-    true = true.gather(2, tokens[:, 1:, None])[..., 0]
-    (-true.mean()).backward()
     mesh, dp_cp = meshes(tp=2)
-    model = parallelize(_mistral(), mesh, dp_cp)
+    model = parallelize(_wired(), mesh, dp_cp)
+    assert model.config._attn_implementation != "megatron_ext"
     logits = model(input_ids=tokens, use_cache=False).logits
     assert isinstance(logits, DTensor)
-    found = get_logprobs_from_vocab_parallel_logits(logits, tokens)
-    assert error(found, true) < 3e-6
-    (-found.mean()).backward()
-    check_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
-    with pytest.raises(ValueError, match="MistralForCausalLM"):
-        causal_lm_loss(model, tokens)
-    with pytest.raises(ValueError, match="sequence parallelism of MistralForCausalLM"):
-        parallelize(_mistral(), mesh, dp_cp, sequence_parallel=True)
+    true_logits, _, gradients = reference("llama", False, tokens)
+    true = torch.nn.functional.log_softmax(true_logits[:, :-1], -1).gather(2, tokens[:, 1:, None])[..., 0]
+    assert error(get_logprobs_from_vocab_parallel_logits(logits, tokens), true) < 3e-6
+    _check_trains_as((None, -true.mean().item(), gradients), model, tokens)
+    with pytest.raises(ValueError, match="sequence parallelism of Wired .*wire in a layer is not known here"):
+        parallelize(_wired(), mesh, dp_cp, sequence_parallel=True)
+    with pytest.raises(ValueError, match="expert parallelism of LlamaForCausalLM, which has no experts"):
+        parallelize(make("llama"), mesh, dp_cp, expert_parallel=True)
 
 
 @ranks(2)
-def test_models_without_a_plan_are_told_what_is_supported():
+def test_models_without_a_plan_are_told_what_is_missing():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
     mesh, dp_cp = meshes(tp=2)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LlamaForCausalLM, Qwen2.*Gemma3ForConditionalGeneration"):
+    with pytest.raises(ValueError, match="tensor parallelism of GPT2LMHeadModel is not supported .*embed_tokens"):
         parallelize(model, mesh, dp_cp)
     mesh, dp_cp = meshes(cp=2)
-    with pytest.raises(ValueError, match="context parallelism of MistralForCausalLM"):
-        parallelize(_mistral(), mesh, dp_cp)
+    with pytest.raises(ValueError, match="context parallelism of Wired .*data parallel alone"):
+        parallelize(_wired(), mesh, dp_cp)
     with pytest.raises(ValueError, match="lacks ranks of cp_mesh"):
         parallelize(make("llama"), mesh, mesh["dp"])
     mesh, dp_cp = meshes(tp=2)
-    model = make("llama")
-    model.config.num_key_value_heads = 1
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1}))
     with pytest.raises(ValueError, match="num_key_value_heads is 1"):
         parallelize(model, mesh, dp_cp)
+    model = make("llama")
+    model.model.layers[1].dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match="dropout drops with probability 0.1"):
+        parallelize(model, mesh, dp_cp)
+
+
+@ranks(2)
+def test_any_model_is_data_parallel():
+    """One whose layers lie elsewhere, too; its log-probabilities come through its logits."""
+    mesh, dp_cp = meshes(dp=2)
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2)).eval()
+    tokens = _tokens(2, 16)
+    logits = model(input_ids=tokens).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    parallelize(model, mesh, dp_cp)
+    assert all(isinstance(layer, FSDPModule) for layer in model.transformer.h)
+    causal_lm_loss(model, tokens[mesh["dp"].get_local_rank()][None])[:, :-1].mean().backward()
+    check_gradients(model, gradients)
 
 
 def test_plans_by_name():

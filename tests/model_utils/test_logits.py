@@ -13,7 +13,7 @@ from megatron_ext.model_utils import (
 from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same, sampled
 from tests.ranks import ranks
 
-SOFTER = TrainingSamplingParams(temperature=0.7)
+SOFTER = TrainingSamplingParams(temperature=0.7)  # the caller's part: the logits are divided by it already
 
 
 def ours(grid: Grid, logits, tokens, **more):
@@ -51,19 +51,19 @@ def test_values_and_gradients(length, chunk_size):
     for grid in grids():
         check(grid, logits, tokens, lambda z: next_log_probs(z, tokens), chunk_size=chunk_size)
         softer = {"sampling_params": SOFTER, "chunk_size": chunk_size}
-        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens, temperature=0.7), **softer)
+        check(grid, logits, tokens, lambda z: next_log_probs(z, tokens), **softer)
 
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (None, 0.99)])
 def test_sampling(top_k, top_p):
-    """Temperature, then top-k, then top-p; whoever sampled such tokens finds all of them left."""
+    """Top-k, then top-p, of logits that the caller scaled; whoever sampled such tokens finds all of them left."""
     logits, tokens = problem()
     tokens[:, 1:] = logits[:, :-1].topk(2).indices[..., 1]
     params = TrainingSamplingParams(top_k, top_p, 0.7)
 
     def truth(z):
-        return sampled(z[:, :-1] / 0.7, tokens[:, 1:], top_k, top_p)
+        return sampled(z[:, :-1], tokens[:, 1:], top_k, top_p)
 
     for grid in grids():
         if top_k:
@@ -75,6 +75,20 @@ def test_sampling(top_k, top_p):
                 from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups, sampling_params=params),
                 truth(logits),
             )
+
+
+@ranks(1, 2, 4)
+def test_minus_one_stands_for_no_token():
+    """As callers pad: its result is 0, and so is the gradient."""
+    logits, tokens = problem(length=8)
+    tokens[0, 3:], tokens[1, 5] = -1, -1
+
+    def truth(z):
+        return next_log_probs(z, tokens.clamp(min=0)).where(tokens[:, 1:] >= 0, 0.0)
+
+    for grid in grids():
+        for params in (None, TrainingSamplingParams(top_k=24)):
+            check(grid, logits, tokens, truth, sampling_params=params)
 
 
 @pytest.mark.slow
@@ -156,7 +170,7 @@ def test_next_token_log_probs_of_any_logits():
         for rank in (grid.tp_rank, None):
             same(get_next_token_logprobs_from_logits(tokens, mine, vocab_parallel_rank=rank, **groups), truth)
         softer = get_next_token_logprobs_from_logits(tokens, mine, sampling_params=SOFTER, **groups)
-        same(softer, next_log_probs(logits, tokens, temperature=0.7))
+        same(softer, truth)
 
 
 @ranks(2)
@@ -189,7 +203,7 @@ def test_wrong_arguments_are_errors_on_every_rank():
             ({"target": tokens + 24}, "outside .* token id of the vocabulary"),
             ({"logits": mine[0]}, r"must be \[batch, sequence, vocabulary shard\]"),
             ({"chunk_size": 0}, "chunk_size is 0: .* positive number of sequence positions"),
-            ({"sampling_params": TrainingSamplingParams(temperature=0.0)}, "temperature is 0.0.* above 0"),
+            ({"sampling_params": TrainingSamplingParams(top_p=0.0)}, "top_p is 0.0"),
         ):
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
                 call(**wrong)
@@ -206,7 +220,7 @@ def test_an_id_that_only_one_context_parallel_rank_holds(place):
     logits, tokens = problem(length=8)
     for grid in grids():
         mine, groups = grid.columns(grid.part(logits)), {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
-        for bad in (-1, 24, 1000):
+        for bad in (-2, 24, 1000):
             wrong = tokens.clone()
             wrong[1, place] = bad
             said = f"outside \\[0, 24\\)|another rank of {'cp_group' if grid.cp > 1 else 'tp_group'} refused"

@@ -13,6 +13,7 @@ from megatron_ext import model_utils
 
 FUNCTIONS = {
     "_compute_distributed_log_softmax": "vocab_parallel_logits, group",
+    "_compute_distributed_log_softmax_with_grad": "vocab_parallel_logits, group",
     "_compute_distributed_softmax": "vocab_parallel_logits, group",
     "dtensor_from_parallel_logits_to_logprobs": (
         "vocab_parallel_logits, target, vocab_start_index, vocab_end_index, tp_group, inference_only=False, "
@@ -47,14 +48,22 @@ FUNCTIONS = {
         "vocab_parallel_rank=None, vocab_parallel_group=None, context_parallel_group=None"
     ),
     "from_parallel_hidden_states_to_logprobs": (
-        "tensor_parallel_hidden_states, output_weight_layer, output_weight, runtime_gather_output, target, "
+        "tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target, "
         "vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None, chunk_size=None"
     ),
     "_gpt_forward_with_linear_ce_fusion": (
         "self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, inference_context=None, "
         "packed_seq_params=None, extra_block_kwargs=None, runtime_gather_output=None, *, inference_params=None, "
-        "loss_mask=None, padding_mask=None, return_logprobs_for_linear_ce_fusion=False"
+        "loss_mask=None, padding_mask=None, is_spec_decode=None, return_logprobs_for_linear_ce_fusion=False"
     ),
+    "cp_load_balanced_to_contiguous": "x, *, cp_group=None, seq_dim=1",
+    "cp_shift_next": "x, cp_group=None, *, fill",
+    "group_all_reduce_sum": "x, group",
+    "group_all_reduce_sum_with_grad": "x, group",
+    "vocab_parallel_argmax": "logits, *, tp_group=None",
+    "vocab_parallel_full_log_softmax": "logits, temperature, *, tp_group=None",
+    "vocab_parallel_gather_columns": "logits, column_indices, *, tp_group=None",
+    "vocab_parallel_log_softmax": "logits, temperature, *, tp_group=None",
     "all_to_all_vp2sq": "vocab_parallel_logits, tp_group",
     "all_to_all_sq2vp": "seq_parallel_logits, tp_group",
 }
@@ -80,6 +89,7 @@ CLASSES = {
         "tp_group, inference_only=False"
     ),
     "AllGatherCPTensor": "tensor, cp_group, seq_dim=1",
+    "_AllReduceSum": "x, group",
 }
 
 

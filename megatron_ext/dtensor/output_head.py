@@ -1,0 +1,88 @@
+"""What a model does to hidden states and logits around its lm head, measured on the model's own forward.
+
+Families scale logits (Granite, Cohere), cap them (Gemma2) or leave them alone, each under names of its own. Instead of
+knowing the names, the forward of the model runs once with a decoder that returns given numbers and a head that passes
+them on; what comes out says what is done to them.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.dtensor.decoder import output_head_path, text_model_path
+
+# Small ones for the scale, large ones for the cap, and some between that tell other functions from both.
+_PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1e30)
+# Of classes that wrap a whole causal LM, those that hand its logits on as they are.
+_TRANSPARENT = ("Gemma3ForConditionalGeneration",)
+
+
+class HeadRule(NamedTuple):
+    """The logits are `softcap * tanh(x / softcap)` of `x = scale * (hidden @ weight.T)`, or `x` itself."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def head_rule(model: nn.Module) -> HeadRule | None:
+    """What `model`, on any device (also meta), makes of hidden states; None: something that is not known here."""
+    try:
+        path = output_head_path(model)
+        owner = model.get_submodule(path.rpartition(".")[0])
+        head: Any = model.get_submodule(path)
+        if owner is not model and not any(cls.__name__ in _TRANSPARENT for cls in type(model).__mro__):
+            return None
+        probe = torch.tensor(_PROBE, dtype=torch.float64, device="cpu")
+        rule = _measured(_through(owner, path.rpartition(".")[2], probe), probe)
+    except Exception:  # a forward that needs more than a decoder and a head may raise anything
+        return None
+    # A scale before the head would leave its bias alone, one behind it would not.
+    return None if rule is not None and rule.scale != 1 and head.bias is not None else rule
+
+
+def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:
+    """What the forward of `owner` makes of hidden states `x` `[N]`, if its head is the identity."""
+    stub = copy.copy(owner)
+    stub.__dict__["_modules"] = dict(owner._modules)
+    stub._modules[text_model_path(owner).partition(".")[0]] = _Decoder(x)
+    stub._modules[head] = nn.Identity()
+    with torch.no_grad():
+        logits: Tensor = stub.forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+    if logits.shape != (1, 1, len(x)):
+        raise ValueError(f"logits of {list(logits.shape)} for one token")
+    return logits[0, 0].double()
+
+
+class _Decoder(nn.Module):
+    def __init__(self, x: Tensor):
+        super().__init__()
+        self.x = x
+
+    def forward(self, *args: Any, **kwargs: Any) -> "_DecoderOutput":
+        return _DecoderOutput(self.x[None, None])
+
+
+class _DecoderOutput:
+    """Hidden states under the name and the place where forwards look for them; everything else is None."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, i: int) -> Tensor:
+        return (self.last_hidden_state,)[i]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _measured(y: Tensor, x: Tensor) -> HeadRule | None:
+    scale, largest = (y[0] / x[0]).item(), y[-2].item()
+    if largest >= 1e20:
+        rule, expected = HeadRule(scale), scale * x
+    else:
+        rule, expected = HeadRule(1.0, largest), largest * torch.tanh(x / largest)
+    # Forwards that go through fp32 round there.
+    known = rule.scale > 0 and bool(torch.isfinite(y).all()) and torch.allclose(y, expected, rtol=1e-6, atol=0.0)
+    return rule if known else None

@@ -1,0 +1,160 @@
+"""Our log-probabilities and entropies in verl's Megatron and FSDP paths.
+
+What its fused paths call (`linear_cross_entropy`, `FusedLinearForPPO`) comes from hidden states without logits, on CPU
+and for any hidden size; the rest from logits. Results are fp32 (fp64 for fp64). See docs/rl.md.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
+from megatron_ext.head.options import one_of
+from megatron_ext.integrations.substitution import Seam, Substitution
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | None = 1.0,
+    reduction: str | None = "none",
+    dist_process_group: Group = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of labels and entropies `[T]`, of tokens in the order in which hidden states lie.
+
+    Args:
+        hidden: `[..., D]`, the same on all ranks of the group, T tokens in all. Where they come straight from
+            Megatron's `gather_from_sequence_parallel_region`, whose backward adds up the ranks' gradients, each rank
+            gives it a share of the gradient; else the whole, where verl's own leaves each rank with its own part.
+        weight: `[V/R, D]`, this rank's rows.
+        labels: T token ids, in any shape.
+        temperature: the logits are divided by it.
+        reduction: "none"; "sum" or "mean" of the log-probabilities over the tokens.
+        dist_process_group: the ranks that share the vocabulary; None: `weight` is whole.
+
+    Communicates: 1 collective forward, 1 backward.
+
+    Raises:
+        ValueError: an argument that `megatron_ext.linear_log_probs` refuses; another reduction.
+    """
+    reduction = "none" if reduction is None else reduction.lower()
+    one_of("reduction", reduction, ("none", "sum", "mean"))
+    ranks = group_size(check_group(dist_process_group, "dist_process_group"))
+    if ranks > 1 and _adds_up_gradients(hidden):
+        hidden = _Share.apply(hidden, ranks)
+    log_probs, entropy = head.linear_log_probs(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        tp_group=UNSHARDED if dist_process_group is None else dist_process_group,
+        temperature=1.0 if temperature is None else temperature,
+        return_entropy=True,
+    )
+    if reduction != "none":
+        log_probs = log_probs.sum() if reduction == "sum" else log_probs.mean()
+    return log_probs, entropy
+
+
+class _Share(torch.autograd.Function):
+    """`x` as it is; of the gradient one of `ranks` equal shares, which what comes before adds up again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        return grads[0] / ctx.ranks, None
+
+
+def _adds_up_gradients(hidden: Tensor) -> bool:
+    return "GatherFromSequenceParallelRegion" in type(hidden.grad_fn).__name__
+
+
+class FusedLinearForPPO(nn.Module):
+    """Log-probabilities and entropies from hidden states and a whole weight; `chunk_size` tokens at a time."""
+
+    def __init__(self, chunk_size: int = 512):
+        super().__init__()
+        self.chunk_size = chunk_size
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Two of the shape of `input_ids`, `[T]` or `[B, S]`: of hidden states `[T, D]` or `[B, S, D]`."""
+        log_probs, entropy = head.linear_log_probs(
+            hidden_states,
+            vocab_weights,
+            input_ids,
+            tp_group=UNSHARDED,
+            temperature=temperature,
+            chunk_tokens=self.chunk_size,
+            return_entropy=True,
+        )
+        return log_probs, entropy
+
+
+def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Log-probabilities of labels `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group.
+
+    The logits stay as they are, where verl's own overwrites them. 1 collective, backward none.
+    """
+    found = head.token_log_probs(logits, labels)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
+    """Entropies `[...]` from logits `[..., V/R]` over Megatron's tensor-parallel group; else as the log-probs."""
+    return head.token_entropy(vocab_parallel_logits)
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """Log-probabilities of labels `[...]` from whole logits `[..., V]`.
+
+    `inplace_backward` is without effect: the gradient never takes the memory of the logits, because callers read them
+    again for the entropy.
+    """
+    found = head.token_log_probs(logits, labels, tp_group=UNSHARDED)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _seams() -> list[Seam]:
+    megatron = "verl.utils.megatron.tensor_parallel"
+    return [
+        Seam("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy),
+        Seam("verl.utils.experimental.torch_functional", "FusedLinearForPPO", FusedLinearForPPO),
+        Seam("verl.utils.torch_functional", "logprobs_from_logits", logprobs_from_logits),
+        Seam(
+            megatron,
+            "vocab_parallel_log_probs_from_logits",
+            vocab_parallel_log_probs_from_logits,
+            needs="megatron.core",
+        ),
+        Seam(megatron, "vocab_parallel_entropy", vocab_parallel_entropy, needs="megatron.core"),
+    ]
+
+
+_substitution = Substitution("verl", _seams)
+
+
+def apply() -> None:
+    """Replaces verl's functions of log-probabilities and entropies, wherever they were imported.
+
+    The Megatron path's only where Megatron-Core is installed: nothing calls them else.
+
+    Raises:
+        ImportError: verl is not installed.
+        ValueError: one of them is missing or has other parameters than those known here; nothing is changed then.
+    """
+    _substitution.apply()
+
+
+def restore() -> None:
+    """verl's own functions again, everywhere."""
+    _substitution.restore()

@@ -1,0 +1,145 @@
+"""A layer spec that builds Megatron-Core's HybridModel from our layers: `hybrid_stack_spec`.
+
+For `HybridModel(hybrid_stack_spec=...)` and for Megatron-LM's `--spec megatron_ext.megatron.hybrid_layer_specs
+hybrid_stack_spec`. Layers of a pattern like "M*-E": `*` attention, `-` MLP, `E` experts, all on our linear layers,
+norms and attention; `M` Mamba-2, whose projections are our layers and whose kernels are `mamba_ssm`'s. Other letters
+are refused when the model is built.
+
+As a layer spec of GPTModel it reaches neither the word embeddings nor the output layer
+(`megatron_ext.substitute_tensor_parallel()` does). The final norm is Transformer Engine's; where that is not installed,
+importing this module gives Megatron ours.
+
+Raises:
+    ImportError: on import, with a Megatron-Core that has no HybridModel (before 0.18), or one that ours do not fit.
+"""
+
+# ruff: noqa: E402
+from typing import Any
+
+from megatron_ext.megatron import versions
+
+versions.require_spec("hybrid spec")  # first: some of what follows may be what is missing
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_ext.megatron.layer_specs import ExtSpecProvider, self_attention_spec
+from megatron_ext.megatron.norms import Norm
+from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
+
+
+class _Refused:
+    """Stands for a kind of layer that we have no spec of."""
+
+    def __init__(self, config: Any, *args: Any, kind: str, **kwargs: Any):
+        raise ValueError(
+            f"the hybrid layer pattern has a {kind} layer: megatron_ext's hybrid_stack_spec has attention (*), MLP "
+            f"(-), experts (E) and Mamba (M); take Megatron's own hybrid_stack_spec for this model"
+        )
+
+
+def _refused(kind: str) -> ModuleSpec:
+    return ModuleSpec(module=_Refused, params={"kind": kind})
+
+
+# Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.
+_MAMBA = ModuleSpec(
+    module=MambaLayer,
+    submodules=MambaLayerSubmodules(
+        norm=Norm,
+        mixer=ModuleSpec(
+            module=MambaMixer,
+            submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        ),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    ),
+)
+
+_ATTENTION = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=Norm,
+        self_attention=self_attention_spec(),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    ),
+)
+
+_MLP = ModuleSpec(
+    module=MLPLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=Norm,
+        mlp=get_mlp_module_spec_for_backend(ExtSpecProvider()),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    ),
+)
+
+_EXPERTS = ModuleSpec(
+    module=MoETransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        pre_mlp_layernorm=Norm,
+        # The number of experts comes from the config when the layer is built; here it only has to be there.
+        mlp=get_mlp_module_spec_for_backend(ExtSpecProvider(), num_experts=1),
+        mlp_bda=get_bias_dropout_add,
+    ),
+)
+
+_MULTI_TOKEN_PREDICTION = ModuleSpec(
+    module=MultiTokenPredictionBlock,
+    submodules=MultiTokenPredictionBlockSubmodules(
+        layer_specs=[
+            ModuleSpec(
+                module=MultiTokenPredictionLayer,
+                submodules=MultiTokenPredictionLayerSubmodules(
+                    enorm=Norm,
+                    hnorm=Norm,
+                    eh_proj=ColumnParallelLinear,
+                    mtp_model_layer=None,  # made from the pattern and the layers above
+                    layer_norm=Norm,
+                ),
+            )
+        ]
+    ),
+)
+
+_SERVED = {
+    "mamba_layer": _MAMBA,
+    "attention_layer": _ATTENTION,
+    "mlp_layer": _MLP,
+    "moe_layer": _EXPERTS,
+    "mtp_block_spec": _MULTI_TOKEN_PREDICTION,
+}
+
+hybrid_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        **{
+            name: _SERVED[name] if name in _SERVED else _refused(name.removesuffix("_layer"))
+            for name in HybridStackSubmodules.__dataclass_fields__
+        }
+    ),
+)
+
+
+if not have_transformer_engine():
+    hybrid_block.TENorm = Norm

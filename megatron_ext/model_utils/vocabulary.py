@@ -1,0 +1,72 @@
+"""NeMo-RL's functions on a sharded vocabulary that its cross-tokenizer distillation calls.
+
+Logits are `[B, S, V/R]` of equal shards in rank order, or `[B, S, V]` without `tp_group`; of a DTensor the local tensor
+is taken. What they return is fp32 (fp64 for fp64).
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_ext import head
+from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.head.options import check_temperature
+from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.model_utils.arguments import columns_of, number, whole_if_none
+from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
+from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+
+def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
+    """`[B, S, V/R]`: log-probabilities of this rank's columns, of logits divided by the temperature. Differentiable.
+
+    Communicates: 1 collective, backward 1.
+
+    Raises:
+        ValueError: the temperature is not above 0; what `megatron_ext.head.vocab_parallel_log_softmax` refuses.
+    """
+    temperature = number(temperature)
+    check_temperature(temperature)
+    local = _local(logits)
+    if temperature != 1 and local.is_floating_point():
+        local = local.to(accumulation_dtype(local.dtype)) / temperature
+    return head.vocab_parallel_log_softmax(local, tp_group=whole_if_none(tp_group))
+
+
+def vocab_parallel_full_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
+    """`[B, S, V]`: `vocab_parallel_log_softmax` of all ranks' columns, for computation that all ranks repeat.
+
+    Communicates: 2 collectives, backward 1.
+    """
+    own = vocab_parallel_log_softmax(logits, temperature, tp_group=tp_group)
+    return own if group_size(tp_group) == 1 else gather_from_tensor_model_parallel_region(own, tp_group)
+
+
+def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_group: Group = None) -> Tensor:
+    """`[B, S, K]`: the logits of the token ids `column_indices` `[K]` at every position. Differentiable.
+
+    -1 gives 0. Communicates: 1 collective, backward none.
+
+    Raises:
+        ValueError: `column_indices` are not `[K]`; what `gather_logits_at_global_indices` refuses.
+    """
+    local = _local(logits)
+    if not isinstance(column_indices, Tensor) or column_indices.dim() != 1:
+        found = tuple(column_indices.shape) if isinstance(column_indices, Tensor) else type(column_indices).__name__
+        raise ValueError(f"column_indices is {found}: it must be [K] token ids, the same at every position")
+    start, end = columns_of(local, None, check_group(tp_group))
+    indices = column_indices.to(local.device).expand(*local.shape[:2], -1)
+    return gather_logits_at_global_indices(local, indices, tp_group, vocab_start_index=start, vocab_end_index=end)
+
+
+def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
+    """`[B, S]`, int64: the likeliest token id at every position, among equals the lowest. No gradient.
+
+    Communicates: 1 collective.
+    """
+    with torch.no_grad():
+        return head.vocab_topk(_local(logits), 1, tp_group=whole_if_none(tp_group))[1].squeeze(-1)
+
+
+def _local(logits: Tensor) -> Tensor:
+    return logits.to_local() if isinstance(logits, DTensor) else logits

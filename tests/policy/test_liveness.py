@@ -1,0 +1,135 @@
+"""Ranks that are stopped or hang are named, and life goes on after; those that are busy are left alone."""
+
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
+from tests.policy.problems import tiny_batch, tiny_config
+from tests.policy.test_ray_policy import WORKERS, ray  # noqa: F401  # a fixture
+
+pytestmark = pytest.mark.slow
+
+
+class Patient(DTensorPolicyWorker):
+    """A worker whose ranks can be made to stand still in many ways."""
+
+    def process(self):
+        return os.getpid()
+
+    def sleep_while_others_wait(self, rank, seconds, told=None):
+        if self.rank == rank:
+            if told is None:
+                time.sleep(seconds)
+            else:
+                with outside_wait(told):
+                    time.sleep(seconds)
+        dist.barrier()
+
+    def sleep_on_all(self, seconds):
+        time.sleep(seconds)
+        return self.rank
+
+    def compute_while_others_wait(self, rank, seconds):
+        until = time.monotonic() + seconds
+        x = torch.randn(64, 64)
+        while self.rank == rank and time.monotonic() < until:
+            x = x @ x / 100
+        dist.barrier()
+        return self.rank
+
+    def hold_the_lock(self, rank, seconds):
+        """One call of C, in which no other thread of Python runs: neither tells anything nor uses the processor."""
+        if self.rank == rank:
+            ctypes.PyDLL(None).sleep(seconds)
+        dist.barrier()
+
+
+class SleepsOnce(NLLLoss):
+    """A loss that stops rank 1 for good."""
+
+    def __call__(self, *args):
+        if dist.get_rank() == 1:
+            time.sleep(1000)
+        return super().__call__(*args)
+
+
+@pytest.fixture(scope="module")
+def policy(ray):  # noqa: F811
+    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5, heartbeat_timeout_s=4) as policy:
+        yield policy
+
+
+def gone(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{process}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # noqa: F811
+    data, weights = tiny_batch(), str(tmp_path / "weights")
+    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5) as policy:
+        policy.train(data, NLLLoss())
+        policy.save_checkpoint(weights)
+        saved = policy.get_logprobs(data)["logprobs"]
+        process = policy._all("process")[1]
+        os.kill(process, signal.SIGSTOP)
+        start = time.monotonic()
+        stopped = rf"rank 1 of 2 \(host .*, process {process}\) is stopped \(as by SIGSTOP\).* s; it was in "
+        with pytest.raises(RuntimeError, match=stopped + r".*restart\(weights_path\) goes on"):
+            policy.train(data, NLLLoss())
+        assert time.monotonic() - start < 10
+        with pytest.raises(RuntimeError, match="is stopped .*call restart"):
+            policy.train(data, NLLLoss())
+        policy.restart(weights)
+        assert gone(process)
+        torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
+
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="no rank moves: rank 1 of 2 .* is in train, at SleepsOnce") as caught:
+            policy.train(data, SleepsOnce())
+        assert time.monotonic() - start < 12
+        assert "(test_liveness.py:" in str(caught.value)
+        assert "; rank 0 of 2 " in str(caught.value)
+        assert "is in train, waiting for others in " in str(caught.value)
+        policy.restart(weights)
+        torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], saved, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("compute_while_others_wait", 1, 7),
+        ("sleep_while_others_wait", 0, 7, "the reward server"),
+        ("sleep_on_all", 7),
+        ("hold_the_lock", 1, 7),
+    ],
+)
+def test_a_long_step_goes_on(policy, call):
+    policy._all(*call)
+    assert policy.is_alive()
+
+
+def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
+    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5, call_timeout_s=3) as policy:
+        assert policy._all("sleep_on_all", 1) == [0, 1]
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 3 s; rank"):
+            policy._all("sleep_on_all", 100)
+        assert not policy.is_alive()
+
+
+@pytest.mark.parametrize(
+    "timeouts, message",
+    [({"call_timeout_s": 0}, "call_timeout_s is 0"), ({"heartbeat_timeout_s": 1}, "heartbeat_timeout_s is 1")],
+)
+def test_timeouts_that_cannot_be(timeouts, message):
+    with pytest.raises(ValueError, match=message):
+        RayPolicy(tiny_config(), 2, **timeouts)
