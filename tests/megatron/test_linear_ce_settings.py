@@ -58,7 +58,7 @@ def reads_shape(module, args, outputs):
 
 
 @ranks(2)
-@pytest.mark.parametrize("build", [one_gpt, tiny_hybrid, mup_gpt])
+@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=pytest.mark.slow), mup_gpt])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""

@@ -10,6 +10,7 @@ from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, gr
 from tests.ranks import ranks
 
 TEMPERATURE = 0.8
+SLOW = pytest.mark.slow
 
 
 def log_probs(z, ids, teacher):
@@ -33,8 +34,8 @@ CASES = {
 
 @ranks(2)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("build", [one_gpt, tiny_hybrid])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=SLOW), True], ids=["replicated", "sequence"])
 def test_read_outs(build, case, sequence_parallel):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
