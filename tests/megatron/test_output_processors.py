@@ -66,9 +66,9 @@ def test_read_outs(build, case, sequence_parallel):
 
 @ranks(2)
 def test_log_probs_of_the_whole_sequence_under_context_parallelism():
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
+    from megatron_ext.distributed.groups import context_parallel_group
     from megatron_ext.megatron.layer_specs import gpt_block_spec
+    from megatron_ext.sequence.parts import SequenceParts
 
     ids = batch()[0]
     with model_parallel():
@@ -76,10 +76,9 @@ def test_log_probs_of_the_whole_sequence_under_context_parallelism():
         z = logits.log_softmax(-1)
     with model_parallel(cp=2), patched():
         model = one_gpt(spec=gpt_block_spec)
-        part = get_batch_on_this_cp_rank({"tokens": ids, "position_ids": batch()[2]})
-        found, entropy = model(
-            part["tokens"], part["position_ids"], None, output_processor=LogProbs(return_entropy=True)
-        )
+        parts = SequenceParts(context_parallel_group())
+        tokens, positions = (parts.split(x, 1) for x in (ids, batch()[2]))
+        found, entropy = model(tokens, positions, None, output_processor=LogProbs(return_entropy=True))
     torch.testing.assert_close(found, log_probs(z, ids, None), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(entropy, -(z.exp() * z).sum(-1)[:, :-1], rtol=2e-6, atol=2e-6)
 
