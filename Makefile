@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-gpu check format bench bench-gpu clean
+.PHONY: help demo test test-all test-versions test-source test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,30 @@ test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready) 
 	set -e; for version in $(MEGATRONS); do \
 		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
 	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
+
+# Megatron-Core from source: an unpacked tree, or a git clone, TREE@REF for one of its commits. The environment takes
+# everything from .venv; from 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
+SOURCE_VENV := .venvs/source
+$(SOURCE_VENV)/.ready: $(VENV)/.ready
+	$(PY) -m venv --clear --without-pip $(@D)
+	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$site/the_rest.pth; \
+	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $$site/typing_override.pth
+	@touch $@
+
+test-source: $(SOURCE_VENV)/.ready  ## Megatron-Core from source: make test-source MEGATRON=TREE (or CLONE@REF)
+	@test -n "$(MEGATRON)" || { echo "test-source: say which sources: make test-source MEGATRON=TREE, or CLONE@REF"; exit 2; }
+	set -e; tree="$(MEGATRON)"; \
+	if ! test -d "$$tree"; then \
+		clone="$${tree%@*}"; ref="$${tree##*@}"; commit=$$(git -C "$$clone" rev-parse --verify "$$ref^{commit}"); \
+		tree="$(CURDIR)/.venvs/source-trees/$$commit"; mkdir -p "$$tree"; git -C "$$clone" archive "$$commit" | tar -x -C "$$tree"; \
+	fi; \
+	test -d "$$tree/megatron/core" || { echo "test-source: $$tree holds no megatron/core"; exit 2; }; \
+	export PYTHONPATH="$(CURDIR):$$(cd "$$tree" && pwd)"; \
+	$(SOURCE_VENV)/bin/python -c "import megatron.core; print('Megatron-Core', megatron.core.__version__, megatron.core.__path__[0])"; \
+	$(SOURCE_VENV)/bin/python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
+		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu
