@@ -53,28 +53,30 @@ test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready) 
 		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
 	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
 
-# Megatron-Core from source: an unpacked tree, or a git clone, TREE@REF for one of its commits. The environment takes
-# everything from .venv; from 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
-SOURCE_VENV := .venvs/source
-$(SOURCE_VENV)/.ready: $(VENV)/.ready
+# Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
+# because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
+# From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
+SOURCE := .venvs/source
+$(SOURCE)/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0
 	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$site/the_rest.pth; \
 	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $$site/typing_override.pth
+	printf '#!/bin/sh\nexec "$(CURDIR)/$(@D)/bin/python" -c "import sysconfig; print(sysconfig.get_config_var(\\"EXT_SUFFIX\\"))"\n' \
+		> $(@D)/bin/python3-config
+	chmod +x $(@D)/bin/python3-config
 	@touch $@
 
-test-source: $(SOURCE_VENV)/.ready  ## Megatron-Core from source: make test-source MEGATRON=TREE (or CLONE@REF)
-	@test -n "$(MEGATRON)" || { echo "test-source: say which sources: make test-source MEGATRON=TREE, or CLONE@REF"; exit 2; }
-	set -e; tree="$(MEGATRON)"; \
-	if ! test -d "$$tree"; then \
-		clone="$${tree%@*}"; ref="$${tree##*@}"; commit=$$(git -C "$$clone" rev-parse --verify "$$ref^{commit}"); \
-		tree="$(CURDIR)/.venvs/source-trees/$$commit"; mkdir -p "$$tree"; git -C "$$clone" archive "$$commit" | tar -x -C "$$tree"; \
-	fi; \
-	test -d "$$tree/megatron/core" || { echo "test-source: $$tree holds no megatron/core"; exit 2; }; \
-	export PYTHONPATH="$(CURDIR):$$(cd "$$tree" && pwd)"; \
-	$(SOURCE_VENV)/bin/python -c "import megatron.core; print('Megatron-Core', megatron.core.__version__, megatron.core.__path__[0])"; \
-	$(SOURCE_VENV)/bin/python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
+test-source: $(SOURCE)/.ready  ## Megatron-Core from source: make test-source MEGATRON=TREE, or CLONE@REF
+	@test -n "$(MEGATRON)" || { echo "say which sources: make test-source MEGATRON=TREE, or CLONE@REF"; exit 2; }
+	rm -rf $(SOURCE)/tree; mkdir -p $(SOURCE)/tree
+	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c megatron *.py; \
+		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
+	@test -d $(SOURCE)/tree/megatron/core || { echo "$(MEGATRON) holds no megatron/core"; exit 2; }
+	PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree" \
+		python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
 		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests

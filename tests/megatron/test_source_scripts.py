@@ -44,7 +44,8 @@ def losses(folder: Path, script: str, options: list[str], *ways: str) -> tuple[l
     """The losses as the script prints them, and all that it printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "megatron_ext.run", "--cpu", *ways, str(SOURCE / script), *ARGUMENTS, *options]
-    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SOURCE)])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SOURCE)]), "PATH": os.environ["PATH"]}
+    environment = ENVIRONMENT | paths
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return re.findall(r"lm loss: (\S+)", done.stdout), done.stdout + done.stderr
