@@ -15,6 +15,7 @@ import atexit
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,11 @@ from typing import Any
 _replaced: list[Any] = []
 
 
-def main(argv: list[str] | None = None) -> None:
-    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends."""
+def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = None) -> None:
+    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends.
+
+    `before` is called when everything is changed, right before the script runs.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
     if not options.linear_ce and _settings(options):
@@ -42,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
         _emulate()
     if options.linear_ce or options.tensor_parallel or options.check:
         _change_megatron(parser, options)
+    if before is not None:
+        before()
     _become(os.path.abspath(options.script), source)
 
 
