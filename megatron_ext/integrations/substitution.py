@@ -41,7 +41,7 @@ class Substitution:
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
-        self._pairs: list[tuple[str, Any, Any]] = []  # name, original, ours
+        self._pairs: list[tuple[Any, Any]] = []  # original, ours
 
     @property
     def active(self) -> bool:
@@ -72,15 +72,13 @@ class Substitution:
                     raise self._unknown(
                         f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
                     )
-            pairs.append((seam.name, original, ours))
-        for name, original, ours in pairs:
-            _replace(name, original, ours)
+            pairs.append((original, ours))
+        _replace(pairs)
         self._pairs = pairs
 
     def restore(self) -> None:
         """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""
-        for name, original, ours in self._pairs:
-            _replace(name, ours, original)
+        _replace([(ours, original) for original, ours in self._pairs])
         self._pairs = []
 
     def _unknown(self, found: str) -> ValueError:
@@ -145,7 +143,10 @@ def _distinct(ours: Any) -> Any:
     return call
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
+def _replace(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Puts the second for the first of each pair in every module that was imported, under whatever name."""
+    new = {id(first): second for first, second in pairs}
     for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType) and vars(module).get(name) is old:
-            setattr(module, name, new)
+        if isinstance(module, ModuleType):
+            for name in [name for name, value in vars(module).items() if id(value) in new]:
+                setattr(module, name, new[id(vars(module)[name])])
