@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import cases, layer_step, log_probs, plot, policy_memory, record
+from benchmarks import cases, layer_step, log_probs, losses, plot, policy_memory, record
 from benchmarks.cases import Case
 from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
 from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
@@ -93,12 +93,23 @@ def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
         remarks = []
 
 
+def losses_from_hidden_states(options: argparse.Namespace) -> Iterator[Found]:
+    yield losses.CASE, *losses.measure_losses(min(losses.SECONDS, options.seconds))
+
+
 def policy(options: argparse.Namespace) -> Iterator[Found]:
     yield policy_memory.CASE, policy_memory.measure_policy(**policy_memory.SIZES), []
 
 
 DEVICES = {"cpu": "cpu", "gpu": "cuda"}
-PARTS = {"counted": counted, "heads": heads, "layers": layers, "log-probs": log_probs_of_logits, "policy": policy}
+PARTS = {
+    "counted": counted,
+    "heads": heads,
+    "layers": layers,
+    "log-probs": log_probs_of_logits,
+    "losses": losses_from_hidden_states,
+    "policy": policy,
+}
 GPU_PARTS = ["heads"]
 
 

@@ -20,6 +20,7 @@ ROOMS = [
     "dtensor",
     "emulation",
     "tensor_parallel",
+    "losses",
     "head",
     "sequence",
     "distributed",
@@ -102,8 +103,8 @@ def test_imports_with_torch_alone():
         "sys.meta_path.insert(0, Refuse())\n"
         "import megatron_ext, megatron_ext.head, megatron_ext.tensor_parallel, megatron_ext.distributed\n"
         "import megatron_ext.sequence, megatron_ext.reference, megatron_ext.emulation\n"
-        "import megatron_ext.model_utils, megatron_ext.dtensor, megatron_ext.policy, megatron_ext.integrations.nemo_rl\n"
-        "import megatron_ext.integrations.trl, megatron_ext.integrations.verl\n"
+        "import megatron_ext.model_utils, megatron_ext.dtensor, megatron_ext.policy, megatron_ext.losses\n"
+        "from megatron_ext.integrations import nemo_rl, trl, verl\n"
         "loaded = BANNED & {name.split('.')[0] for name in sys.modules}\n"
         "assert not loaded, loaded\n"
     )

@@ -4,6 +4,7 @@ Here runs what Megatron falls back to without Transformer Engine and Apex, on pa
 """
 
 import importlib.machinery
+import importlib.util
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
@@ -30,7 +31,7 @@ def _random_numbers(module: ModuleType) -> Replacements:
 def _inference_layers(module: ModuleType) -> Replacements:
     """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
-    yield module, {name: type(name, (), {"__module__": module.__name__}) for name in mocks}
+    yield module, {name: type(name, (), {}) for name in mocks if name.startswith("Inference")}
 
 
 def _architecture(module: ModuleType) -> Replacements:
@@ -44,6 +45,22 @@ def _architecture(module: ModuleType) -> Replacements:
 def _layers(module: ModuleType) -> Replacements:
     """It recommends CUDA_DEVICE_MAX_CONNECTIONS=1, for the speed of GPUs, until it has said so once."""
     yield module.linear_with_grad_accumulation_and_async_allreduce, {"warned": True}
+
+
+class _FinalNorm:
+    """torch's LayerNorm or RMSNorm, as the config names it, in the place of Transformer Engine's."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
+        norm = (torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm)(hidden_size, eps=eps)
+        for parameter in norm.parameters():  # Megatron sums the gradients of what sees only a part of the tokens
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+def _hybrid_stack(module: ModuleType) -> Replacements:
+    """Hybrid models end in Transformer Engine's norm, whatever their layer spec says."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield module, {"TENorm": _FinalNorm}
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
@@ -99,6 +116,8 @@ MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
     "megatron.core.tensor_parallel.random": _random_numbers,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
+    "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18
+    "megatron.core.ssm.mamba_block": _hybrid_stack,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

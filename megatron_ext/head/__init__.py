@@ -23,13 +23,16 @@ from megatron_ext.head.hidden_distributions import (
     linear_sampled_log_probs,
     linear_topk_log_probs,
 )
+from megatron_ext.head.jensen_shannon import js_divergence, linear_js_divergence
 
 __all__ = [
     "gather_log_probs",
     "gather_logits",
+    "js_divergence",
     "kl_divergence",
     "linear_cross_entropy",
     "linear_gather_log_probs",
+    "linear_js_divergence",
     "linear_kl_divergence",
     "linear_log_probs",
     "linear_sampled_log_probs",

@@ -12,6 +12,7 @@ What all functions here take:
 and raise: ValueError, on every rank, where an argument breaks its rule; the message says which, and the fix.
 """
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
@@ -173,7 +174,7 @@ def soft_cross_entropy(
     Communicates: forward 1 collective at R > 1, backward none.
     """
     chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _apart("cross entropy", student_logits, teacher_logits, tp_group, vocab, **chosen)
+    return _divergence("cross entropy", student_logits, teacher_logits, tp_group, vocab, **chosen)
 
 
 def kl_divergence(
@@ -192,7 +193,7 @@ def kl_divergence(
     """
     one_of("direction", direction, get_args(Direction))
     chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _apart(direction, student_logits, teacher_logits, tp_group, vocab, **chosen)
+    return _divergence(direction, student_logits, teacher_logits, tp_group, vocab, **chosen)
 
 
 def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard | None) -> Tensor:
@@ -205,7 +206,19 @@ def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard |
     return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device, options.ranks)))
 
 
-def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
+def _divergence(kind: Any, *arguments: Any, **chosen: Any) -> Tensor:
+    return apart(lambda options: Divergence(options, kind), *arguments, **chosen)
+
+
+def apart(
+    make: Callable[[HeadOptions], ReadOut],
+    student: Tensor,
+    teacher: Tensor,
+    tp_group: Group,
+    vocab: VocabShard | None,
+    **chosen: Any,
+) -> Tensor:
+    """What the read-out that `make` makes of the options says of two distributions; `chosen` are options."""
     options, fault, flat = _sharded(student, tp_group, vocab, "student_logits", **chosen)
     checks.check_floating("teacher_logits", teacher)
     if teacher.shape[:-1] != student.shape[:-1] or teacher.device != student.device:
@@ -215,7 +228,9 @@ def _apart(kind: Any, student: Tensor, teacher: Tensor, tp_group: Group, vocab: 
         )
     if fault is None:
         fault = checks.shard_fault(options.vocab, teacher.shape[-1], "teacher_logits", options.ranks)
-    read_out = Divergence(options, kind)
+    read_out = make(options)
+    if read_out.in_step and options.ranks > 1:  # the ranks exchange numbers of the same tokens, chunk by chunk
+        flat = Flat(student, as_given=True)
     return flat.up(_flat_results(student, read_out, fault, flat, teacher)[0])
 
 

@@ -16,6 +16,7 @@ on every rank, where an argument breaks its rule.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -45,7 +46,8 @@ def linear_gather_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
-) -> Tensor:
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]`, as `gather_log_probs`."""
     head = _Hidden(
         hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
@@ -53,7 +55,11 @@ def linear_gather_log_probs(
     head.check_size(check_ids, indices)
     head.check_leading(indices[..., 0])
     ids_TK = indices.long().flatten(0, -2)
-    return head.read(Gather(head.options, True, ids_TK))[0].reshape(indices.shape)
+    options = replace(head.options, entropy=return_entropy)
+    found_TK = head.read(Gather(options, True, ids_TK))[0]
+    if not return_entropy:
+        return found_TK.reshape(indices.shape)
+    return found_TK[:, :-1].reshape(indices.shape), found_TK[:, -1].reshape(indices.shape[:-1])
 
 
 def linear_topk_log_probs(
@@ -153,10 +159,10 @@ def linear_kl_divergence(
     teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's.
     """
     one_of("direction", direction, get_args(Direction))
-    checks.check_floating("teacher_hidden", teacher_hidden)
-    head = _Hidden(
-        student_hidden,
-        student_weight,
+    return linear_apart(
+        lambda options: Divergence(options, direction),
+        (student_hidden, student_weight),
+        (teacher_hidden, teacher_weight),
         tp_group,
         hidden_layout,
         vocab,
@@ -164,6 +170,21 @@ def linear_kl_divergence(
         chunk_tokens,
         gradient_accumulation_fusion,
     )
+
+
+def linear_apart(
+    make: Callable[[HeadOptions], ReadOut],
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    *arguments: Any,
+) -> Tensor:
+    """What the read-out that `make` makes of the options says of two heads, each its hidden states and weight.
+
+    `arguments`: those behind them of `linear_kl_divergence`, but for the direction.
+    """
+    (student_hidden, student_weight), (teacher_hidden, teacher_weight) = student, teacher
+    checks.check_floating("teacher_hidden", teacher_hidden)
+    head = _Hidden(student_hidden, student_weight, *arguments)
     fault = checks.linear_fault(teacher_hidden, teacher_weight, None, head.options.vocab, head.options.ranks)
     if teacher_hidden.shape[:-1] != student_hidden.shape[:-1] or teacher_hidden.device != student_hidden.device:
         fault = ValueError(
@@ -172,7 +193,7 @@ def linear_kl_divergence(
             f"on one device"
         )
     head.fault = head.fault or fault
-    found_T = head.read(Divergence(head.options, direction), teacher_hidden, teacher_weight)[0]
+    found_T = head.read(make(head.options), teacher_hidden, teacher_weight)[0]
     return found_T.reshape(head.leading)
 
 

@@ -116,10 +116,10 @@ class Region:
             logits.terms.hits = labels, found.hits
         if found.z_loss is not None:
             z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
-        return found.loss.transpose(0, 1).contiguous()
+        return found.loss
 
     def redeemed(self, labels: Tensor, terms: Terms) -> TrainingLoss:
-        """The losses `[S, B]` of labels `[B, S]`."""
+        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
         layer, settings = terms.layer, self.settings
         labels_SB, options = labels.transpose(0, 1), head_options(terms, settings)
         options |= {
@@ -132,12 +132,14 @@ class Region:
         if terms.made is not None:
             self.counters.stock_losses += 1
             softcap, temperature = settings.softcap, settings.temperature  # scale and the layer's softcap are in them
-            return training_loss_of_logits(
-                terms.made, labels_SB, **options | {"softcap": softcap, "temperature": temperature}
+            return _batch_first(
+                training_loss_of_logits(
+                    terms.made, labels_SB, **options | {"softcap": softcap, "temperature": temperature}
+                )
             )
 
         def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
-            return linear_training_loss(
+            found = linear_training_loss(
                 hidden,
                 weight,
                 labels_SB,
@@ -148,6 +150,7 @@ class Region:
                 fuse_main_grad=layer.gradient_accumulation_fusion and weight is terms.own_weight,
                 **options,
             )
+            return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
 
         found = terms.read(compute)
         self.counters.losses_fused += 1
@@ -165,6 +168,10 @@ class Region:
             f"{mebibytes:.1f} MiB on each rank, {tuple(terms.shape)} in {terms.dtype}, and the loss is taken from them",
             place,
         )
+
+
+def _batch_first(found: TrainingLoss) -> TrainingLoss:
+    return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
 
 
 def head_options(terms: Terms, settings: HeadSettings) -> dict[str, Any]:

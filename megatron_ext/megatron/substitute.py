@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from unittest.mock import NonCallableMock
 
 import megatron.core
+import torch
 
 from megatron_ext.distributed.groups import is_registered
+from megatron_ext.megatron import versions
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel.process_rng import Process
@@ -218,12 +220,31 @@ def _has_its_group(layer: Any) -> bool:
     return group is None or is_registered(group)
 
 
-def _refuse_half_way(pairs: dict[str, tuple[Any, Any]], lacking: list[str]) -> None:
-    if lacking:
+def why_not_substituted() -> str | None:
+    """What of Megatron's tensor-parallel package ours do not know, or None: names, and arguments of names."""
+    missing = versions.missing_seams("substitution")
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    if _active is not None:
+        return None
+    pairs, lacking = _pairs()
+    for name, (theirs, ours) in pairs.items():
+        if not isinstance(theirs, NonCallableMock) and not (
+            isinstance(theirs, type) and issubclass(theirs, torch.autograd.Function)
+        ):
+            lacking += [f"{name}({argument}=...)" for argument in versions.unknown_arguments(theirs, ours)]
+    return f"megatron_ext.tensor_parallel does not know {', '.join(lacking)}" if lacking else None
+
+
+def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
+    reason = why_not_substituted()
+    if reason is not None:
+        instead = "Choose our layers by a layer spec instead (megatron_ext.megatron.layer_specs)"
+        if versions.why_no_spec() is not None:
+            instead = versions.PATCH_INSTEAD
         raise RuntimeError(
-            f"megatron_ext.tensor_parallel does not know {', '.join(lacking)} of Megatron-Core "
-            f"{megatron.core.__version__}: what uses them would stay with Megatron's own package; nothing was "
-            f"replaced. Choose our layers by a layer spec instead (megatron_ext.megatron.layer_specs)"
+            f"Megatron-Core {megatron.core.__version__} ({versions.megatron_path()}) cannot run on our tensor-parallel "
+            f"package: {reason}; what uses it would fail, or stay with Megatron's own; nothing was replaced. {instead}"
         )
     layers = tuple(pairs[f"layers.{name}"][0] for name in _LAYERS)
     alive = Counter(type(thing).__name__ for thing in _in_use(layers))
@@ -272,14 +293,14 @@ def substitute_tensor_parallel() -> Substitution:
         What was replaced, and where; `print` it.
 
     Raises:
-        RuntimeError: models with Megatron's own layers exist, or its version has functions that ours lack. Then
-            nothing is replaced.
+        RuntimeError: models with Megatron's own layers exist, or its version has functions, or arguments of functions,
+            that ours lack. Then nothing is replaced.
     """
     global _active
     if _active is not None:
         return _active.report
-    pairs, lacking = _pairs()
-    _refuse_half_way(pairs, lacking)
+    pairs, _ = _pairs()
+    _refuse_half_way(pairs)
     before, known = Process.tracker, {module.__name__ for module in _loaded_modules()}
     swap = _Swap(pairs.values())
     try:

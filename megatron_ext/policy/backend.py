@@ -53,6 +53,23 @@ class Backend(ABC):
         """fp32 `[B, S]`: of each position's next token; differentiable. See `dtensor.causal_lm_log_probs`."""
 
     @abstractmethod
+    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
+        """As `_next_token_log_probs`, under what `top_k` and `top_p` of the settings leave, -inf for others; and
+        `with_plain` beside it those of the whole distribution. See `dtensor.causal_lm_sampled_log_probs`.
+        """
+
+    @abstractmethod
+    def _from_logits(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[..., Tensor],
+        columns: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        """`[B, S, columns]`: what `read` makes of logits over the temperature; see `dtensor.causal_lm_from_logits`."""
+
+    @abstractmethod
     def _end_inference(self) -> None:
         """Called after passes without backward, which may leave whole weights behind."""
 
@@ -97,7 +114,8 @@ class Backend(ABC):
 
     @property
     def _place(self) -> Place:
-        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size)
+        stages = self.settings.pipeline.stages
+        return Place(self.dp_rank, self.dp_size, dist.get_world_size() // self.dp_size // stages, stages)
 
     @property
     def _places_multiple(self) -> int:
@@ -108,12 +126,16 @@ class Backend(ABC):
 
 def _mesh(settings: Settings, device: torch.device) -> DeviceMesh:
     world, tp, cp = dist.get_world_size(), settings.tensor_parallel_size, settings.context_parallel_size
-    if world % (tp * cp):
+    pp = settings.pipeline.stages
+    if world % (pp * tp * cp):
+        stages = f", {pp} pipeline stages" if pp > 1 else ""
         raise ValueError(
-            f"{world} ranks with tensor_parallel_size {tp} and context_parallel_size {cp}: the ranks must be a "
-            f"multiple of {tp * cp}"
+            f"{world} ranks with tensor_parallel_size {tp} and context_parallel_size {cp}{stages}: the ranks must be a "
+            f"multiple of {pp * tp * cp}"
         )
-    return init_device_mesh(device.type, (world // (tp * cp), cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    sizes = {"pp": pp, "dp": world // (pp * tp * cp), "cp": cp, "tp": tp}
+    names = tuple(name for name in sizes if name != "pp" or pp > 1)
+    return init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
 
 def whole(x: Tensor) -> Tensor:

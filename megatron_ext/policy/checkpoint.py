@@ -41,6 +41,7 @@ from megatron_ext.policy.facts import from_json, to_json
 from megatron_ext.policy.folders import FACTS
 
 INDEX = "index.json"
+_SAME_MODEL = "they must hold the same model and optimizer; load one of this model"
 
 
 class Part(NamedTuple):
@@ -117,8 +118,19 @@ def find(**paths: str | Path) -> list[Found]:
 
 
 def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the checkpoint has these tensors in their shapes, and no others."""
-    agree(lambda: _check_tensors(found.path, _read_index(found.folder), tensors))
+    """Raises ValueError unless the checkpoint has these tensors in their shapes, and no others than those of all ranks
+    (the stages of a pipeline have different ones)."""
+
+    def check() -> tuple[list[str], list[str]]:
+        index = _read_index(found.folder)
+        _check_tensors(found.path, index, tensors)
+        return sorted(index.state_dict_metadata), list(tensors)
+
+    ranks = agree(check)
+    if more := sorted(set(ranks[0][0]).difference(*(own for _, own in ranks))):
+        raise ValueError(
+            f"the checkpoint {found.path} has {', '.join(more[:3])} and there is no such thing here: {_SAME_MODEL}"
+        )
 
 
 def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
@@ -212,15 +224,12 @@ def _dtype(name: str) -> torch.dtype:
 
 def _check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
     there = metadata.state_dict_metadata
-    rule = "they must hold the same model and optimizer; load one of this model"
     for name, tensor in tensors.items():
         entry = there.get(name)
         size = entry.size if isinstance(entry, TensorStorageMetadata) else None
         if size != tensor.shape:
             found = "lacks it" if size is None else f"has it as {list(size)}"
-            raise ValueError(f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: {rule}")
-    if more := sorted(there.keys() - tensors.keys()):
-        raise ValueError(f"the checkpoint {path} has {', '.join(more[:3])} and there is no such thing here: {rule}")
+            raise ValueError(f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: {_SAME_MODEL}")
 
 
 def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:

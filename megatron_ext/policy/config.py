@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_ext.head.sampling_checks import filters
+
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Sizes of Megatron's that the worker's mesh does not have.
-_ONLY_ONE = ("pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+# Sizes of Megatron's: those that only Megatron's backend has, and one that none has.
+_MEGATRONS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size")
+_ONLY_ONE = ("expert_tensor_parallel_size",)
 _ABSENT = object()
 
 
@@ -30,6 +33,21 @@ class Batching:
     logprob_rows: int
     train_tokens: int = 0
     logprob_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How layers are cut into stages.
+
+    Attributes:
+        stages: ranks that layers are cut over; `virtual` pieces of each take turns (1: no virtual stages).
+        first_layers, last_layers: layers of the first and the last stage; None: as many as the others have.
+    """
+
+    stages: int = 1
+    virtual: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,10 @@ class Settings:
     scheduler: Any
     temperature: float
     refit_buffer_bytes: int
+    top_k: int | None = None
+    top_p: float = 1.0
+    pipeline: Pipeline = Pipeline()
+    expert_parallel_size: int = 1
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
@@ -63,9 +85,13 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
     `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
     `tensor_parallel_size` (under `megatron_cfg` `tensor_model_parallel_size`), `context_parallel_size`,
-    `expert_parallel_size` (1, or the tensor-parallel size), `sequence_parallel`, `cpu_offload`,
-    `activation_checkpointing`, `custom_parallel_plan`; under `dynamic_batching` or `sequence_packing` `enabled`,
-    `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which logits are divided.
+    `sequence_parallel`, `cpu_offload`, `activation_checkpointing`; under `dtensor_cfg` alone `expert_parallel_size` (1,
+    or the tensor-parallel size) and `custom_parallel_plan`; under `megatron_cfg` alone
+    `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size`, `num_layers_in_first_pipeline_stage`,
+    `num_layers_in_last_pipeline_stage`, `expert_model_parallel_size`; under `dynamic_batching` or
+    `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
+    logits are divided, and `top_k` and `top_p`: with them log-probabilities are those of the distribution that they
+    leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole).
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -74,11 +100,11 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
     parallel = config.get(parallel_key) or {}
-    for key in _ONLY_ONE:
-        if (size := _positive(parallel, key, parallel_key, 1)) > 1:
+    for key in _ONLY_ONE if parallel_key == "megatron_cfg" else (*_MEGATRONS, *_ONLY_ONE):
+        if parallel.get(key) is not None and (size := _positive(parallel, key, parallel_key)) > 1:
             raise ValueError(
-                f"{parallel_key}.{key} is {size}: a policy is data, tensor and context parallel only; set it to 1, and "
-                f"raise the tensor parallel size for a larger model"
+                f"{parallel_key}.{key} is {size}: this policy has no such parallelism; set it to 1, and raise the "
+                f"tensor parallel size for a larger model"
             )
     tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
     rows = _positive(config, "train_micro_batch_size", "config")
@@ -87,6 +113,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         raise ValueError(
             f"generation.temperature is {temperature!r}: it must be a positive number; greedy sampling has no log-probs"
         )
+    top_k, top_p = _filters(config.get("generation") or {})
     max_grad_norm = config.get("max_grad_norm")
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive, or None for no clipping")
@@ -108,6 +135,10 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         scheduler=config.get("scheduler"),
         temperature=float(temperature),
         refit_buffer_bytes=_positive(config, "refit_buffer_bytes", "config", 1 << 30),
+        top_k=top_k,
+        top_p=top_p,
+        pipeline=_pipeline(parallel, parallel_key),
+        expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
     )
 
 
@@ -159,6 +190,31 @@ def _batching(config: Mapping[str, Any], train_rows: int, logprob_rows: int) -> 
     logprob_tokens = _positive(options, "logprob_mb_tokens", chosen[0], train_tokens)
     kind: Literal["dynamic", "packed"] = "dynamic" if chosen[0] == "dynamic_batching" else "packed"
     return Batching(kind, train_rows, logprob_rows, train_tokens, logprob_tokens)
+
+
+def _filters(generation: Mapping[str, Any]) -> tuple[int | None, float]:
+    """Top-k, None where it is off, and top-p."""
+    top_k, top_p = generation.get("top_k"), generation.get("top_p")
+    top_k, top_p = None if top_k in (0, -1) else top_k, 1.0 if top_p is None else top_p
+    try:
+        filters(top_k, top_p)
+    except ValueError as error:
+        raise ValueError(f"generation.{error}") from None
+    return top_k, float(top_p)
+
+
+def _pipeline(parallel: Mapping[str, Any], where: str) -> Pipeline:
+    stages = _positive(parallel, "pipeline_model_parallel_size", where, 1)
+    virtual_key = "virtual_pipeline_model_parallel_size"
+    virtual = 1 if parallel.get(virtual_key) is None else _positive(parallel, virtual_key, where)
+    if virtual > 1 and stages == 1:
+        raise ValueError(
+            f"{where}.{virtual_key} is {virtual} and pipeline_model_parallel_size 1: virtual stages are pieces of a "
+            f"pipeline's stages; leave it out, or raise pipeline_model_parallel_size"
+        )
+    ends = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    first, last = (None if parallel.get(key) is None else _positive(parallel, key, where) for key in ends)
+    return Pipeline(stages, virtual, first, last)
 
 
 def _required(config: Mapping[str, Any], key: str, where: str, default: Any = _ABSENT) -> Any:

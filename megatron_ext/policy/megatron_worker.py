@@ -1,11 +1,13 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
@@ -19,28 +21,37 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_ext.distributed.collectives import all_reduce
+from megatron_ext.distributed.collectives import all_gather_object, all_reduce
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
+from megatron_ext.head import sampled_log_probs, token_log_probs
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.policy import megatron_llama as llama
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.backend import Export, whole
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.config import Settings
 from megatron_ext.policy.factories import model_factories
+from megatron_ext.policy.megatron_chunks import Chunks, build_pieces, catalogue, from_owner, is_expert, run_pipeline
+from megatron_ext.policy.plan import Step
+from megatron_ext.policy.scoring import Read, T, Use
 from megatron_ext.policy.worker import PolicyWorker
+from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """A `PolicyWorker` on a GPTModel that computes what Llama, Qwen2 or Qwen3 do in transformers.
+    """A `PolicyWorker` on a GPTModel that computes what Llama, Qwen2, Qwen3, Mixtral or Qwen3-MoE do in transformers.
 
-    `model_name` is what `DTensorPolicyWorker` takes for these three, and generators get weights by the same names;
+    `model_name` is what `DTensorPolicyWorker` takes for these five, and generators get weights by the same names;
     checkpoints are of its own. Parallel sizes are read from `megatron_cfg`. Weights are float32; the model computes in
     `precision` under autocast. Without a GPU it holds `megatron_on_cpu()` open from the constructor to `shutdown()`.
     """
 
     parallel_key = "megatron_cfg"
+    model: Chunks
 
     @cached_property
     def _open(self) -> ExitStack:
@@ -61,10 +72,11 @@ class MegatronPolicyWorker(PolicyWorker):
             make, _, config = model_factories(settings.model)
             if config is None:
                 config = make().config
-            llama.check(config, settings.tensor_parallel_size)
+            self._check_layout(config)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(settings.seed)
                 state = make().float().state_dict()
+            self._together = llama.experts_together(state)
 
         agree(load)  # the others would wait for what a rank that fails here has to give
         if self.device.type == "cpu":
@@ -72,36 +84,72 @@ class MegatronPolicyWorker(PolicyWorker):
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=settings.tensor_parallel_size,
+                pipeline_model_parallel_size=settings.pipeline.stages,
+                virtual_pipeline_model_parallel_size=_above_1(settings.pipeline.virtual),
                 context_parallel_size=settings.context_parallel_size,
+                expert_model_parallel_size=settings.expert_parallel_size,
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=False,
             )
             self._open.callback(parallel_state.destroy_model_parallel)
-        _check_groups(settings.tensor_parallel_size, settings.context_parallel_size)
+        _check_groups(settings)
         with torch.random.fork_rng(devices=[]):
             tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)  # for dropout, which asks even at 0
             transformer = self._transformer_config(config)
-            model = GPTModel(transformer, gpt_block_spec(transformer), **llama.gpt_arguments(config))
+
+            def make(vp_stage: int | None, **which: bool) -> GPTModel:
+                layers = gpt_block_spec(transformer, vp_stage)
+                return GPTModel(transformer, layers, **llama.gpt_arguments(config), vp_stage=vp_stage, **which)
+
+            pieces = build_pieces(make, settings.pipeline.virtual)
         self._sizes = llama.sizes(config)
+        own = self._sizes.experts // settings.expert_parallel_size
+        model = Chunks(pieces, own * parallel_state.get_expert_model_parallel_rank())
         model.to(self.device)
         self._fill(model, state)
-        if settings.temperature != 1:  # hidden states divided are logits divided
-            model.decoder.final_layernorm.register_forward_hook(lambda *call: call[2] / settings.temperature)
-        self._data_parallel: DistributedDataParallel | None = None
+        last = pieces[-1]
+        if settings.temperature != 1 and last.post_process:  # hidden states divided are logits divided
+            last.decoder.final_layernorm.register_forward_hook(lambda *call: call[2] / settings.temperature)
+        self._data_parallel: list[DistributedDataParallel] = []
+        self._piece, self._passed_on = pieces[-1], cast(Tensor | None, None)
+        self._catalogue = catalogue(model, _laid_out)
         return model
 
     def _transformer_config(self, config: Any) -> TransformerConfig:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        pipeline = self.settings.pipeline
         return TransformerConfig(
             **llama.transformer_arguments(config),
             **(recompute if self.settings.activation_checkpointing else {}),
             tensor_model_parallel_size=self.settings.tensor_parallel_size,
+            pipeline_model_parallel_size=pipeline.stages,
+            virtual_pipeline_model_parallel_size=_above_1(pipeline.virtual),
+            num_layers_in_first_pipeline_stage=pipeline.first_layers,
+            num_layers_in_last_pipeline_stage=pipeline.last_layers,
+            pipeline_dtype=torch.float32,  # that of the residual stream under autocast
+            variable_seq_lengths=pipeline.stages > 1,
             context_parallel_size=self.settings.context_parallel_size,
+            expert_model_parallel_size=self.settings.expert_parallel_size,
+            expert_tensor_parallel_size=1,
+            moe_token_dispatcher_type="alltoall",  # Megatron's default takes no shapes that differ
             sequence_parallel=self.settings.sequence_parallel and self.settings.tensor_parallel_size > 1,
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
             persist_layer_norm=False,
         )
+
+    def _check_layout(self, config: Any) -> None:
+        settings, pipeline = self.settings, self.settings.pipeline
+        uneven = pipeline.first_layers is not None or pipeline.last_layers is not None
+        stages = 1 if uneven else pipeline.stages * pipeline.virtual
+        llama.check(config, settings.tensor_parallel_size, stages, settings.expert_parallel_size)
+        if llama.experts(config) and settings.tensor_parallel_size > 1 and not settings.sequence_parallel:
+            raise ValueError(
+                f"{config.model_type} has experts, and megatron_cfg.sequence_parallel is False with "
+                f"tensor_model_parallel_size {settings.tensor_parallel_size}: experts get the tokens of each "
+                f"rank; set sequence_parallel to True"
+            )
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -112,7 +160,91 @@ class MegatronPolicyWorker(PolicyWorker):
             weight = llama.from_transformers(name, state, self._sizes)
             part.copy_(weight if dim is None else weight.chunk(ranks, dim)[rank])
 
+    def _run_passes(self, step: Step, batch: BatchedDataDict, read: Read, use: Use) -> None:
+        pipeline = self.settings.pipeline
+        if pipeline.stages == 1:
+            return super()._run_passes(step, batch, read, use)
+        passes = step.rows()
+        if pipeline.virtual > 1:  # the schedule with virtual stages takes as many as there are stages, or a multiple
+            passes += [(passes[0][0], False)] * (-len(passes) % pipeline.stages)
+
+        def run(piece: GPTModel, number: int) -> Tensor:
+            self._piece, self._passed_on = piece, None
+            found = read(self._micro_batch(batch, passes[number][0]))
+            return found if self._passed_on is None else self._passed_on
+
+        def use_of(found: Tensor, number: int) -> Tensor | None:
+            rows, counts = passes[number]
+            return use(found, self._micro_batch(batch, rows), rows, counts)
+
+        try:
+            run_pipeline(self.model.pieces, len(passes), run, use_of)
+        finally:
+            self._piece, self._passed_on = self.model.pieces[-1], None
+
+    def _from_last_stage(self, found: T | None) -> T:
+        if self.settings.pipeline.stages == 1:
+            return super()._from_last_stage(found)
+        last = parallel_state.is_pipeline_last_stage()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return cast(T, all_gather_object(found if last else None, group)[-1])
+
+    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
+        settings, labels_BS = self.settings, next_tokens(tokens_BS, cu_seqlens)
+
+        def read(logits: Tensor, labels_BP1: Tensor, tp_group: Any, vocab: VocabShard) -> Tensor:
+            labels_BP, shard = labels_BP1[..., 0], {"tp_group": tp_group, "vocab": vocab}
+            found = [sampled_log_probs(logits, labels_BP, settings.top_k, settings.top_p, **shard)]
+            if with_plain:
+                found.append(cast(Tensor, token_log_probs(logits, labels_BP, **shard)))
+            return torch.stack(found, -1)
+
+        found = self._from_logits(tokens_BS, cu_seqlens, read, 1 + with_plain, labels_BS.unsqueeze(-1))
+        return found.unbind(-1)
+
+    def _from_logits(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[..., Tensor],
+        columns: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
+        dtype = self.settings.dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            made = self._piece(parts.split(tokens_BS, 1), parts.split(positions_BS, 1), None, packed_seq_params=packing)
+        if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
+            self._passed_on = made.float()
+            return made.new_zeros(*tokens_BS.shape, columns, dtype=torch.float32)[:, :length]
+        if beside is not None:
+            beside = parts.split(F.pad(beside, (0, 0, 0, tokens_BS.shape[1] - length)), 1)
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = read(made, beside, tp_group=group, vocab=VocabShard.split(self._vocabulary, group))
+        return parts.gather(found, 1)[:, :length]
+
     def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
+        dtype = self.settings.dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            found = gpt_forward_with_linear_ce_fusion(
+                self._piece,
+                parts.split(tokens_BS, 1),
+                parts.split(positions_BS, 1),
+                None,
+                labels=tokens_BS,
+                packed_seq_params=packing,
+                return_logprobs_for_linear_ce_fusion=True,
+            )
+        if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
+            self._passed_on = found.float()
+            return found.new_zeros(tokens_BS.shape, dtype=torch.float32)[:, :length]
+        return F.pad(found, (0, 1))[:, :length]
+
+    def _inputs(
+        self, tokens_BS: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[SequenceParts, Tensor, Tensor, PackedSeqParams | None]:
+        """How sequences are cut, their tokens padded for that, the positions of these, and packing for Megatron."""
         group, config = parallel_state.get_context_parallel_group(), cast(TransformerConfig, self.model.config)
         ranks, length = self.settings.context_parallel_size, tokens_BS.shape[1]
         slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
@@ -124,36 +256,25 @@ class MegatronPolicyWorker(PolicyWorker):
             packing = _packing(cu_seqlens)
         parts = SequenceParts(group, cu_seqlens)
         positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        dtype = self.settings.dtype
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found = gpt_forward_with_linear_ce_fusion(
-                self.model,
-                parts.split(tokens_BS, 1),
-                parts.split(positions_BS, 1),
-                None,
-                labels=tokens_BS,
-                packed_seq_params=packing,
-                return_logprobs_for_linear_ce_fusion=True,
-            )
-        return F.pad(found, (0, 1))[:, :length]
+        return parts, tokens_BS, positions_BS, packing
 
     def _end_inference(self) -> None:
         """Megatron leaves nothing behind."""
 
     def _reduce_gradients(self) -> None:
         """Means over data- and context-parallel ranks, and sums of what sequence parallelism spread."""
-        finalize_model_grads([self._data_parallel])
+        finalize_model_grads(self._data_parallel)
         for parameter in self.model.parameters():
             parameter.grad = cast(Any, parameter).main_grad
 
     def _clip_gradients(self, max_norm: float | None) -> float:
-        squares = torch.zeros(2, device=self.device)  # of sharded weights, and of those that all ranks have
+        square = torch.zeros((), device=self.device)
         parameters = list(self.model.parameters())
         for parameter in parameters:
             assert parameter.grad is not None
-            squares[0 if _is_sharded(parameter) else 1] += parameter.grad.norm() ** 2
-        squares[0] = all_reduce(squares[0], self.mesh["tp"].get_group())
-        norm = float(squares.sum().sqrt())
+            if not self.model.is_second_copy(parameter):
+                square += parameter.grad.norm() ** 2 / self._copies_of(parameter)
+        norm = float(all_reduce(square, dist.group.WORLD).sqrt())
         if max_norm is not None:
             clip_grad_by_total_norm_(parameters, max_norm, norm)
         return norm
@@ -163,19 +284,20 @@ class MegatronPolicyWorker(PolicyWorker):
         device loses: it is made anew then."""
         moved = next(self.model.parameters()).device.type != device.type
         super()._move_model(device)
-        if moved and self._data_parallel is not None:
-            self._data_parallel = None
+        if moved and self._data_parallel:
+            self._data_parallel = []
             for parameter in self.model.parameters():
                 del cast(Any, parameter).main_grad
 
     def _zero_grad(self) -> None:
         super()._zero_grad()
-        if self._data_parallel is None and torch.is_grad_enabled():
-            self._data_parallel = DistributedDataParallel(
-                self.model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self.model
-            )
-        if self._data_parallel is not None:
-            self._data_parallel.zero_grad_buffer()
+        if not self._data_parallel and torch.is_grad_enabled():
+            options = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            self._data_parallel = [
+                DistributedDataParallel(self.model.config, options, piece) for piece in self.model.pieces
+            ]
+        for piece in self._data_parallel:
+            piece.zero_grad_buffer()
 
     @property
     def _vocabulary(self) -> int:
@@ -186,14 +308,28 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _as_global(self, name: str, x: Tensor) -> Tensor:
         part, dim = _laid_out(name, self.model.get_parameter(name), x)
+        if is_expert(name):  # whole on the ranks that have it
+            return part
         placement = Replicate() if dim is None else Shard(dim)
         return DTensor.from_local(part, self.mesh["tp"], [placement], run_check=False)
 
     def _exports(self) -> dict[str, Export]:
         state = self._state()
-        shapes = {name: x.shape for name, x in state.items()}
-        parts = llama.to_transformers(shapes, lambda name: whole(state[name]), self._sizes)
+        shapes = {name: place.shape for name, place in self._catalogue.items()}
+
+        def whole_of(name: str) -> Tensor:
+            mine = whole(state[name]) if name in state else None
+            return from_owner(mine, self._catalogue[name], self.device)
+
+        parts = llama.to_transformers(shapes, whole_of, self._sizes, self._together)
         return {name: Export(shape, make) for name, shape, make in parts}
+
+    def _copies_of(self, parameter: Tensor) -> int:
+        """How many ranks have the same part of a weight."""
+        ranks = dist.get_world_size() // self.settings.pipeline.stages
+        if not getattr(parameter, "allreduce", True):
+            return ranks // self.settings.expert_parallel_size
+        return ranks // self.settings.tensor_parallel_size if _is_sharded(parameter) else ranks
 
     def shutdown(self) -> None:
         """Leaves nothing behind: Megatron's groups and the emulation end, if they began with this worker."""
@@ -201,16 +337,28 @@ class MegatronPolicyWorker(PolicyWorker):
         self._open.close()
 
 
-def _check_groups(tp: int, cp: int) -> None:
+def _check_groups(settings: Settings) -> None:
     """Raises ValueError unless Megatron's groups, of which a process has one set, are of these sizes."""
-    found_tp = parallel_state.get_tensor_model_parallel_world_size()
-    found_cp = parallel_state.get_context_parallel_world_size()
-    if (found_tp, found_cp) != (tp, cp):
-        raise ValueError(
-            f"megatron_cfg asks for tensor parallel size {tp} and context parallel size {cp}, and Megatron's groups in "
-            f"this process are of {found_tp} and {found_cp}: a process has one set of them; shut the other worker down "
-            f"first, or give both the same sizes"
-        )
+    asked = {
+        "tensor": (settings.tensor_parallel_size, parallel_state.get_tensor_model_parallel_world_size()),
+        "context": (settings.context_parallel_size, parallel_state.get_context_parallel_world_size()),
+        "pipeline": (settings.pipeline.stages, parallel_state.get_pipeline_model_parallel_world_size()),
+        "virtual pipeline": (
+            settings.pipeline.virtual,
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        ),
+        "expert": (settings.expert_parallel_size, parallel_state.get_expert_model_parallel_world_size()),
+    }
+    for name, (wanted, found) in asked.items():
+        if wanted != found:
+            raise ValueError(
+                f"megatron_cfg asks for {name} parallel size {wanted}, and Megatron's groups in this process are of "
+                f"{found}: a process has one set of them; shut the other worker down first, or give both the same sizes"
+            )
+
+
+def _above_1(size: int) -> int | None:
+    return size if size > 1 else None
 
 
 def _is_sharded(parameter: Tensor) -> bool:
@@ -222,10 +370,11 @@ def _laid_out(name: str, parameter: Tensor, x: Tensor) -> tuple[Tensor, int | No
 
     Each rank has its parts of both halves of a gated projection: these are a dim of their own.
     """
-    if not _is_sharded(parameter):
-        return x, None
     if name.endswith("linear_fc1.weight"):
-        return x.view(2, -1, *x.shape[1:]), 1
+        x = x.view(2, -1, *x.shape[1:])
+        return x, None if is_expert(name) else 1
+    if is_expert(name) or not _is_sharded(parameter):
+        return x, None
     return x, cast(Any, parameter).partition_dim
 
 

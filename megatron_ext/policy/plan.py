@@ -12,17 +12,28 @@ from torch import Tensor
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
-from megatron_ext.policy.losses import LossType, valid_counts
+from megatron_ext.policy.loss_protocol import LossType, valid_counts
 from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank among those that hold other rows (dp), and how many ranks hold the same ones (cp * tp)."""
+    """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
+    each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
 
     dp_rank: int = 0
     dp_size: int = 1
     copies: int = 1
+    stages: int = 1
+
+    def replica(self, rank: int) -> int:
+        """The data-parallel rank of a global one."""
+        return rank // self.copies % self.dp_size
+
+    def first_ranks(self, stage: int = 0) -> range:
+        """Of each data-parallel rank one global rank, on this stage."""
+        begin = stage * self.dp_size * self.copies
+        return range(begin, begin + self.dp_size * self.copies, self.copies)
 
 
 @dataclass(frozen=True)
@@ -175,10 +186,11 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
 
 def _one_per_replica(found: list[Any], place: Place) -> list[Any]:
     """What each data-parallel rank found; ranks that hold the same rows must have found the same."""
-    for first in range(0, len(found), place.copies):
-        if any(other != found[first] for other in found[first : first + place.copies]):
+    for replica, first in enumerate(place.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+        if any(found[rank] != found[first] for rank in ranks):
             raise ValueError(
-                f"ranks {first} to {first + place.copies - 1} hold shards of one model and got different data: tensor- "
-                f"and context-parallel ranks must get the same rows; shard data by dp_rank"
+                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
+                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
             )
-    return found[:: place.copies]
+    return [found[first] for first in place.first_ranks()]

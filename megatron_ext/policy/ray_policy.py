@@ -2,7 +2,7 @@
 
 `ray_actors.py` starts, calls and ends the actors; here are the methods, and which rows go to which rank.
 
-Legend: B rows, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.
+Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
 
 import os
@@ -18,8 +18,10 @@ from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.memory import device_id, visible_devices
+from megatron_ext.policy.plan import Place
 from megatron_ext.policy.ray_actors import RayActors, Timeouts, import_ray
-from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
+from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights, read_weights
+from megatron_ext.policy.sampling import pad_token_of
 
 
 class RayPolicy(RayActors):
@@ -82,8 +84,8 @@ class RayPolicy(RayActors):
         bundle = {"CPU": cpus_per_worker} | ({"GPU": gpus_per_worker} if gpus_per_worker else {})
         timeouts = Timeouts(start_timeout_s, call_timeout_s, heartbeat_timeout_s)
         super().__init__(worker_cls, make, num_workers, bundle, env_vars, timeouts)
-        self._copies = _copies(config, worker_cls, num_workers)
-        self.dp_size = num_workers // self._copies
+        self._place = _place(config, worker_cls, num_workers)
+        self.dp_size = self._place.dp_size
         self._start(weights_path, optimizer_path)
 
     def train(
@@ -118,6 +120,30 @@ class RayPolicy(RayActors):
     ) -> BatchedDataDict:
         """ "reference_logprobs" `[B, S]` of all rows; see the worker's."""
         return self._score("get_reference_policy_logprobs", data, micro_batch_size)
+
+    def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
+        """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
+
+        The answers do not depend on how many workers there are. `prepare_for_generation` before and
+        `finish_generation` after several calls save copying the weights for each.
+        """
+        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        own = -(-batch.size // self.world_size)
+        shares = [range(own * i, min(own * (i + 1), batch.size)) for i in range(self.world_size)]
+        shares = [share or range(batch.size - 1, batch.size) for share in shares]  # no rows left: the last one again
+        self._check_alive()
+        begun = [
+            actor.call.remote("generate", batch.select_indices(share), greedy, seed, list(share))
+            for actor, share in zip(self._actors, shares, strict=True)
+        ]
+        padding = {"output_ids": pad_token_of(self._make["config"], self._make["tokenizer"])}
+        return BatchedDataDict.from_batches(self._collect(begun), padding).slice(0, batch.size)
+
+    def prepare_for_generation(self) -> None:
+        self._all("prepare_for_generation")
+
+    def finish_generation(self) -> None:
+        self._all("finish_generation")
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
@@ -162,15 +188,26 @@ class RayPolicy(RayActors):
         Raises:
             ValueError: no actor is on a device of this process.
         """
-        _, budget = self.prepare_weights_for_ipc()
-        device = self._nearest(next(model.parameters()).device)
-        try:
-            for bucket in buckets(self.prepare_refit_info(), int(budget)):
-                names = [row.name for row in bucket.rows]
-                load_weights(model, self.get_weights_ipc_handles(names, [device])[device])
-        finally:
-            if self._failure is None:
-                self.get_weights_ipc_handles([])  # frees the last one
+        for handle in self._handles_for(next(model.parameters()).device):
+            load_weights(model, handle)
+
+    def iter_weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight of the policy, whole and in `precision`, by transformers' names, in this process, which must run
+        on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
+
+        A weight may be used until the next one is asked for; copy what must stay. For files' names see
+        `megatron_ext.policy.hub_names`.
+
+        Raises:
+            ValueError: no actor is on a device of this process.
+        """
+        for handle in self._handles_for(torch.device(device)):
+            yield from read_weights(handle)
+
+    def free_weights(self) -> None:
+        """Weights that were laid open are gone; nothing where the actors are."""
+        if self._failure is None:
+            self.get_weights_ipc_handles([])
 
     def prepare_for_lp_inference(self) -> None:
         self._all("prepare_for_lp_inference")
@@ -193,6 +230,17 @@ class RayPolicy(RayActors):
 
     def stop_gpu_profiling(self) -> None:
         self._all("stop_gpu_profiling")
+
+    def _handles_for(self, wanted: torch.device) -> Iterator[WeightsHandle]:
+        """All weights, laid open a bucket at a time on `wanted` or another device that this process sees."""
+        _, budget = self.prepare_weights_for_ipc()
+        device = self._nearest(wanted)
+        try:
+            for bucket in buckets(self.prepare_refit_info(), int(budget)):
+                names = [row.name for row in bucket.rows]
+                yield self.get_weights_ipc_handles(names, [device])[device]
+        finally:
+            self.free_weights()
 
     def _nearest(self, own: torch.device) -> str:
         """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
@@ -221,8 +269,11 @@ class RayPolicy(RayActors):
         """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
         self._check_alive()
         kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
-        begun = [a.call.remote(method, kept[rank // self._copies], *args) for rank, a in enumerate(self._actors)]
-        return self._collect(begun)[:: self._copies]
+        begun = [
+            actor.call.remote(method, kept[self._place.replica(rank)], *args) for rank, actor in enumerate(self._actors)
+        ]
+        found = self._collect(begun)
+        return [found[rank] for rank in self._place.first_ranks()]
 
 
 @contextmanager
@@ -238,8 +289,8 @@ def local_ray(cpus: int, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int:
-    """Ranks that get the same rows."""
+def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Place:
+    """Which ranks get the same rows."""
     parallel_key = getattr(worker_cls, "parallel_key", None)
     if not isinstance(parallel_key, str):
         raise ValueError(
@@ -247,13 +298,13 @@ def _copies(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> int
             f"parallel sizes; set it to that of the class whose workers the function makes"
         )
     settings = read_config(config, parallel_key)
-    copies = settings.tensor_parallel_size * settings.context_parallel_size
-    if num_workers < 1 or num_workers % copies:
+    copies, stages = settings.tensor_parallel_size * settings.context_parallel_size, settings.pipeline.stages
+    if num_workers < 1 or num_workers % (copies * stages):
         raise ValueError(
-            f"num_workers is {num_workers}: it must be a multiple of {copies}, the ranks that share one copy of the "
-            f"model; change it, or the parallel sizes"
+            f"num_workers is {num_workers}: it must be a multiple of {copies * stages}, the ranks that share one copy "
+            f"of the model; change it, or the parallel sizes"
         )
-    return copies
+    return Place(0, num_workers // copies // stages, copies, stages)
 
 
 def _where(info: Mapping[str, Any]) -> tuple[str, str]:

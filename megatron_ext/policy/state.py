@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from megatron_ext.policy import checkpoint
+from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.checkpoint import Found, Part
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ def save_policy(worker: "PolicyWorker", weights_path: str, optimizer_path: str |
             "loss_scale": worker._loss_scale.state_dict(),
         }
         if optimizer.state:
-            tensors, facts["numbers"] = _optimizer_state(worker)
+            tensors, numbers = _optimizer_state(worker)
+            facts["numbers"] = _of_all_ranks(numbers)
         else:  # DCP would take a step to have something to save
             facts["groups"] = _groups(optimizer)
         parts.append(Part("optimizer", Path(optimizer_path), _as_global(worker, tensors), facts))
@@ -72,7 +74,7 @@ def _load_both(worker: "PolicyWorker", optimizer: Optimizer, weights: Found, sta
     fresh = not optimizer.state
     try:
         tensors, numbers = _optimizer_state(worker)
-        _same_keys(state.path, "optimizer", state.facts["numbers"], numbers)
+        _same_keys(state.path, "optimizer", state.facts["numbers"], _of_all_ranks(numbers))
         parts = _as_global(worker, tensors)
         checkpoint.must_hold(state, parts)
         checkpoint.read(weights, worker._state())
@@ -81,7 +83,7 @@ def _load_both(worker: "PolicyWorker", optimizer: Optimizer, weights: Found, sta
         if fresh:
             optimizer.state.clear()
         raise
-    flat: Any = {**tensors, **state.facts["numbers"]}
+    flat: Any = {**tensors, **{name: state.facts["numbers"][name] for name in numbers}}
     set_optimizer_state_dict(worker.model, optimizer, flat, options=_FLAT)
 
 
@@ -119,6 +121,11 @@ def _optimizer_state(worker: "PolicyWorker") -> tuple[dict[str, Tensor], dict[st
     flat: dict[str, Any] = get_optimizer_state_dict(worker.model, _optimizer(worker), options=_FLAT)
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
     return tensors, {name: x for name, x in flat.items() if name not in tensors}
+
+
+def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Those of every rank: the stages of a pipeline have different weights."""
+    return {name: value for found in agree(lambda: numbers) for name, value in found.items()}
 
 
 def _as_global(worker: "PolicyWorker", tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from tests.gpt import (
     train_step,
     train_steps,
 )
+from tests.megatron.language_models import tiny_hybrid
 from tests.ranks import ranks
 
 STEPS = 6
@@ -129,6 +130,24 @@ def test_fully_sharded_data_parallelism(case):
     """torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks."""
     shard, overrides = FULLY_SHARDED[case]
     assert_trains_like_plain({}, overrides, shard)
+
+
+@ranks(2)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_hybrid_model_of_attention_and_mlp_layers(normalization):
+    """The final norm, elsewhere Transformer Engine's, sums its gradients under sequence parallelism."""
+    tokens_BS = tiny_batches()[0]
+    with model_parallel():
+        model = tiny_hybrid(normalization=normalization)
+        plain = plain_loss(model, tokens_BS)
+        plain.backward()
+        expected = {f"0.{name}": p.grad for name, p in model.named_parameters()}
+    with model_parallel(tp=2):
+        chunks = [tiny_hybrid(normalization=normalization, sequence_parallel=normalization == "LayerNorm")]
+        loss, grads = loss_and_grads(chunks, tokens_BS, micro_batch=len(tokens_BS))
+    torch.testing.assert_close(torch.tensor(loss), plain.detach(), rtol=1e-6, atol=0)
+    for (name, grad), parameter in zip(grads.items(), chunks[0].parameters(), strict=True):
+        torch.testing.assert_close(grad, own_shard(expected[name], parameter), rtol=1e-4, atol=1e-7, msg=name)
 
 
 @ranks(2)

@@ -173,7 +173,7 @@ def test_ids_that_only_one_context_parallel_rank_holds():
         if grid.cp == 1:
             continue
         mine = grid.columns(grid.part(logits))
-        for bad in (-1, 24):
+        for bad in (-2, 24):
             ids = torch.zeros(2, 8, K, dtype=torch.int64)
             ids[1, 7, 0] = bad  # of the first rank's part
             said = r"outside \[0, 24\)|another rank of cp_group refused"
@@ -212,3 +212,29 @@ def test_logits_that_are_too_short_on_one_context_parallel_rank():
                     vocab_parallel_group=grid.tp_group,
                     context_parallel_group=grid.cp_group,
                 )
+
+
+@ranks(1, 2)
+def test_minus_one_stands_for_no_token():
+    """The student's logit there, or its log-probability among the whole vocabulary, is 0."""
+    logits, _ = problem()
+    values, ids = teacher()
+    ids = ids.clone()
+    ids[0, 2, 1:], ids[1, :, 3] = -1, -1
+    for grid in grids():
+        mine = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+        leaf, groups = logits.clone().requires_grad_(), (grid.tp_group, grid.cp_group)
+        picked = leaf.gather(-1, ids.clamp(min=0)).where(ids >= 0, 0.0)
+        found = gather_logits_at_global_indices(mine, ids, *groups, **grid.vocab(24))
+        same(found.detach(), picked.detach())
+        for zero_outside_topk in (False, True):
+            student, *_ = get_distillation_topk_logprobs_from_logits(
+                mine, values, ids, zero_outside_topk, False, grid.tp_rank, *groups
+            )
+            among_all = leaf.log_softmax(-1).gather(-1, ids.clamp(min=0)).where(ids >= 0, 0.0)
+            wanted = (among_all if zero_outside_topk else picked.log_softmax(-1))[:, :-1]
+            same(student.detach(), wanted.detach())
+            weights, every = grid.weights(wanted.shape)
+            dz = torch.zeros_like(grid.padded(logits))
+            (dz[:, : logits.shape[1]],) = torch.autograd.grad(wanted, leaf, every, retain_graph=True)
+            same(torch.autograd.grad(student, mine, weights)[0], grid.columns(grid.part(dz)))

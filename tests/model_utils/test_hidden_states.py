@@ -244,3 +244,40 @@ def test_wrong_arguments_are_errors_on_every_rank():
                 ChunkedDistributedHiddenStatesToLogprobs.apply(mine.hidden, target, mine.weight, *columns)
         with pytest.raises(ValueError, match="output_weight_layer and output_weight are None"):
             from_parallel_hidden_states_to_logprobs(hidden, None, None, None, tokens, 0, 24, None)
+
+
+@ranks(1, 2)
+def test_the_weight_in_either_place():
+    """Earlier versions of NeMo-RL have `output_weight` before `runtime_gather_output`: types tell which is meant."""
+    hidden, weight, tokens = problem()
+    other = weight + 1
+    for grid in grids():
+        mine, spare = Mine(grid, "sequence", hidden, weight), Mine(grid, "sequence", hidden, other)
+        where = (*grid.vocab(VOCABULARY).values(), grid.tp_group, True, grid.cp_group, 3)
+        wanted, of_other = (next_log_probs(logits_of(hidden, w), tokens) for w in (weight, other))
+        for given, expected in (
+            ((mine.weight, False, tokens), wanted),  # today's
+            ((mine.weight, None, tokens), wanted),
+            ((mine.weight, None, False, tokens), wanted),  # the earlier one
+            ((mine.weight, None, None, tokens), wanted),
+            ((mine.weight, spare.weight, None, tokens), of_other),
+            ((None, spare.weight, True, tokens), of_other),
+        ):
+            same(from_parallel_hidden_states_to_logprobs(mine.hidden, *given, *where), expected)
+        named = {"runtime_gather_output": None, "target": tokens, "tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        named |= grid.vocab(VOCABULARY)
+        found = from_parallel_hidden_states_to_logprobs(mine.hidden, mine.weight, **named, output_weight=spare.weight)
+        same(found.detach(), of_other)
+        found = from_parallel_hidden_states_to_logprobs(mine.hidden, None, spare.weight, **named)
+        same(found.detach(), of_other)
+
+
+def test_minus_one_stands_for_no_token():
+    hidden, weight, tokens = problem()
+    tokens[0, 3:] = -1
+    wanted = next_log_probs(logits_of(hidden, weight), tokens.clamp(min=0)).where(tokens[:, 1:] >= 0, 0.0)
+    for params in (None, TrainingSamplingParams(top_k=VOCABULARY)):
+        found = from_parallel_hidden_states_to_logprobs(
+            hidden, weight, None, tokens, 0, VOCABULARY, None, sampling_params=params
+        )
+        same(found, wanted)

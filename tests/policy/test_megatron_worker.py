@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
 from tests.dtensor.models import SIZES
@@ -31,13 +31,38 @@ LAYOUTS = {
     "cp": {"context_parallel_size": 2},
     "recompute": {"tensor_model_parallel_size": 2, "activation_checkpointing": True},
     "cp_tp_sp": {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "pp_uneven": {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    "pp_virtual": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "pp_tp_sp": {
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "activation_checkpointing": True,
+    },
+    "pp_cp": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
+    "pp_ep": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "ep_tp_sp": {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 
 
-def model_config(kind="llama", tied=False):
-    make = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[kind]
-    more = {"head_dim": 8} if kind == "qwen3" else {}
-    return make(**SIZES | {"vocab_size": 98, "tie_word_embeddings": tied} | more)
+def model_config(kind="llama", tied=False, layers=2):
+    make = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "mixtral": MixtralConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+    }[kind]
+    more = {
+        "qwen3": {"head_dim": 8},
+        "mixtral": {"num_local_experts": 4},
+        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"mlp_only_layers": [1]},
+    }.get(kind, {})
+    sizes = {"vocab_size": 98, "tie_word_embeddings": tied, "num_hidden_layers": layers}
+    return make(**SIZES | sizes | more)
 
 
 @contextmanager
@@ -53,8 +78,8 @@ def exported(worker):
     return {name: export.make() for name, export in worker._exports().items()}
 
 
-def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), **overrides):
-    model, data = model_config(kind, tied), tiny_batch(16)
+def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), layers=2, **overrides):
+    model, data = model_config(kind, tied, layers), tiny_batch(16)
     config = tiny_config(model, **overrides)
     true_losses, _, true_weights = plain_train(config, data, GRPO)
     with torch.no_grad():
@@ -96,11 +121,57 @@ def test_four_ranks(layout):
 
 
 @ranks(2)
+def test_pipeline():
+    check("pp", tied=True, kinds=["packed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, kind, layers", [("pp_virtual", "llama", 4), ("pp_uneven", "qwen3", 3)])
+@ranks(2)
+def test_stages(layout, kind, layers):
+    """With virtual stages each rank has the layers 0 and 2, or 1 and 3; uneven, the first has one and the last two."""
+    check(layout, kind, tied=True, layers=layers, kinds=["fixed", "dynamic", "packed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp", "pp_tp_sp", "pp_cp"])
+@ranks(4)
+def test_pipelines_beside_other_parallelism(layout):
+    check(layout, "qwen2")
+
+
+@ranks(2)
+def test_experts():
+    check("ep", "qwen3_moe", kinds=["fixed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("layout", ["pp_ep", "ep_tp_sp"])
+@ranks(4)
+def test_experts_beside_other_parallelism(layout, kind):
+    check(layout, kind)
+
+
+@ranks(2)
 def test_reference_checkpoint_and_refit():
-    """Saved at tp2, continued at dp2; transformers' model gets the weights by its own names."""
-    folder, data, model = shared_folder(), tiny_batch(), model_config()
+    saved_at_one_layout_and_continued_at_another("tp", "dp", model_config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "before, after, kind", [("pp_virtual", "tp", "llama"), ("dp", "pp", "qwen3"), ("ep", "pp", "mixtral")]
+)
+@ranks(2)
+def test_reference_checkpoint_and_refit_of_stages_and_experts(before, after, kind):
+    saved_at_one_layout_and_continued_at_another(before, after, model_config(kind, kind == "llama", 4))
+
+
+def saved_at_one_layout_and_continued_at_another(before_at, after_at, model):
+    """transformers' model gets the weights by its own names."""
+    folder, data = shared_folder(), tiny_batch()
     paths = [str(folder / name) for name in ("weights", "optimizer")]
-    with worker_of(model, "tp") as worker:
+    with worker_of(model, before_at) as worker:
         mine = shard(data, worker)
         before = worker.get_logprobs(mine)["logprobs"]
         worker.train(mine, NLLLoss())
@@ -109,17 +180,18 @@ def test_reference_checkpoint_and_refit():
         [handle] = [*worker.get_weights_ipc_handles(list(worker.prepare_refit_info())).values()] or [None]
         shared = [handle]
         dist.broadcast_object_list(shared)
-        plain = AutoModelForCausalLM.from_config(model)
+        plain = plain_model(model, seed=4)
         load_weights(plain, shared[0])
         true = exported(worker)
         assert plain.state_dict().keys() == true.keys()
         assert all(torch.equal(plain.state_dict()[name], x) for name, x in true.items())
         with torch.no_grad():
             found = plain_log_probs(plain, mine)
+        assert not torch.equal(worker.get_logprobs(mine)["logprobs"], before)
         torch.testing.assert_close(found, worker.get_logprobs(mine)["logprobs"], rtol=2e-5, atol=2e-5)
         goes_on = worker.train(mine, NLLLoss())["global_loss"]
         goes_on = [goes_on, worker.train(mine, NLLLoss())["global_loss"]]
-    with worker_of(model, "dp") as worker:
+    with worker_of(model, after_at) as worker:
         worker.load_checkpoint(*paths)
         mine = shard(data, worker)
         torch.testing.assert_close([worker.train(mine, NLLLoss())["global_loss"] for _ in range(2)], goes_on)
@@ -141,11 +213,41 @@ def test_temperature_and_precision():
         worker.train(data, NLLLoss())
 
 
-@pytest.mark.parametrize("size", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: .* set it to 1"),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 and the model has 0 experts"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2 and pipeline.* 1"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            "num_hidden_layers is 2 and the pipeline has 4 stages",
+        ),
+    ],
+)
 @ranks(2)
-def test_layouts_that_a_policy_has_not(size):
-    with pytest.raises(ValueError, match=f"megatron_cfg.{size} is 2: .* set it to 1"):
-        MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": {size: 2}})
+def test_layouts_that_cannot_be(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": sizes})
+
+
+@ranks(2)
+def test_experts_of_tensor_parallel_ranks_need_sequence_parallelism():
+    with pytest.raises(ValueError, match="sequence_parallel is False .* set sequence_parallel to True"):
+        MegatronPolicyWorker(tiny_config(model_config("mixtral")) | {"megatron_cfg": LAYOUTS["tp"]})
+
+
+@ranks(2)
+def test_a_loss_that_fails_on_the_last_stage_is_an_error_on_all():
+    def fails(*_):
+        raise ArithmeticError("the loss has had enough")
+
+    fails.needs = ("token_mask",)
+    with worker_of(model_config(), "pp") as worker:
+        data = shard(tiny_batch(), worker)
+        with pytest.raises((ArithmeticError, RuntimeError), match="had enough|loss_fn failed on ranks .1."):
+            worker.train(data, fails)
+        assert torch.isfinite(worker.train(data, NLLLoss())["global_loss"]).all()
 
 
 @ranks(2)
@@ -167,7 +269,7 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_open():
 
 @ranks(2)
 def test_a_second_worker_of_another_size_is_refused():
-    with worker_of(model_config(), "dp"), pytest.raises(ValueError, match="parallel size 2 .* are of 1 and 1"):
+    with worker_of(model_config(), "dp"), pytest.raises(ValueError, match="tensor parallel size 2.* are of 1"):
         MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": LAYOUTS["tp"]})
 
 

@@ -1,0 +1,186 @@
+"""Losses of a student against a teacher, from hidden states: over the whole vocabulary, or over the teacher's top-k.
+
+Legend: `[...]` leading dims of the tokens, D hidden size, V vocabulary, R ranks of `tp_group`, K ids per token.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head import (
+    js_divergence,
+    kl_divergence,
+    linear_gather_log_probs,
+    linear_js_divergence,
+    linear_kl_divergence,
+)
+from megatron_ext.head.jensen_shannon import check_beta
+from megatron_ext.head.options import one_of
+from megatron_ext.losses.from_hidden import FromHidden, Metrics, check_number, check_per_token
+from megatron_ext.losses.reductions import token_mean
+
+Divergence = Literal["forward", "reverse", "jsd"]
+TopKDivergence = Literal["forward", "reverse", "mixed", "jsd"]
+# The log-probability that a teacher who knows its top-k only gives to all else, as NeMo-RL has it.
+LOG_OUTSIDE = -100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss(FromHidden):
+    """`loss, metrics = DistillationLoss(...)(hidden, weight, teacher_hidden, teacher_weight, mask=...)`.
+
+    Attributes:
+        divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
+            Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
+    """
+
+    divergence: Divergence = "forward"
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        one_of("divergence", self.divergence, get_args(Divergence))
+        check_beta(self.beta)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The mean over the tokens that count, a scalar, and no metrics; on every rank alike.
+
+        Args:
+            hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each; see
+                `megatron_ext.head.linear_kl_divergence`. Gradients reach the student.
+            mask: `[...]`, which tokens count, or weights of them; None: all. With the sequence layout of all ranks'.
+            count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+
+        Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
+        """
+        heads = hidden, weight, teacher_hidden, teacher_weight
+        if self.divergence == "jsd":
+            return self._mean(linear_js_divergence(*heads, self.beta, **self._head()), mask, count)
+        return self._mean(linear_kl_divergence(*heads, self.divergence, **self._head()), mask, count)
+
+    def from_logits(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The same from logits, or log-probabilities, `[..., V/R]` of each."""
+        options: dict[str, Any] = {"tp_group": self.tp_group, "vocab": self.vocab}
+        options |= {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
+        if self.divergence == "jsd":
+            return self._mean(js_divergence(student_logits, teacher_logits, self.beta, **options), mask, count)
+        return self._mean(kl_divergence(student_logits, teacher_logits, self.divergence, **options), mask, count)
+
+    def _mean(self, found: Tensor, mask: Tensor | None, count: Tensor | float | None) -> tuple[Tensor, Metrics]:
+        check_per_token(found.shape, mask=mask)
+        return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKDistillationLoss(FromHidden):
+    """`loss, metrics = TopKDistillationLoss(...)(hidden, weight, teacher_topk_logits, teacher_topk_indices, ...)`.
+
+    Attributes:
+        divergence: as `DistillationLoss`'s, or "mixed": `mixed_kl_weight` of the forward KL, the rest of the reverse.
+        zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
+            outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K.
+    """
+
+    divergence: TopKDivergence = "forward"
+    mixed_kl_weight: float = 0.5
+    beta: float = 0.5
+    zero_outside_topk: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("divergence", self.divergence, get_args(TopKDivergence))
+        check_number("mixed_kl_weight", self.mixed_kl_weight, "in [0, 1]", 0 <= self.mixed_kl_weight <= 1)
+        check_beta(self.beta)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_topk_logits: Tensor,
+        teacher_topk_indices: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The mean over the tokens that count, a scalar, and no metrics; on every rank alike.
+
+        Args:
+            hidden, weight: of the student's head; see `megatron_ext.head.linear_gather_log_probs`.
+            teacher_topk_logits, teacher_topk_indices: `[..., K]`, logits (or log-probabilities), which the temperature
+                divides as the student's, and token ids, both of all tokens on every rank.
+            mask: `[...]`, which tokens count, or weights of them; None: all.
+            count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+
+        Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2.
+        """
+        if teacher_topk_logits.shape != teacher_topk_indices.shape:
+            raise ValueError(
+                f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}, teacher_topk_indices "
+                f"{tuple(teacher_topk_indices.shape)}: both must be [..., K], a value for each id"
+            )
+        check_per_token(teacher_topk_indices.shape[:-1], mask=mask)
+        found = linear_gather_log_probs(
+            hidden, weight, teacher_topk_indices, **self._head(), return_entropy=self.needs_entropy
+        )
+        student, entropy = found if isinstance(found, tuple) else (found, None)
+        if not self.zero_outside_topk:
+            student = student.log_softmax(-1)
+        teacher = (teacher_topk_logits.to(student.dtype) / self.temperature).log_softmax(-1)
+        return self.from_log_probs(student, teacher, entropy, mask, count)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `from_log_probs` needs the student's entropy."""
+        return self.zero_outside_topk and self.divergence in ("reverse", "mixed")
+
+    def from_log_probs(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        entropy: Tensor | None = None,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The same from log-probabilities `[..., K]` of the teacher's top-k, normalised as the class says.
+
+        Args:
+            entropy: `[...]`, of the student's distribution over its vocabulary; see `needs_entropy`.
+        """
+        if self.needs_entropy and entropy is None:
+            raise ValueError("entropy is None: zero_outside_topk with a reverse KL needs the student's; pass it")
+        found = self._divergence(student, teacher, entropy)
+        check_per_token(found.shape, mask=mask)
+        return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
+
+    def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
+        q = student.exp()
+        if self.divergence == "jsd":
+            own, other = 1 - self.beta, self.beta
+            mixture = torch.logaddexp(student + math.log(own), teacher + math.log(other))
+            inside = own * q * (student - mixture) + other * teacher.exp() * (teacher - mixture)
+            outside = -own * math.log(own) * (1 - q.sum(-1)) if self.zero_outside_topk else 0.0
+            return inside.sum(-1) + outside
+        forward = (teacher.exp() * (teacher - student)).sum(-1)
+        if self.divergence == "forward":
+            return forward
+        reverse = (q * (student - teacher)).sum(-1)
+        if self.needs_entropy:
+            assert entropy is not None
+            reverse = reverse - entropy - (q * student).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
+        if self.divergence == "reverse":
+            return reverse
+        return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse

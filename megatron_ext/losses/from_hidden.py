@@ -1,0 +1,141 @@
+"""What losses from hidden states share: the head's options, and the way from hidden states to log-probabilities.
+
+Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import linear_log_probs
+from megatron_ext.head.options import Cache, Layout
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHidden:
+    """How a head makes log-probabilities: options of `megatron_ext.linear_log_probs`, which says more of each.
+
+    Attributes:
+        tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
+        hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states.
+        vocab: this rank's columns; None: equal shards.
+        temperature, softcap: of the logits.
+        chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
+        gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
+    """
+
+    tp_group: Group = None
+    hidden_layout: Layout = "replicated"
+    vocab: VocabShard | None = None
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+    gradient_accumulation_fusion: bool = False
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "tp_group": self.tp_group,
+            "hidden_layout": self.hidden_layout,
+            "vocab": self.vocab,
+            "temperature": self.temperature,
+            "chunk_tokens": self.chunk_tokens,
+            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbLoss(FromHidden, ABC):
+    """A loss that reads the log-probabilities of labels, in rows: `loss(hidden, weight, labels, ...)` or
+    `loss.from_log_probs(log_probs, ...)`, which take the same further arguments.
+
+    Attributes:
+        sequence_first: labels and all else per token are `[S, B]`, hidden states `[S, B, D]` (`[S/R, B, D]`), as
+            Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
+        ignore_index: a label of tokens that do not count.
+        softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature.
+        cache, skip_ignored: what the head keeps for backward; leave out tokens that do not count.
+
+    Communicates what one call of `linear_log_probs` does: forward 1 collective, backward 1, with the sequence layout 2
+    and 2; `from_log_probs` nothing.
+    """
+
+    sequence_first: bool = False
+    ignore_index: int = -100
+    softcap: float | None = None
+    cache: Cache = "auto"
+    skip_ignored: bool = False
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any, mask: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, Metrics]:
+        """The loss, a scalar, and metrics, 0-d tensors without gradient; on every rank alike.
+
+        Args:
+            hidden, weight: of the head; see `linear_log_probs`.
+            labels: the token that each position predicts: shifted already.
+            mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
+            given, others: what `from_log_probs` takes beside log-probabilities and mask.
+
+        Raises:
+            ValueError: shapes that do not fit; what the head refuses.
+        """
+        self._check(labels.shape, *given, mask=mask, **others)
+        mask = _float(labels != self.ignore_index, mask)
+        log_probs = linear_log_probs(
+            hidden,
+            weight,
+            labels,
+            **self._head(),
+            ignore_index=self.ignore_index,
+            softcap=self.softcap,
+            cache=self.cache,
+            skip_ignored=self.skip_ignored,
+            loss_mask=mask if self.skip_ignored else None,
+        )
+        assert isinstance(log_probs, Tensor)
+        return self.from_log_probs(log_probs, *given, mask=mask, **others)
+
+    @abstractmethod
+    def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:
+        """The loss from log-probabilities of the labels, the shape of these."""
+
+    @abstractmethod
+    def _check(self, shape: torch.Size, *given: Any, **others: Any) -> None:
+        """Raises ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """`[B, S]`."""
+        return x.t() if self.sequence_first and x.dim() == 2 else x
+
+
+def _float(kept: Tensor, mask: Tensor | None) -> Tensor:
+    """fp32 weights of tokens."""
+    return kept.float() if mask is None else mask.float().where(kept, 0.0)
+
+
+def check_rows(shape: torch.Size) -> None:
+    """Raises ValueError unless tokens lie in rows."""
+    if len(shape) != 2:
+        raise ValueError(
+            f"labels (log_probs) have shape {tuple(shape)}: the loss is one of rows: they must be 2-D; unflatten them"
+        )
+
+
+def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
+    """Raises ValueError unless all that are given have the shape of the labels."""
+    for name, x in tensors.items():
+        if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} is {found}: it must be a tensor {tuple(shape)}, a number for each label")
+
+
+def check_number(name: str, value: float | None, rule: str, holds: bool) -> None:
+    """Raises ValueError unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name} is {value!r}: it must be {rule}")

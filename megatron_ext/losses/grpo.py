@@ -1,0 +1,195 @@
+"""Group-relative policy optimisation (GRPO; Shao et al., 2024) and its variants, from hidden states.
+
+The fields have the names and meanings of TRL's `GRPOConfig`, https://huggingface.co/docs/trl/grpo_trainer.
+
+Legend: B rows, S positions.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.options import one_of
+from megatron_ext.losses import policy_gradient as pg
+from megatron_ext.losses.from_hidden import LogProbLoss, Metrics, check_number, check_per_token, check_rows
+from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
+
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+SamplingCorrection = Literal[
+    "token", "token_truncate", "token_mask", "sequence", "sequence_truncate", "sequence_mask", "sequence_mean_mask"
+]
+_CORRECTIONS: dict[str, tuple[pg.Level, pg.Truncation | None]] = {
+    "token": ("token", None),
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence": ("sequence", None),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+    "sequence_mean_mask": ("token", "mean mask"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLoss(LogProbLoss):
+    """`loss, metrics = GRPOLoss(...)(hidden, weight, labels, advantages, mask=..., old_log_probs=..., ...)`.
+
+    Attributes:
+        loss_type: what a loss is a mean over, and of what.
+            "dapo": all tokens (Yu et al., 2025); "bnpo" the same;
+            "grpo": rows, each the mean of its tokens;
+            "dr_grpo": rows times `max_completion_length` (Liu et al., 2025);
+            "cispo": tokens, of clipped weights, `min(r, epsilon_high)`, times log-probabilities;
+            "sapo": as "grpo", with a soft gate in place of clipping.
+        epsilon, epsilon_high: ratios are clipped to `1 - epsilon` and `1 + epsilon_high`; None: `epsilon`.
+        delta: the ratio that is not clipped is at most that; None: not bounded.
+        importance_sampling_level: "sequence": one ratio for a row, the geometric mean (GSPO).
+        beta: factor of the KL divergence from the reference policy, estimated by `kl_estimator` with its clamps (see
+            `policy_gradient.kl_estimate`); `use_bias_correction_kl` multiplies the estimate by the ratio.
+        sampling_correction: how tokens are weighed where `sampling_log_probs` are given (see
+            `policy_gradient.sampling_weights`), with `sampling_ratio_min` and `sampling_ratio_max`.
+    """
+
+    loss_type: LossType = "dapo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    importance_sampling_level: pg.Level = "token"
+    beta: float = 0.0
+    kl_estimator: pg.KLEstimator = "k3"
+    kl_input_clamp: float | None = None
+    kl_output_clamp: float | None = None
+    use_bias_correction_kl: bool = False
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    max_completion_length: int | None = None
+    sampling_correction: SamplingCorrection = "token_truncate"
+    sampling_ratio_min: float | None = None
+    sampling_ratio_max: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        one_of("loss_type", self.loss_type, get_args(LossType))
+        one_of("importance_sampling_level", self.importance_sampling_level, get_args(pg.Level))
+        one_of("kl_estimator", self.kl_estimator, pg.KL_ESTIMATORS)
+        one_of("sampling_correction", self.sampling_correction, get_args(SamplingCorrection))
+        for name in ("epsilon", "beta"):
+            check_number(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            check_number(name, getattr(self, name), "above 0", getattr(self, name) > 0)
+        if self.loss_type in ("cispo", "sapo") and self.importance_sampling_level == "sequence":
+            raise ValueError(
+                f"importance_sampling_level is 'sequence' with loss_type {self.loss_type!r}, which weighs tokens; "
+                f"use 'token'"
+            )
+        if self.loss_type == "dr_grpo" and not self.max_completion_length:
+            raise ValueError(
+                f"max_completion_length is {self.max_completion_length!r}: loss_type 'dr_grpo' divides by it; pass the "
+                f"most tokens that a row may have"
+            )
+
+    def from_log_probs(
+        self,
+        log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        old_log_probs: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        sampling_log_probs: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The loss, and metrics: means over the tokens that count.
+
+        Args:
+            log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
+            advantages: `[B]`, or one for each token.
+            mask: which tokens count, or weights of them; None: all.
+            old_log_probs: of the policy that the samples are from; None: this one, with ratio 1.
+            reference_log_probs: needed where `beta` is not 0.
+            sampling_log_probs: those of the generator, where they differ from `old_log_probs`.
+            count: what the sum is divided by instead of this call's tokens, or rows: of all micro-batches and ranks.
+        """
+        self._check(log_probs.shape, advantages, mask, old_log_probs, reference_log_probs, sampling_log_probs)
+        old = log_probs.detach() if old_log_probs is None else old_log_probs
+        log_probs_BS, old_BS = self._rows(log_probs), self._rows(old)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        advantages_BS = advantages.unsqueeze(1) if advantages.dim() == 1 else counted(self._rows(advantages), mask_BS)
+        ratio = pg.probability_ratio(log_probs_BS, old_BS, mask_BS, self.importance_sampling_level)
+        loss_BS = self._token_loss(counted(log_probs_BS, mask_BS), ratio, advantages_BS)
+        metrics = self._clipping(ratio.detach(), advantages_BS, mask_BS)
+        if sampling_log_probs is not None:
+            level, truncation = _CORRECTIONS[self.sampling_correction]
+            bounds = (self.sampling_ratio_min, self.sampling_ratio_max)
+            weights, outside = pg.sampling_weights(
+                old_BS.detach(), self._rows(sampling_log_probs), mask_BS, level, truncation, *bounds
+            )
+            loss_BS = loss_BS * weights
+            metrics["sampling_ratio"] = token_mean(weights.expand_as(mask_BS), mask_BS)
+            metrics["sampling_outside"] = token_mean(outside.expand_as(mask_BS).to(mask_BS.dtype), mask_BS)
+        if reference_log_probs is not None and self.beta:
+            apart_BS = counted(self._rows(reference_log_probs) - log_probs_BS, mask_BS)
+            kl_BS = pg.kl_estimate(apart_BS, self.kl_estimator, self.kl_input_clamp, self.kl_output_clamp)
+            kl_BS = kl_BS * ratio if self.use_bias_correction_kl else kl_BS
+            loss_BS = loss_BS + self.beta * kl_BS
+            metrics["kl"] = token_mean(kl_BS.detach(), mask_BS)
+        return self._reduced(loss_BS, mask_BS, count), metrics
+
+    def _token_loss(self, log_probs_BS: Tensor, ratio: Tensor, advantages_BS: Tensor) -> Tensor:
+        low, high = self._bounds
+        if self.loss_type == "cispo":
+            return pg.clipped_weight_loss(log_probs_BS, ratio.clamp(max=high), advantages_BS)
+        if self.loss_type == "sapo":
+            temperatures = self.sapo_temperature_pos, self.sapo_temperature_neg
+            return pg.soft_gated_surrogate(ratio, advantages_BS, *temperatures)
+        return pg.clipped_surrogate(ratio, advantages_BS, low, high, self.delta)
+
+    def _clipping(self, ratio: Tensor, advantages_BS: Tensor, mask_BS: Tensor) -> Metrics:
+        """Means of the ratio, and of where it was clipped against the advantage."""
+        low, high = self._bounds
+        clipped = ((ratio < low) & (advantages_BS < 0)) | ((ratio > high) & (advantages_BS > 0))
+        if self.loss_type == "sapo":
+            clipped = torch.zeros_like(clipped)
+        means = {"ratio": ratio, "clip_ratio": clipped.to(mask_BS.dtype)}
+        return {name: token_mean(x.expand_as(mask_BS), mask_BS) for name, x in means.items()}
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return (-torch.inf, high) if self.loss_type == "cispo" else (1 - self.epsilon, 1 + high)
+
+    def _reduced(self, loss_BS: Tensor, mask_BS: Tensor, count: Tensor | float | None) -> Tensor:
+        if self.loss_type in ("grpo", "sapo"):
+            loss_BS = loss_BS.expand_as(mask_BS)
+            return divide(row_means(loss_BS, mask_BS).sum(), mask_BS.shape[0] if count is None else count)
+        if self.loss_type == "dr_grpo":
+            assert self.max_completion_length is not None
+            count = (mask_BS.shape[0] if count is None else count) * self.max_completion_length
+        return token_mean(loss_BS.expand_as(mask_BS), mask_BS, count)
+
+    def _check(
+        self,
+        shape: torch.Size,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        old_log_probs: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        sampling_log_probs: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> None:
+        check_rows(shape)
+        rows = shape[1 if self.sequence_first else 0]
+        if not isinstance(advantages, Tensor) or advantages.shape not in ((rows,), shape):
+            found = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
+            raise ValueError(
+                f"advantages is {found}: it must be a tensor with a number for each of {rows} rows, or for each label, "
+                f"{tuple(shape)}"
+            )
+        check_per_token(
+            shape,
+            mask=mask,
+            old_log_probs=old_log_probs,
+            reference_log_probs=reference_log_probs,
+            sampling_log_probs=sampling_log_probs,
+        )
+        if self.beta and reference_log_probs is None:
+            raise ValueError(f"beta is {self.beta} without reference_log_probs: pass those of the reference policy")

@@ -1,0 +1,275 @@
+"""Losses of rows that are preferred or not, from hidden states: DPO, SimPO and ORPO of pairs, KTO of single rows.
+
+Legend: B rows, P pairs, S positions. `c` and `r` are the log-probabilities of a pair's chosen and rejected row, each
+the sum or the mean over its tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.head.options import one_of
+from megatron_ext.losses.from_hidden import LogProbLoss, Metrics, check_number, check_per_token, check_rows
+from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
+
+Pairs = Literal["halves", "interleaved"]
+
+
+def preference_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """`-log sigmoid(margin)`, the part `label_smoothing` of it with the pair the other way round (Bradley, Terry)."""
+    return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
+
+
+def log_odds(mean_log_prob: Tensor) -> Tensor:
+    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`."""
+    return mean_log_prob - (-torch.expm1(mean_log_prob)).log()
+
+
+def split_pairs(rows: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """The chosen rows, and the rejected ones: of "halves" the first and the second half, else each second one."""
+    if pairs == "interleaved":
+        return rows[0::2], rows[1::2]
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PairLoss(LogProbLoss):
+    """A loss of pairs of rows. A pair counts where both rows have a token that does.
+
+    Attributes:
+        pairs: how they lie: "halves": all chosen rows, then the rejected ones in the same order, as Liger and TRL have
+            them; "interleaved": chosen, rejected, chosen, ..., as NeMo-RL has them.
+        label_smoothing: how likely a pair is the wrong way round.
+        sft_weight: factor of the mean negative log-likelihood of the chosen rows' tokens, which is added.
+    """
+
+    pairs: Pairs = "halves"
+    label_smoothing: float = 0.0
+    sft_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("pairs", self.pairs, get_args(Pairs))
+        check_number("label_smoothing", self.label_smoothing, "in [0, 1)", 0 <= self.label_smoothing < 1)
+        check_number("sft_weight", self.sft_weight, "at least 0", self.sft_weight >= 0)
+
+    def _of_pairs(
+        self, rewards_B: Tensor, losses_P: Tensor, log_probs_BS: Tensor, mask_BS: Tensor, count: Tensor | float | None
+    ) -> tuple[Tensor, Metrics]:
+        """The mean of the pairs that count, or their sum over `count`."""
+        some_P = torch.stack(split_pairs((mask_BS > 0).any(1), self.pairs)).all(0)
+        total = some_P.sum() if count is None else count
+
+        def mean(x_P: Tensor) -> Tensor:
+            return divide(x_P.where(some_P, 0.0).sum(), total)
+
+        loss = mean(losses_P)
+        chosen_P, rejected_P = split_pairs(rewards_B.detach(), self.pairs)
+        metrics = {
+            "rewards_chosen": mean(chosen_P),
+            "rewards_rejected": mean(rejected_P),
+            "accuracy": mean((chosen_P > rejected_P).to(chosen_P.dtype)),
+        }
+        if self.sft_weight:
+            sft = -token_mean(*(split_pairs(x, self.pairs)[0] for x in (log_probs_BS, mask_BS)))
+            loss = loss + self.sft_weight * sft
+            metrics["sft_loss"] = sft.detach()
+        return loss, metrics
+
+    def _check(
+        self,
+        shape: torch.Size,
+        mask: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> None:
+        check_rows(shape)
+        rows = shape[1 if self.sequence_first else 0]
+        if rows % 2:
+            raise ValueError(f"{rows} rows: they come in pairs of a chosen and a rejected one; add the missing row")
+        check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)
+
+    def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_probs_BS = self._rows(log_probs)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        return log_probs_BS, mask_BS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss(_PairLoss):
+    """Direct preference optimisation (Rafailov et al., 2023), `-log sigmoid(beta ((c - c_ref) - (r - r_ref)))`.
+
+    Attributes:
+        beta: how far the policy is held to the reference.
+        loss_type: "sigmoid"; "hinge": `max(0, 1 - margin)` (SLiC; Zhao et al., 2023); "ipo": the square of the
+            difference of means less `1 / (2 beta)` (Azar et al., 2023).
+        average_log_prob: c and r are means instead of sums; with "ipo" they always are.
+    """
+
+    beta: float = 0.1
+    loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    average_log_prob: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
+        check_number("beta", self.beta, "above 0", self.beta > 0)
+        if self.label_smoothing and self.loss_type != "sigmoid":
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing} with loss_type {self.loss_type!r}: only 'sigmoid' has it; "
+                f"set it to 0"
+            )
+
+    def from_log_probs(
+        self,
+        log_probs: Tensor,
+        mask: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The loss, and of all pairs the means of the rewards `beta (c - c_ref)` and of whether the chosen one's is
+        larger.
+
+        Args:
+            log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
+            mask: which tokens count, or weights of them; None: all.
+            reference_log_probs: of the reference policy; None: 0, a policy that holds all sequences equally likely.
+            count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+        """
+        self._check(log_probs.shape, mask, reference_log_probs)
+        log_probs_BS, mask_BS = self._inputs(log_probs, mask)
+        apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
+        average = self.average_log_prob or self.loss_type == "ipo"
+        apart_B = row_means(apart_BS, mask_BS) if average else row_sums(apart_BS, mask_BS)
+        chosen_P, rejected_P = split_pairs(apart_B, self.pairs)
+        margin_P = chosen_P - rejected_P
+        if self.loss_type == "ipo":
+            losses_P = (margin_P - 1 / (2 * self.beta)).square()
+        elif self.loss_type == "hinge":
+            losses_P = (1 - self.beta * margin_P).relu()
+        else:
+            losses_P = preference_loss(self.beta * margin_P, self.label_smoothing)
+        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOLoss(_PairLoss):
+    """Preference without a reference (SimPO; Meng et al., 2024), `-log sigmoid(beta (c - r) - gamma)` of means.
+
+    Attributes:
+        beta, gamma: factor of the difference, and by how much it should be above 0.
+    """
+
+    beta: float = 0.1
+    gamma: float = 0.5
+
+    def from_log_probs(
+        self, log_probs: Tensor, mask: Tensor | None = None, count: Tensor | float | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
+        self._check(log_probs.shape, mask)
+        log_probs_BS, mask_BS = self._inputs(log_probs, mask)
+        rewards_B = self.beta * row_means(log_probs_BS, mask_BS)
+        chosen_P, rejected_P = split_pairs(rewards_B, self.pairs)
+        losses_P = preference_loss(chosen_P - rejected_P - self.gamma, self.label_smoothing)
+        return self._of_pairs(rewards_B, losses_P, log_probs_BS, mask_BS, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOLoss(_PairLoss):
+    """Odds ratio preference (ORPO; Hong et al., 2024): `beta` times `-log sigmoid` of the difference of log odds of
+    means, and the chosen rows' negative log-likelihood.
+
+    Attributes:
+        beta: factor of the preference; `sft_weight` of the likelihood.
+    """
+
+    beta: float = 0.1
+    sft_weight: float = 1.0
+
+    def from_log_probs(
+        self, log_probs: Tensor, mask: Tensor | None = None, count: Tensor | float | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
+        self._check(log_probs.shape, mask)
+        log_probs_BS, mask_BS = self._inputs(log_probs, mask)
+        means_B = row_means(log_probs_BS, mask_BS)
+        # A row without tokens has infinite odds; its pair does not count, and must bring no NaN.
+        safe_B = means_B.where((mask_BS > 0).any(1), -1.0)
+        chosen_P, rejected_P = split_pairs(log_odds(safe_B), self.pairs)
+        losses_P = self.beta * preference_loss(chosen_P - rejected_P, self.label_smoothing)
+        return self._of_pairs(self.beta * means_B, losses_P, log_probs_BS, mask_BS, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss(LogProbLoss):
+    """Preference of single rows (KTO; Ethayarajh et al., 2024): `1 - sigmoid(beta (x - kl))` of those that are
+    desirable, `1 - sigmoid(beta (kl - x))` of the others, x a row's log-probability less the reference's.
+
+    Attributes:
+        beta: how far the policy is held to the reference.
+        desirable_weight, undesirable_weight: factors of the two kinds of rows.
+        average_log_prob: x is a mean over tokens instead of a sum.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    average_log_prob: bool = False
+
+    def from_log_probs(
+        self,
+        log_probs: Tensor,
+        desirable: Tensor,
+        mask: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        kl: Tensor | float = 0.0,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The loss, the mean of the rows, and the means of rewards `beta x` of each kind.
+
+        Args:
+            log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
+            desirable: bool `[B]`.
+            mask, reference_log_probs: as for `DPOLoss`.
+            kl: how far the policy is from the reference: the mean of x over rows with answers to other prompts, not
+                below 0. It gets no gradient.
+            count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
+                have a token that counts.
+        """
+        self._check(log_probs.shape, desirable, mask, reference_log_probs)
+        log_probs_BS = self._rows(log_probs)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
+        apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
+        desirable = desirable.bool()
+        sign_B = torch.where(desirable, 1.0, -1.0)
+        weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        baseline = kl.detach() if isinstance(kl, Tensor) else kl
+        losses_B = weights_B * (1 - torch.sigmoid(self.beta * (apart_B - baseline) * sign_B))
+        some_B = (mask_BS > 0).any(1)
+        loss = divide(losses_B.where(some_B, 0.0).sum(), some_B.sum() if count is None else count)
+        rewards_B = self.beta * apart_B.detach()
+        metrics = {
+            name: divide((rewards_B * kind_B).sum(), kind_B.sum())
+            for name, kind_B in (("rewards_chosen", some_B & desirable), ("rewards_rejected", some_B & ~desirable))
+        }
+        return loss, metrics
+
+    def _check(
+        self,
+        shape: torch.Size,
+        desirable: Tensor,
+        mask: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        kl: Tensor | float = 0.0,
+        count: Tensor | float | None = None,
+    ) -> None:
+        check_rows(shape)
+        rows = shape[1 if self.sequence_first else 0]
+        if not isinstance(desirable, Tensor) or desirable.shape != (rows,):
+            found: Any = tuple(desirable.shape) if isinstance(desirable, Tensor) else type(desirable).__name__
+            raise ValueError(f"desirable is {found}: it must be a tensor with a bool for each of {rows} rows")
+        check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)

@@ -1,0 +1,31 @@
+"""Sums and means over the tokens and rows that count.
+
+Legend: B rows, S positions. A mask `[B, S]` is 0 where a token does not count.
+"""
+
+from torch import Tensor
+
+
+def counted(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` where a token counts, 0 elsewhere, whatever stands there: infinite differences too."""
+    return x.where(mask > 0, 0.0)
+
+
+def row_sums(x_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """`[B]`: sums over what counts of a row, whatever stands elsewhere."""
+    return (counted(x_BS, mask_BS) * mask_BS).sum(1)
+
+
+def row_means(x_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """`[B]`: means over what counts of a row, 0 where nothing does."""
+    return divide(row_sums(x_BS, mask_BS), mask_BS.sum(1))
+
+
+def token_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
+    """Mean over what counts, or the sum of that over `count`."""
+    return divide((counted(x, mask) * mask).sum(), mask.sum() if count is None else count)
+
+
+def divide(x: Tensor, count: Tensor | float) -> Tensor:
+    """`x / count`, 0 where nothing counts."""
+    return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))

@@ -1,0 +1,184 @@
+"""Distillation over the whole vocabulary and over a teacher's top-k, against plain PyTorch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import VocabShard, reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import js_divergence, linear_js_divergence
+from megatron_ext.losses import DistillationLoss, TopKDistillationLoss
+from tests.losses.problems import TEMPERATURE, V, drawn
+from tests.ranks import ranks
+
+T, D, K = 8, 5, 4
+BETA = 0.3
+
+
+def jsd(p, q):
+    m = (1 - BETA) * p + BETA * q
+    return (1 - BETA) * kl(p, m) + BETA * kl(q, m)
+
+
+def kl(p, q):
+    return (p * ((p + 1e-300) / (q + 1e-300)).log()).sum(-1)  # 0 where p is 0
+
+
+def heads():
+    student = [x.requires_grad_() for x in (drawn(T, D), drawn(V, D, seed=1))]
+    return student, [drawn(T, 7, seed=2), drawn(V, 7, seed=3)], (drawn(T, seed=4) > -0.5).double()
+
+
+def check(make, found_of, want, student):
+    """Value and gradients of `found_of(loss, hidden, weight, rows)` in both layouts."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    size = group_size(group)
+    shard = VocabShard.split(V, group)
+    want_grads = torch.autograd.grad(want, student, retain_graph=True)
+    for layout in ("replicated", "sequence"):
+        at = slice(rank * T // size, (rank + 1) * T // size) if layout == "sequence" else slice(None)
+        own = slice(shard.start, shard.stop)
+        mine = [x.detach()[rows].clone().requires_grad_() for x, rows in zip(student, (at, own), strict=True)]
+        for chunk_tokens in (None, 3):
+            loss = make(
+                tp_group=group,
+                vocab=shard,
+                hidden_layout=layout,
+                temperature=TEMPERATURE,
+                chunk_tokens=chunk_tokens,
+            )
+            found, _ = found_of(loss, *mine, at, own)
+            torch.testing.assert_close(found, want)
+            torch.testing.assert_close(list(torch.autograd.grad(found, mine)), [want_grads[0][at], want_grads[1][own]])
+
+
+@ranks(1, 2)
+def test_whole_vocabulary():
+    student, teacher, mask = heads()
+    p, q = (reference.logits(*head, temperature=TEMPERATURE).softmax(-1) for head in (student, teacher))
+    truths = {"forward": kl(q, p), "reverse": kl(p, q), "jsd": jsd(p, q)}
+    for divergence, per_token in truths.items():
+        want = (per_token * mask).sum() / mask.sum()
+        check(
+            lambda divergence=divergence, **head: DistillationLoss(divergence=divergence, beta=BETA, **head),
+            lambda loss, x, w, at, own: loss(x, w, teacher[0][at], teacher[1][own], mask),
+            want,
+            student,
+        )
+    logits = [(x @ w.t()).detach() for x, w in (student, teacher)]
+    own = VocabShard.split(V, dist.group.WORLD)
+    for divergence, per_token in truths.items():
+        loss = DistillationLoss(
+            divergence=divergence, beta=BETA, tp_group=dist.group.WORLD, vocab=own, temperature=TEMPERATURE
+        )
+        found, _ = loss.from_logits(*(z[:, own.start : own.stop] for z in logits), mask)
+        torch.testing.assert_close(found, (per_token * mask).sum().detach() / mask.sum())
+
+
+@ranks(1, 2)
+def test_top_k():
+    student, teacher, mask = heads()
+    p = reference.logits(*student, temperature=TEMPERATURE).softmax(-1)
+    logits, ids = (teacher[0] @ teacher[1].t()).topk(K)
+    q_K = (logits / TEMPERATURE).softmax(-1)
+    p_K = p.gather(-1, ids)
+    outside = torch.ones_like(p, dtype=torch.bool).scatter(-1, ids, False)
+    only = {"p": p_K / p_K.sum(-1, keepdim=True), "q": q_K}
+    # The whole vocabulary, of which the teacher has exp(-100) outside of the k in the reverse KL, else 0.
+    q = torch.zeros_like(p).scatter(-1, ids, q_K)
+    reverse = kl(p_K, q_K) + (p * (p.log() + 100)).where(outside, 0.0).sum(-1)
+    truths = {
+        (False, "forward"): kl(only["q"], only["p"]),
+        (False, "reverse"): kl(only["p"], only["q"]),
+        (False, "mixed"): 0.2 * kl(only["q"], only["p"]) + 0.8 * kl(only["p"], only["q"]),
+        (False, "jsd"): jsd(only["p"], only["q"]),
+        (True, "forward"): kl(q_K, p_K),
+        (True, "reverse"): reverse,
+        (True, "mixed"): 0.2 * kl(q_K, p_K) + 0.8 * reverse,
+        (True, "jsd"): jsd(p, q),
+    }
+    for (zero, divergence), per_token in truths.items():
+        options = {"divergence": divergence, "zero_outside_topk": zero, "mixed_kl_weight": 0.2, "beta": BETA}
+        check(
+            lambda options=options, **head: TopKDistillationLoss(**options, **head),
+            lambda loss, x, w, at, own: loss(x, w, logits, ids, mask),
+            (per_token * mask).sum() / mask.sum(),
+            student,
+        )
+
+
+@ranks(1, 2, 4)
+def test_js_divergence():
+    """Masked columns, a masked shard, tokens in another order in memory, and what is sent."""
+    group = dist.group.WORLD
+    shard = VocabShard.split(V, group)
+    student, teacher = 2 * drawn(2, 4, V), drawn(2, 4, V, seed=1)
+    student[0, :, ::3] = -torch.inf
+    teacher[1, :, ::2] = -torch.inf
+    student[1, 0, :12] = teacher[1, 0, :12] = -torch.inf
+    p, q = student.requires_grad_().softmax(-1), teacher.softmax(-1)
+    want = jsd(p, q)
+    upstream = drawn(2, 4, seed=2)
+    want_grad = torch.autograd.grad(want, student, upstream)[0]
+    own = slice(shard.start, shard.stop)
+    for chunk_tokens in (None, 3):
+        mine = student.detach()[..., own].clone().requires_grad_()
+        given = mine
+        if dist.get_rank() == 1:  # other strides than those of the other ranks
+            given = mine.transpose(0, 1).contiguous().transpose(0, 1)
+        with count_collectives() as found_counts:
+            found = js_divergence(given, teacher[..., own], BETA, group, shard, chunk_tokens)
+        chunks = 1 if chunk_tokens is None else 3
+        assert found_counts.total() == (chunks + 2) * (group_size(group) > 1)
+        torch.testing.assert_close(found, want)
+        with count_collectives() as found_counts:
+            grad = torch.autograd.grad(found, mine, upstream)[0]
+        assert not found_counts
+        torch.testing.assert_close(grad, want_grad[..., own])
+
+
+def test_equal_distributions_are_0_apart():
+    z = drawn(3, V, scale=3.0).float().requires_grad_()
+    found = js_divergence(z, z.detach())
+    assert found.abs().max() < 1e-6
+    assert torch.autograd.grad(found.sum(), z)[0].abs().max() < 1e-6
+
+
+@pytest.mark.slow
+def test_no_more_than_chunks_of_logits():
+    tokens, columns, width = 512, 16384, 16
+    with one_rank_of(2) as group:
+        x, w = torch.empty(tokens, width, requires_grad=True), torch.empty(columns, width, requires_grad=True)
+        teacher = torch.empty(tokens, width), torch.empty(columns, width)
+        with measure() as found:
+            linear_js_divergence(x, w, *teacher, tp_group=group, chunk_tokens=32).sum().backward()
+    assert found.flops == (2 * 2 + 2 * 2 + 2 * 2) * tokens * columns * width  # two heads, forward and back; dx and dW
+    assert found.peak_bytes < 0.6 * 4 * tokens * columns
+
+
+@ranks(2)
+def test_what_one_rank_refuses_is_raised_on_both():
+    x, w, wrong = torch.randn(4, 3), torch.randn(10, 3), torch.randn(10, 3 + dist.get_rank())
+    with pytest.raises(ValueError, match="weight has shape" if dist.get_rank() else "another rank of tp_group refused"):
+        linear_js_divergence(x, w, x, wrong, tp_group=dist.group.WORLD)
+    vocab = VocabShard(10 * dist.get_rank(), 10 * dist.get_rank() + 10, 20 - dist.get_rank())
+    with pytest.raises(ValueError, match="agree on the vocabulary's size"):
+        linear_js_divergence(x, w, x, w, tp_group=dist.group.WORLD, vocab=vocab)
+
+
+def test_refused():
+    x, w, ids = torch.randn(4, 3), torch.randn(10, 3), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"beta is 1: it must be a number in \(0, 1\)"):
+        js_divergence(x, x, 1)
+    with pytest.raises(ValueError, match="divergence is 'mixed'"):
+        DistillationLoss(divergence="mixed")
+    with pytest.raises(ValueError, match="mixed_kl_weight is 2"):
+        TopKDistillationLoss(mixed_kl_weight=2)
+    with pytest.raises(ValueError, match=r"teacher_topk_logits has shape \(4, 3\)"):
+        TopKDistillationLoss()(x, w, x, ids)
+    with pytest.raises(ValueError, match=r"mask is \(3,\)"):
+        TopKDistillationLoss()(x, w, ids.float(), ids, torch.ones(3))
+    with pytest.raises(ValueError, match="entropy is None"):
+        TopKDistillationLoss(zero_outside_topk=True, divergence="reverse").from_log_probs(x, x)

@@ -1,0 +1,236 @@
+"""GRPO and its variants against their formulas, token by token in plain PyTorch, on one and two ranks."""
+
+import pytest
+import torch
+
+from megatron_ext.losses import GRPOLoss
+from megatron_ext.losses.policy_gradient import kl_estimate, sampling_weights
+from tests.losses.problems import B, S, check_rows, counts, drawn, rows
+from tests.ranks import ranks
+
+VARIANTS = {
+    "dapo": {"epsilon_high": 0.28},
+    "grpo": {"loss_type": "grpo", "beta": 0.3},
+    "bnpo": {"loss_type": "bnpo", "delta": 1.3},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 9},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.4},
+    "kl clamps": {"beta": 0.3, "kl_input_clamp": 0.4, "kl_output_clamp": 0.05},
+    "corrected k1": {"beta": 0.3, "kl_estimator": "k1", "use_bias_correction_kl": True},
+    "k2": {"beta": 0.3, "kl_estimator": "k2"},
+}
+SAMPLED = [
+    "token",
+    "token_truncate",
+    "token_mask",
+    "sequence",
+    "sequence_truncate",
+    "sequence_mask",
+    "sequence_mean_mask",
+]
+
+
+def clamped(x, low, high):
+    return x if low is None else torch.minimum(torch.maximum(x, torch.as_tensor(low)), torch.as_tensor(high))
+
+
+def kl(d, o):
+    clamp = o.get("kl_input_clamp")
+    d = clamped(d, None if clamp is None else -clamp, clamp)
+    found = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[o.get("kl_estimator", "k3")]
+    clamp = o.get("kl_output_clamp")
+    return clamped(found, None if clamp is None else -clamp, clamp)
+
+
+def token_loss(log_prob, ratio, advantage, o):
+    kind, low = o.get("loss_type", "dapo"), 1 - o.get("epsilon", 0.2)
+    if kind == "cispo":
+        return -min(ratio.item(), o["epsilon_high"]) * advantage * log_prob
+    if kind == "sapo":
+        t = o.get("sapo_temperature_pos", 1.0) if advantage > 0 else o.get("sapo_temperature_neg", 1.05)
+        return -advantage * 4 / t / (1 + (-t * (ratio - 1)).exp())
+    clipped = clamped(ratio, low, 1 + o.get("epsilon_high", o.get("epsilon", 0.2)))
+    ratio = clamped(ratio, -1e9, o["delta"]) if "delta" in o else ratio
+    return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def weight(kind, drift, place, low, high):
+    """Of a token, `drift` the differences of its row."""
+    level, _, cut = kind.partition("_")
+    value = (drift[place] if level == "token" or cut == "mean_mask" else sum(drift)).exp()
+    judged = (sum(drift) / len(drift)).exp() if cut == "mean_mask" else value
+    if cut == "truncate":
+        return value.clamp(low, high)
+    return value if not cut or low <= judged <= high else 0.0
+
+
+def truth(o, advantages, per_token, sampled=None):
+    labels_BS, mask_BS, _ = rows()
+    places = counts(labels_BS, mask_BS)
+
+    def whole(log_probs_BS):
+        found = []
+        for b, row in enumerate(places):
+            changes = [log_probs_BS[b, s] - per_token["old_log_probs"][b, s] for s in row]
+            of_row = (sum(changes) / len(row)).exp()
+            losses = []
+            for i, s in enumerate(row):
+                ratio = of_row if o.get("importance_sampling_level") == "sequence" else changes[i].exp()
+                advantage = advantages[b] if advantages.dim() == 1 else advantages[b, s]
+                loss = token_loss(log_probs_BS[b, s], ratio, advantage, o)
+                if sampled:
+                    drift = [per_token["old_log_probs"][b, s] - per_token["sampling_log_probs"][b, s] for s in row]
+                    loss = loss * weight(sampled, drift, i, 0.8, 1.1)
+                if o.get("beta"):
+                    distance = kl(per_token["reference_log_probs"][b, s] - log_probs_BS[b, s], o)
+                    loss = loss + o["beta"] * distance * (ratio if o.get("use_bias_correction_kl") else 1)
+                losses.append(loss)
+            found.append(losses)
+        kind = o.get("loss_type", "dapo")
+        if kind in ("grpo", "sapo"):
+            return sum(sum(row) / len(row) for row in found) / B
+        return sum(map(sum, found)) / (B * 9 if kind == "dr_grpo" else sum(map(len, found)))
+
+    return whole
+
+
+def inputs(sampled=False):
+    _, mask_BS, others = rows()
+    per_token = {"old_log_probs": others["old"], "reference_log_probs": others["ref"]}
+    return mask_BS, per_token | ({"sampling_log_probs": others["sampled"]} if sampled else {})
+
+
+@ranks(1, 2)
+def test_variants():
+    for name, o in VARIANTS.items():
+        mask_BS, per_token = inputs()
+        advantages = drawn(B, S, seed=7) if name in ("dapo", "sapo") else drawn(B, seed=8)
+        check_rows(
+            lambda o=o, **head: GRPOLoss(**o, **head),
+            truth(o, advantages, per_token),
+            advantages,
+            mask=mask_BS,
+            **per_token,
+        )
+
+
+@ranks(2)
+def test_weights_of_samples():
+    mask_BS, per_token = inputs(sampled=True)
+    advantages, bounds = drawn(B, seed=8), {"sampling_ratio_min": 0.8, "sampling_ratio_max": 1.1}
+    for kind in SAMPLED:
+        check_rows(
+            lambda kind=kind, **head: GRPOLoss(sampling_correction=kind, **bounds, **head),
+            truth({}, advantages, per_token, kind),
+            advantages,
+            mask=mask_BS,
+            **per_token,
+        )
+
+
+def test_without_old_log_probs_the_ratio_is_1():
+    log_probs = drawn(B, S, seed=3).requires_grad_()
+    advantages = drawn(B, seed=8)
+    found, metrics = GRPOLoss().from_log_probs(log_probs, advantages)
+    torch.testing.assert_close(found, -advantages.mean())
+    torch.testing.assert_close(torch.autograd.grad(found, log_probs)[0], -advantages[:, None].expand(B, S) / (B * S))
+    assert metrics["ratio"] == 1
+    assert metrics["clip_ratio"] == 0
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_parts_add_up_with_a_count(loss_type):
+    """Micro-batches, with what the whole is divided by."""
+    _, mask_BS, others = rows()
+    loss = GRPOLoss(loss_type=loss_type, max_completion_length=9)
+    advantages = drawn(B, seed=8)
+    whole, _ = loss.from_log_probs(others["ref"], advantages, mask_BS, others["old"])
+    count = mask_BS.sum() if loss_type == "dapo" else B
+    parts = [
+        loss.from_log_probs(others["ref"][at], advantages[at], mask_BS[at], others["old"][at], count=count)[0]
+        for at in (slice(0, 1), slice(1, 4))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_what_stands_at_masked_tokens_does_not_matter():
+    _, mask_BS, others = rows()
+    names = ("old_log_probs", "reference_log_probs", "sampling_log_probs")
+    loss = GRPOLoss(beta=0.3)
+    clean = dict(zip(names, others.values(), strict=True))
+    dirty = {
+        name: x.masked_fill(mask_BS == 0, fill)
+        for (name, x), fill in zip(clean.items(), (-9e9, 9e9, torch.nan), strict=True)
+    }
+    log_probs = drawn(B, S, scale=0.1, seed=9).requires_grad_()
+    spoilt = log_probs.detach().masked_fill(mask_BS == 0, -torch.inf).requires_grad_()
+    want, _ = loss.from_log_probs(log_probs, drawn(B, S, seed=7), mask_BS, **clean)
+    found, metrics = loss.from_log_probs(
+        spoilt, drawn(B, S, seed=7).masked_fill(mask_BS == 0, torch.nan), mask_BS, **dirty
+    )
+    assert found == want
+    torch.testing.assert_close(*(torch.autograd.grad(*pair)[0] for pair in ((found, spoilt), (want, log_probs))))
+    assert all(x.isfinite() for x in metrics.values())
+
+
+def test_metrics():
+    """Two rows of two tokens: ratios 2 and 1/2, e^-0.1 and e^0.1."""
+    old = torch.tensor([[-2.0, -2.0], [-1.0, -1.0]])
+    new = old + torch.tensor([[2.0, 0.5], [torch.e**-0.1, torch.e**0.1]]).log()
+    ref = new + torch.tensor([[0.3, 0.0], [0.0, 0.0]])
+    _, metrics = GRPOLoss(beta=0.1).from_log_probs(new, torch.tensor([1.0, -1.0]), None, old, ref, old - 0.1)
+    ratios = torch.tensor([2.0, 0.5, torch.e**-0.1, torch.e**0.1])
+    torch.testing.assert_close(metrics["ratio"], ratios.mean())
+    torch.testing.assert_close(metrics["clip_ratio"], torch.tensor(0.25))  # 2 with an advantage; 1/2 has one too
+    torch.testing.assert_close(metrics["kl"], torch.tensor((torch.e**0.3 - 0.3 - 1) / 4))
+    torch.testing.assert_close(metrics["sampling_ratio"], torch.tensor(0.1).exp())
+    assert metrics["sampling_outside"] == 0
+
+
+def test_an_overflowing_weight_is_0():
+    weights, outside = sampling_weights(torch.tensor([[900.0, 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert weights.tolist() == [[0.0, 1.0]]
+    assert not outside.any()
+
+
+def test_clamped_kl_lets_no_gradient_through_its_weights():
+    apart = torch.tensor([0.1, 5.0], requires_grad=True)
+    weights = torch.tensor([2.0, 2.0], requires_grad=True)
+    kl_estimate(apart, "k3", 1.0, None, weights).sum().backward()
+    assert apart.grad[1] == 0
+    assert weights.grad[1] == 0
+    torch.testing.assert_close(weights.grad[0], (torch.tensor(0.1).exp() - 1.1))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"loss_type": "vespo"}, "loss_type is 'vespo': it must be one of"),
+        ({"epsilon": -1}, "epsilon is -1: it must be at least 0"),
+        ({"sapo_temperature_pos": 0}, "sapo_temperature_pos is 0"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "which weighs tokens; use 'token'"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length is None"),
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'"),
+        ({"sampling_correction": "tis"}, "sampling_correction is 'tis'"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOLoss(**options)
+
+
+@ranks(2)
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent():
+    labels_BS, mask_BS, others = rows()
+    hidden, weight_VD = drawn(B, S, 5), drawn(12, 5)
+    for arguments, more, message in (
+        ((labels_BS, drawn(3)), {}, r"advantages is \(3,\): it must be a tensor with a number for each of 4 rows"),
+        ((labels_BS[0], drawn(B)), {}, "must be 2-D"),
+        ((labels_BS, drawn(B)), {"mask": mask_BS[:, 1:]}, r"mask is \(4, 5\): it must be a tensor \(4, 6\)"),
+        ((labels_BS, drawn(B)), {"old_log_probs": others["old"].t()}, r"old_log_probs is \(6, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GRPOLoss()(hidden, weight_VD, *arguments, **more)
+    with pytest.raises(ValueError, match="beta is 0.1 without reference_log_probs"):
+        GRPOLoss(beta=0.1)(hidden, weight_VD, labels_BS, drawn(B))

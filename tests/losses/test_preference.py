@@ -1,0 +1,139 @@
+"""DPO, SimPO, ORPO and KTO against their formulas, row by row in plain PyTorch, on one and two ranks."""
+
+import pytest
+import torch
+
+from megatron_ext.losses import DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from tests.losses.problems import B, S, check_rows, counts, drawn, rows
+from tests.ranks import ranks
+
+
+def row_values(log_probs_BS, reference_BS=None, average=False):
+    """Of each row the sum or mean over the tokens that count, and all of these."""
+    labels_BS, mask_BS, _ = rows()
+    values, tokens = [], []
+    for b, row in enumerate(counts(labels_BS, mask_BS)):
+        own = [log_probs_BS[b, s] for s in row]
+        apart = [x - (0 if reference_BS is None else reference_BS[b, s]) for x, s in zip(own, row, strict=True)]
+        values.append(sum(apart) / (len(row) if average else 1))
+        tokens.append(own)
+    return values, tokens
+
+
+def log_sigmoid(x):
+    return -(1 + (-x).exp()).log()
+
+
+def paired(values, interleaved):
+    chosen, rejected = (values[0::2], values[1::2]) if interleaved else (values[: B // 2], values[B // 2 :])
+    return list(zip(chosen, rejected, strict=True))
+
+
+def dpo(o):
+    def truth(log_probs_BS):
+        average = o.get("average_log_prob", False) or o.get("loss_type") == "ipo"
+        values, tokens = row_values(log_probs_BS, rows()[2]["ref"], average)
+        pairs = paired(values, o.get("pairs") == "interleaved")
+        margins, beta, e = [c - r for c, r in pairs], o.get("beta", 0.1), o.get("label_smoothing", 0)
+        per_pair = {
+            "sigmoid": lambda m: -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m),
+            "hinge": lambda m: (1 - beta * m).clamp(min=0),
+            "ipo": lambda m: (m - 1 / (2 * beta)) ** 2,
+        }[o.get("loss_type", "sigmoid")]
+        chosen = [x for own, _ in paired(tokens, o.get("pairs") == "interleaved") for x in own]
+        return sum(map(per_pair, margins)) / len(pairs) - o.get("sft_weight", 0) * sum(chosen) / len(chosen)
+
+    return truth
+
+
+def simpo(log_probs_BS):
+    values, _ = row_values(log_probs_BS, average=True)
+    losses = [
+        -0.9 * log_sigmoid(2 * (c - r) - 0.4) - 0.1 * log_sigmoid(-(2 * (c - r) - 0.4))
+        for c, r in paired(values, False)
+    ]
+    return sum(losses) / len(losses)
+
+
+def orpo(log_probs_BS):
+    values, tokens = row_values(log_probs_BS, average=True)
+    odds = [v - (1 - v.exp()).log() for v in values]
+    losses = [-0.2 * log_sigmoid(c - r) for c, r in paired(odds, True)]
+    chosen = [x for own, _ in paired(tokens, True) for x in own]
+    return sum(losses) / len(losses) - 0.5 * sum(chosen) / len(chosen)
+
+
+@ranks(1, 2)
+def test_pairs():
+    _, mask_BS, others = rows()
+    for o in (
+        {},
+        {"beta": 0.4, "label_smoothing": 0.2, "pairs": "interleaved", "sft_weight": 0.3},
+        {"loss_type": "hinge", "average_log_prob": True},
+        {"loss_type": "ipo", "beta": 0.7},
+    ):
+        loss = lambda o=o, **head: DPOLoss(**o, **head)  # noqa: E731
+        check_rows(loss, dpo(o), mask=mask_BS, reference_log_probs=others["ref"])
+    check_rows(lambda **head: SimPOLoss(beta=2.0, gamma=0.4, label_smoothing=0.1, **head), simpo, mask=mask_BS)
+    check_rows(lambda **head: ORPOLoss(beta=0.2, sft_weight=0.5, pairs="interleaved", **head), orpo, mask=mask_BS)
+
+
+@ranks(2)
+def test_single_rows():
+    desirable = torch.tensor([True, False, False, True])
+    options = {"beta": 0.6, "desirable_weight": 1.5, "undesirable_weight": 0.7}
+
+    def truth(log_probs_BS):
+        values, _ = row_values(log_probs_BS, rows()[2]["ref"])
+        losses = [
+            (1.5 if good else 0.7) * (1 - torch.sigmoid(0.6 * (v - 0.3) * (1 if good else -1)))
+            for v, good in zip(values, desirable, strict=True)
+        ]
+        return sum(losses) / B
+
+    _, mask_BS, others = rows()
+    loss = lambda **head: KTOLoss(**options, **head)  # noqa: E731
+    check_rows(loss, truth, desirable, mask=mask_BS, reference_log_probs=others["ref"], kl=torch.tensor(0.3))
+
+
+LOSSES = [DPOLoss(beta=0.3), DPOLoss(loss_type="ipo"), SimPOLoss(), ORPOLoss(sft_weight=0)]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{type(loss).__name__} {getattr(loss, 'loss_type', '')}")
+def test_a_pair_without_tokens_does_not_count_and_parts_add_up(loss):
+    log_probs = (drawn(6, S) - 3).requires_grad_()
+    mask = torch.ones(6, S)
+    mask[1] = 0
+    found, metrics = loss.from_log_probs(log_probs, mask)
+    own = torch.tensor([0, 2, 3, 5])
+    want, want_metrics = loss.from_log_probs(log_probs[own], mask[own])
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(metrics, want_metrics)
+    grad = torch.autograd.grad(found, log_probs)[0]
+    assert (grad[[1, 4]] == 0).all()
+    parts = [loss.from_log_probs(log_probs[[i, i + 3]], mask[[i, i + 3]], count=2)[0] for i in range(3)]
+    torch.testing.assert_close(sum(parts), found)
+
+
+def test_metrics():
+    log_probs = torch.tensor([[-1.0, -1.0], [-4.0, -2.0], [-3.0, -2.0], [-1.0, -1.0]])
+    _, metrics = DPOLoss(beta=0.5).from_log_probs(log_probs)
+    wanted = {"rewards_chosen": -2.0, "rewards_rejected": -1.75, "accuracy": 0.5}
+    assert {name: x.item() for name, x in metrics.items()} == wanted
+    _, metrics = KTOLoss(beta=0.5).from_log_probs(log_probs, torch.tensor([True, False, False, True]))
+    assert {name: x.item() for name, x in metrics.items()} == {"rewards_chosen": -1.0, "rewards_rejected": -2.75}
+
+
+def test_refused():
+    three = drawn(3, S)
+    with pytest.raises(ValueError, match="3 rows: they come in pairs"):
+        DPOLoss().from_log_probs(three)
+    with pytest.raises(ValueError, match=r"desirable is \(2,\)"):
+        KTOLoss().from_log_probs(three, torch.ones(2).bool())
+    for options, message in (
+        ({"pairs": "alternating"}, "pairs is 'alternating'"),
+        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "only 'sigmoid' has it"),
+        ({"beta": 0}, "beta is 0: it must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DPOLoss(**options)

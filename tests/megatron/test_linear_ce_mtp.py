@@ -1,0 +1,114 @@
+"""Multi-token prediction under the fused head: losses, acceptance counts and gradients as stock's, and no logits."""
+
+import pytest
+import torch
+
+from tests.gpt import causal_mask, model_parallel
+from tests.megatron.language_models import hybrid_home, tiny_hybrid
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched
+from tests.ranks import ranks
+
+LAYERS = 2
+
+
+def gpt(**overrides):
+    return one_gpt(mtp_num_layers=LAYERS, **overrides)
+
+
+def hybrid(**overrides):
+    return tiny_hybrid(mtp=True, **overrides)
+
+
+def logged() -> dict:
+    """What Megatron logs of multi-token prediction, cleared for the next step."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    found = {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
+    tracker.clear()
+    return found
+
+
+def step(model, labels, mask):
+    ids, _, positions = batch()
+    return model(ids, positions, causal_mask(SEQ), labels=labels, loss_mask=mask)
+
+
+def compare(model, labels) -> None:
+    mask = torch.ones(2, SEQ)
+    mask[0, 3:] = 0
+    stock = step(model, labels, mask)
+    expected, expected_log = grads_of(model, stock, mask), logged()
+    with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+        loss = step(model, labels, mask)
+        found, found_log = grads_of(model, loss, mask), logged()
+    assert not made
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+    assert_same(found, expected)
+    assert any(grad is not None and grad.any() for name, grad in found.items() if name.startswith("mtp."))
+    assert found_log.keys() == expected_log.keys()
+    assert expected_log
+    assert expected_log.get("correct_values", torch.ones(1)).any()  # labels that count
+    for name, value in expected_log.items():
+        torch.testing.assert_close(found_log[name], value, rtol=1e-6, atol=0)
+
+
+def likeliest_one_further(model):
+    """Labels of which some are what the layers of multi-token prediction find likeliest, so that hits are counted."""
+    _, labels, _ = batch()
+    hits = []
+    layer = model.output_layer
+    handle = layer.register_forward_hook(lambda module, args, outputs: hits.append(gathered(outputs[0])))
+    with torch.no_grad():
+        step(model, labels, torch.ones(2, SEQ))
+    handle.remove()
+    logged()
+    labels = labels.clone()
+    labels[:, 1:4] = hits[0].argmax(-1).transpose(0, 1)[:, :3]  # the first layer looks one further
+    return labels
+
+
+def gathered(logits):
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    return gather_from_tensor_model_parallel_region(logits)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("build", [gpt, hybrid])
+def test_acceptance_counts(build):
+    with model_parallel(tp=torch.distributed.get_world_size()):
+        if build is hybrid and not takes_pattern():
+            return  # MambaModel of 0.16 and older has no multi-token prediction
+        model = build(sequence_parallel=torch.distributed.get_world_size() > 1)
+        compare(model, likeliest_one_further(model))
+
+
+def takes_pattern() -> bool:
+    models, _ = hybrid_home()
+    kind = getattr(models, "HybridModel", None) or models.MambaModel
+    return "hybrid_layer_pattern" in kind.__init__.__code__.co_varnames
+
+
+@ranks(2)
+def test_without_labels_the_layers_train_on_tokens():
+    """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
+    with model_parallel(tp=2):
+        from megatron_ext.megatron.multi_token_prediction import takes_losses_without_labels
+
+        model, (ids, _, positions) = gpt(), batch()
+        if not takes_losses_without_labels(model):
+            return
+        stock = model(ids, positions, causal_mask(SEQ))
+        weights = torch.rand_like(stock)
+        expected, expected_log = grads_of(model, stock, weights), logged()
+        with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+            logits = model(ids, positions, causal_mask(SEQ))
+            found, found_log = grads_of(model, logits, weights), logged()
+        assert type(logits) is torch.Tensor
+        assert len(made) == 1
+        torch.testing.assert_close(logits, stock, rtol=1e-6, atol=1e-6)
+        assert_same(found, expected)
+        assert found_log.keys() == expected_log.keys()
+        for name, value in expected_log.items():
+            torch.testing.assert_close(found_log[name], value, rtol=1e-6, atol=0)
