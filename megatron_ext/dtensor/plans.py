@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
-from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert
+from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
 from megatron_ext.dtensor.layers import (
     Layout,
     Plan,
@@ -79,6 +79,10 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
     if not takes_attention_functions(model):  # such forwards know their number of heads by heart
         raise _unsupported(model, "tensor parallelism", why)
+    if any(isinstance(style, ExpertsByColumn) for style in plan.values()):
+        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+        if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
+            raise _unsupported(model, "tensor parallelism", f"{why}, and {reason}")
     check_draws(model)
     return Chosen(plan, why)
 
