@@ -29,17 +29,17 @@ class Chunks(nn.Module):
         super().__init__()
         self.pieces = list(pieces)  # a list: their weights are registered by other names
         self.config, self.vocab_size = pieces[0].config, pieces[0].vocab_size
-        self._second: Tensor | None = None
+        self._second: list[Tensor] = []  # a list, too: it is registered by its name in the first stage
         for piece in pieces:
             for name, parameter in piece.named_parameters():
                 whole_name = _whole_name(piece, name, first_expert)
                 self._register(whole_name, parameter)
                 if whole_name != name and name == "output_layer.weight":
-                    self._second = parameter
+                    self._second.append(parameter)
 
     def is_second_copy(self, parameter: Tensor) -> bool:
         """Whether this is the last stage's copy of tied word embeddings, which the first stage has too."""
-        return parameter is self._second
+        return any(parameter is second for second in self._second)
 
     def _register(self, name: str, parameter: nn.Parameter) -> None:
         *path, leaf = name.split(".")

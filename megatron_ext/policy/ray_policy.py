@@ -20,7 +20,8 @@ from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.memory import device_id, visible_devices
 from megatron_ext.policy.plan import Place
 from megatron_ext.policy.ray_actors import RayActors, Timeouts, import_ray
-from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights
+from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights, read_weights
+from megatron_ext.policy.sampling import pad_token_of
 
 
 class RayPolicy(RayActors):
@@ -120,6 +121,30 @@ class RayPolicy(RayActors):
         """ "reference_logprobs" `[B, S]` of all rows; see the worker's."""
         return self._score("get_reference_policy_logprobs", data, micro_batch_size)
 
+    def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
+        """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
+
+        The answers do not depend on how many workers there are. `prepare_for_generation` before and
+        `finish_generation` after several calls save copying the weights for each.
+        """
+        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        own = -(-batch.size // self.world_size)
+        shares = [range(own * i, min(own * (i + 1), batch.size)) for i in range(self.world_size)]
+        shares = [share or range(batch.size - 1, batch.size) for share in shares]  # no rows left: the last one again
+        self._check_alive()
+        begun = [
+            actor.call.remote("generate", batch.select_indices(share), greedy, seed, list(share))
+            for actor, share in zip(self._actors, shares, strict=True)
+        ]
+        padding = {"output_ids": pad_token_of(self._make["config"], self._make["tokenizer"])}
+        return BatchedDataDict.from_batches(self._collect(begun), padding).slice(0, batch.size)
+
+    def prepare_for_generation(self) -> None:
+        self._all("prepare_for_generation")
+
+    def finish_generation(self) -> None:
+        self._all("finish_generation")
+
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
@@ -163,15 +188,26 @@ class RayPolicy(RayActors):
         Raises:
             ValueError: no actor is on a device of this process.
         """
-        _, budget = self.prepare_weights_for_ipc()
-        device = self._nearest(next(model.parameters()).device)
-        try:
-            for bucket in buckets(self.prepare_refit_info(), int(budget)):
-                names = [row.name for row in bucket.rows]
-                load_weights(model, self.get_weights_ipc_handles(names, [device])[device])
-        finally:
-            if self._failure is None:
-                self.get_weights_ipc_handles([])  # frees the last one
+        for handle in self._handles_for(next(model.parameters()).device):
+            load_weights(model, handle)
+
+    def iter_weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight of the policy, whole and in `precision`, by transformers' names, in this process, which must run
+        on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
+
+        A weight may be used until the next one is asked for; copy what must stay. For files' names see
+        `megatron_ext.policy.hub_names`.
+
+        Raises:
+            ValueError: no actor is on a device of this process.
+        """
+        for handle in self._handles_for(torch.device(device)):
+            yield from read_weights(handle)
+
+    def free_weights(self) -> None:
+        """Weights that were laid open are gone; nothing where the actors are."""
+        if self._failure is None:
+            self.get_weights_ipc_handles([])
 
     def prepare_for_lp_inference(self) -> None:
         self._all("prepare_for_lp_inference")
@@ -194,6 +230,17 @@ class RayPolicy(RayActors):
 
     def stop_gpu_profiling(self) -> None:
         self._all("stop_gpu_profiling")
+
+    def _handles_for(self, wanted: torch.device) -> Iterator[WeightsHandle]:
+        """All weights, laid open a bucket at a time on `wanted` or another device that this process sees."""
+        _, budget = self.prepare_weights_for_ipc()
+        device = self._nearest(wanted)
+        try:
+            for bucket in buckets(self.prepare_refit_info(), int(budget)):
+                names = [row.name for row in bucket.rows]
+                yield self.get_weights_ipc_handles(names, [device])[device]
+        finally:
+            self.free_weights()
 
     def _nearest(self, own: torch.device) -> str:
         """The id of a device that both this process and an actor on its host have: `own`, if it is one."""

@@ -177,15 +177,24 @@ def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer
     """
     state = model.state_dict()
     fault: ValueError | None = None
-    for bucket in buckets(info, buffer_bytes):
-        buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
-        for row in bucket.rows:
+    for bucket in received_weights(group, info, buffer_bytes):
+        for name, weight in bucket:
             try:
-                _copy(state, row.name, row.view(buffer))
+                _copy(state, name, weight)
             except ValueError as error:
                 fault = fault or error
     if fault is not None:
         raise fault
+
+
+def received_weights(group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The buckets that the trainer broadcasts, each as names and weights, which share one buffer.
+
+    All must be taken: the other ranks of the group wait for this one.
+    """
+    for bucket in buckets(info, buffer_bytes):
+        buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
+        yield [(row.name, row.view(buffer)) for row in bucket.rows]
 
 
 def join_collective(

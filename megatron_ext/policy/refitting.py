@@ -1,14 +1,19 @@
 """The policy's weights for generators, by transformers' names: laid open on the same device, or sent."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from megatron_ext.distributed.between_jobs import JobsGroup
 from megatron_ext.policy import memory, refit
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.backend import Backend
+from megatron_ext.policy.config import check_positive
+from megatron_ext.policy.factories import model_factories
 from megatron_ext.policy.heartbeat import outside_wait
+from megatron_ext.policy.hub_names import Rename, hub_rename, renamed
 
 
 class Refitting(Backend):
@@ -20,6 +25,43 @@ class Refitting(Backend):
     def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Names, whole shapes and dtype of the weights that generators get, in order."""
         return {name: (x.shape, self.settings.dtype) for name, x in self._exports().items()}
+
+    @torch.no_grad()
+    def iter_weights(self, hub_names: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight that generators get, whole, in `precision`: its name and `[...]` on this rank's device.
+
+        For generators of other kinds than those that this module serves. Each is made when it is asked for, and all
+        ranks must take all of them.
+
+        Args:
+            hub_names: the names that files on the Hugging Face Hub have, as vLLM's `load_weights` takes them: each
+                expert by itself. Else those of `prepare_refit_info()`. Queries, keys and values, gate and up
+                come each by itself in either case; who keeps them fused joins them.
+
+        Communicates: the all-gathers that make each weight whole.
+        """
+        self._refuse_reference("iter_weights()")
+        self._move_model(self.device)
+        weights = ((name, x.make().to(self.settings.dtype)) for name, x in self._exports().items())
+        yield from renamed(weights, self._hub_rename) if hub_names else weights
+
+    def iter_weight_buckets(
+        self, buffer_bytes: int | None = None, hub_names: bool = True
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """As `iter_weights`, in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger weight alone."""
+        limit = check_positive("buffer_bytes", buffer_bytes or self.settings.refit_buffer_bytes)
+        bucket: list[tuple[str, Tensor]] = []
+        for name, weight in self.iter_weights(hub_names):
+            if bucket and sum(x.nbytes for _, x in bucket) + weight.nbytes > limit:
+                yield bucket
+                bucket = []
+            bucket.append((name, weight))
+        if bucket:
+            yield bucket
+
+    @cached_property
+    def _hub_rename(self) -> Rename:
+        return hub_rename(model_factories(self.settings.model).make_empty)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.policy import memory
 from megatron_ext.policy.agreement import agree
-from megatron_ext.policy.refitting import Refitting
+from megatron_ext.policy.generating import Generating
 from megatron_ext.policy.state import load_policy, save_policy
 from megatron_ext.policy.timing import Timer, timed
 from megatron_ext.policy.train_step import TrainSteps
@@ -29,7 +29,7 @@ from megatron_ext.sequence import cp_utils
 _OTHERS = {"processor", "worker_sharding_annotations", "pre_init_communication_queue"}
 
 
-class PolicyWorker(TrainSteps, Refitting):
+class PolicyWorker(TrainSteps, Generating):
     """A policy's model, optimizer and reference model, as far as they lie on this rank.
 
     Runs under torchrun, in an actor, or in a process alone: it joins the default process group, or makes it (NCCL on
@@ -241,6 +241,7 @@ class PolicyWorker(TrainSteps, Refitting):
     def shutdown(self) -> None:
         """Leaves nothing behind that outlives this process."""
         self._free_held()
+        self.finish_generation()
         self._to_generators = None
 
 

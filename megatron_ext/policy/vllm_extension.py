@@ -1,0 +1,136 @@
+"""A policy's weights into a running vLLM, through the one call that its models have for weights: `load_weights`.
+
+    llm = LLM(model, worker_extension_cls="megatron_ext.policy.vllm_extension.PolicyWeights", ...)
+    refit_vllm(policy, llm)                        # on the actors' host, through shared memory or CUDA IPC
+
+vLLM mixes the class into its worker, so that `collective_rpc` reaches its methods on every rank of the engine. The
+weights come under the Hub's names, whole; joining q, k and v, or experts, and cutting them is vLLM's own affair.
+The idea of an extension class for refitting is vLLM's (its examples of RLHF), NeMo-RL and verl have one each.
+"""
+
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.between_jobs import JobsGroup
+from megatron_ext.policy.hub_names import Rename, hub_rename, renamed
+from megatron_ext.policy.memory import device_id
+from megatron_ext.policy.refit import (
+    WeightInfo,
+    WeightsHandle,
+    buckets,
+    join_collective,
+    read_weights,
+    received_weights,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.policy.ray_policy import RayPolicy
+
+
+class PolicyWeights:
+    """Methods that vLLM's worker gets; none has a name of its own. They rely on its `model_runner`, `device`, `rank`.
+
+    Weights are complete after `policy_weights_finish`.
+    """
+
+    model_runner: Any
+    device: Any
+    rank: int
+    _policy_group: JobsGroup | None = None
+    _policy_rename: Rename | None = None
+    _policy_loaded: set[str] | None = None
+
+    def policy_device_id(self) -> str:
+        """The id of this worker's device, as `get_weights_ipc_handles` takes it."""
+        return device_id(torch.device(self.device))
+
+    def policy_weights_load(self, handles: bytes | Mapping[str, WeightsHandle]) -> None:
+        """Loads one bucket that the policy has laid open, of the handles by device, which may be pickled.
+
+        Raises:
+            ValueError: none of them is for this worker's device; vLLM's model is quantized, or knows no such weight.
+        """
+        found: Mapping[str, WeightsHandle] = pickle.loads(handles) if isinstance(handles, bytes) else handles
+        own = self.policy_device_id()
+        if own not in found:
+            raise ValueError(
+                f"vLLM's rank {self.rank} runs on {own}, and the weights lie on {', '.join(found)}: place the engine "
+                f"on the policy's devices, or send them by policy_weights_receive"
+            )
+        self._policy_load(read_weights(found[own]))
+
+    def policy_weights_join(self, ip: str, port: int, first_rank: int, world_size: int) -> None:
+        """Joins the group of the policy's `init_collective(ip, port, world_size)` as `first_rank` plus this worker's
+        rank in its engine; the policy is 0."""
+        self._policy_group = join_collective(ip, port, first_rank + self.rank, world_size, self.device)
+
+    def policy_weights_receive(self, info: WeightInfo, buffer_bytes: int) -> None:
+        """Loads what the policy broadcasts; both arguments are its own: `prepare_refit_info()` and its buckets' size.
+
+        Raises:
+            ValueError: before `policy_weights_join`; or, after all has been received, as `policy_weights_load`.
+        """
+        if self._policy_group is None:
+            raise ValueError("policy_weights_receive() came before policy_weights_join(); call that first")
+        fault: Exception | None = None
+        for bucket in received_weights(self._policy_group, info, buffer_bytes):
+            try:
+                if fault is None:
+                    self._policy_load(bucket)
+            except Exception as error:  # the other ranks wait for this one to receive
+                fault = error
+        if fault is not None:
+            raise fault
+
+    def policy_weights_finish(self) -> None:
+        """After the last bucket.
+
+        Raises:
+            ValueError: the model has weights that did not come.
+        """
+        loaded, self._policy_loaded = self._policy_loaded, None
+        if loaded is None:  # nothing was loaded, or this vLLM's model does not say what
+            return
+        if missing := sorted(set(dict(self.model_runner.model.named_parameters())) - loaded):
+            raise ValueError(
+                f"vLLM's model did not get {', '.join(missing[:3])} ({len(missing)} weights): it must be built from "
+                f"the policy's config"
+            )
+
+    def _policy_load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        config = getattr(self.model_runner, "vllm_config", None)
+        if getattr(config, "quant_config", None) is not None:
+            raise ValueError("vLLM's model is quantized, and the policy sends plain weights: build it without")
+        if self._policy_rename is None:
+            self._policy_rename = hub_rename(self._policy_structure)
+        loaded = self.model_runner.model.load_weights(renamed(weights, self._policy_rename))
+        if loaded is not None:
+            self._policy_loaded = (self._policy_loaded or set()) | set(loaded)
+
+    def _policy_structure(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(self.model_runner.vllm_config.model_config.hf_config)
+
+
+def refit_vllm(policy: "RayPolicy", llm: Any) -> None:
+    """Copies the policy's weights into the engine, which must run on the actors' host and, on GPUs, on their GPUs.
+
+    Args:
+        llm: vLLM's `LLM`, or anything with its `collective_rpc(method, args=...)`, whose workers have `PolicyWeights`.
+
+    Memory beside both models: one bucket of `refit_buffer_bytes`.
+    """
+    _, budget = policy.prepare_weights_for_ipc()
+    devices = sorted(set(llm.collective_rpc("policy_device_id")))
+    try:
+        for bucket in buckets(policy.prepare_refit_info(), int(budget)):
+            handles = policy.get_weights_ipc_handles([row.name for row in bucket.rows], devices)
+            llm.collective_rpc("policy_weights_load", args=(pickle.dumps(handles),))
+        llm.collective_rpc("policy_weights_finish")
+    finally:
+        policy.free_weights()
