@@ -208,6 +208,8 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=message):
             worker_of(generation=generation)
     assert not worker_of(generation={"top_k": -1, "top_p": None})._filters
+    with pytest.raises(ValueError, match="score.. is of reward models"):
+        worker_of().score(tiny_batch(8))
     loss_fn = KeywordLoss()
     loss_fn.input_type = "draft"
     worker = worker_of()
