@@ -120,8 +120,8 @@ class RayPolicy(RayRefit):
         units, rest = divmod(batch.size, self._unit)
         if units < self.dp_size or rest:
             raise ValueError(
-                f"data has {batch.size} rows for {self.dp_size} data-parallel ranks, in units of {self._unit}: each must "
-                f"get one, and none is parted; wait for more"
+                f"data has {batch.size} rows for {self.dp_size} data-parallel ranks, in units of {self._unit}: each "
+                f"must get one, and none is parted; wait for more"
             )
         cuts = [units * i // self.dp_size * self._unit for i in range(self.dp_size + 1)]
         with timed(timer, "train_microbatch"):
