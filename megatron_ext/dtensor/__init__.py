@@ -8,8 +8,10 @@ from typing import Any
 
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.causal_lm import (
+    causal_lm_from_logits,
     causal_lm_log_probs,
     causal_lm_loss,
+    causal_lm_sampled_log_probs,
     get_logprobs_from_vocab_parallel_logits,
 )
 from megatron_ext.dtensor.decoder import tie_word_embeddings
@@ -31,8 +33,10 @@ __all__ = [
     "_parallelize_llama",
     "_parallelize_model",
     "_parallelize_qwen",
+    "causal_lm_from_logits",
     "causal_lm_log_probs",
     "causal_lm_loss",
+    "causal_lm_sampled_log_probs",
     "clip_grad_by_total_norm_",
     "get_grad_norm",
     "get_hf_tp_plan",

@@ -26,7 +26,12 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output_head import HeadRule, head_rule
-from megatron_ext.head import linear_cross_entropy, linear_log_probs
+from megatron_ext.head import (
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_sampled_log_probs,
+    sampled_log_probs,
+)
 from megatron_ext.head.calls import token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
@@ -141,12 +146,85 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
     return log_probs
 
 
+def causal_lm_sampled_log_probs(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    *,
+    top_k: int | None,
+    top_p: float,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+    with_plain: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
+
+    Without logits where the head is a matrix alone; else, of a softcap or a bias, through logits. Arguments,
+    communication and errors as for `causal_lm_log_probs` and `megatron_ext.head.sampled_log_probs`.
+
+    Returns:
+        `[B, S]`, fp32, -inf where the token is not kept, 0 where there is none; with `with_plain` beside it the
+        log-probabilities under the whole distribution.
+    """
+
+    def both(sampled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*inputs: Tensor, bias: Any = None, softcap: Any = None, **options: Any) -> tuple[Any, ...]:
+            found = (sampled(*inputs, top_k=top_k, top_p=top_p, **options),)
+            return (*found, plain(*inputs, **options)) if with_plain else found
+
+        return read
+
+    fused, unfused = both(linear_sampled_log_probs, linear_log_probs), both(sampled_log_probs, token_log_probs)
+    read = Read(temperature, fused, unfused, 1 + with_plain)
+    return _on_whole_sequences(model, read, tokens_BS, None, None, cu_seqlens, _PLAIN)
+
+
+def causal_lm_from_logits(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    read: Callable[..., Tensor],
+    *,
+    columns: int,
+    cu_seqlens: Tensor | None = None,
+    beside: Tensor | None = None,
+) -> Tensor:
+    """What `read` makes of the logits of whole sequences: for what the fused head has no function for.
+
+    Args:
+        read: called with this rank's part of the logits, `[B, P, V/R]`, and of `beside`, and by their names `tp_group`
+            and `vocab`; gives `[B, P, columns]`, the same on all ranks of `tp_group`. Differentiable.
+        columns: how many numbers it gives of each position.
+        beside: `[B, S, ...]`, what it needs of each position.
+
+    Returns:
+        `[B, S, columns]`. Communicates and raises as `causal_lm_loss`.
+    """
+
+    def of_logits(logits: Tensor, labels: Tensor, beside_BP: Tensor | None, temperature: float, **shard: Any) -> Tensor:
+        return read(logits, beside_BP, **shard)
+
+    made = Read(1.0, None, of_logits, columns=(columns,))
+    return _on_whole_sequences(model, made, tokens_BS, None, None, cu_seqlens, _LOGITS, beside)[0]
+
+
+# Which heads `_on_whole_sequences` reads from hidden states: all that are known, those that are a matrix, none.
+_KNOWN, _PLAIN, _LOGITS = "known", "plain", "logits"
+
+
 class Read(NamedTuple):
-    """A function of the fused head, and the same of logits; both take a temperature."""
+    """A function of the fused head, and the same of logits; both take a temperature.
+
+    They give `results` tensors, each a number of a position, or `columns` numbers.
+    """
 
     temperature: float
-    hidden: Callable[..., Any]
+    hidden: Callable[..., Any] | None
     logits: Callable[..., Any]
+    results: int = 1
+    columns: tuple[int, ...] = ()
+
+    def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
+        """That of the results together."""
+        return (self.results, *labels_BP.shape, *self.columns)
 
 
 def _on_whole_sequences(
@@ -156,7 +234,10 @@ def _on_whole_sequences(
     labels_BS: Tensor | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    fused: str = _KNOWN,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
+    """`beside`: with `_LOGITS`, what the function needs of each position."""
     hook = sequence_hook(model)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
@@ -182,8 +263,13 @@ def _on_whole_sequences(
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
     tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
-    if rule is None:
+    if rule is None and fused == _KNOWN:
         _say_once(type(model).__name__.removeprefix("FSDP"))
+    if fused == _LOGITS:
+        given = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
+        own = read._replace(logits=functools.partial(read.logits, beside_BP=given))
+        found, fault = _through_logits(model, own, tokens_BP, labels_BP, **inputs)
+    elif rule is None or (fused == _PLAIN and not _is_plain(model, rule)):
         found, fault = _through_logits(model, read, tokens_BP, labels_BP, **inputs)
     else:
         found, fault = through_head(rule, read, tokens_BP, labels_BP, **inputs)
@@ -224,9 +310,15 @@ def _through_logits(
     logits, group, vocab = _local(model(input_ids=tokens_BP, **inputs).logits, -1)
     return or_refuse(
         lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
-        (1, *labels_BP.shape),
+        read.shape(labels_BP),
         logits,
     )
+
+
+def _is_plain(model: nn.Module, rule: HeadRule) -> bool:
+    """Whether logits are a product with the head's weight, over a number."""
+    head: Any = model.get_submodule(output_head_path(model))
+    return rule.softcap is None and head.bias is None
 
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:
@@ -249,9 +341,11 @@ def _through_head(
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
         hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
+    fused = read.hidden
+    assert fused is not None
     found, fault = or_refuse(
         lambda: _tuple(
-            read.hidden(
+            fused(
                 hidden.to(weight.dtype),
                 weight,
                 labels_BP,
@@ -263,7 +357,7 @@ def _through_head(
                 temperature=read.temperature / rule.scale,
             )
         ),
-        (1, *labels_BP.shape),
+        read.shape(labels_BP),
         weight,
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.

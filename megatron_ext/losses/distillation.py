@@ -178,7 +178,8 @@ class TopKDistillationLoss(FromHidden):
         if self.divergence == "forward":
             return forward
         reverse = (q * (student - teacher)).sum(-1)
-        if entropy is not None:
+        if self.needs_entropy:
+            assert entropy is not None
             reverse = reverse - entropy - (q * student).sum(-1) - LOG_OUTSIDE * (1 - q.sum(-1))
         if self.divergence == "reverse":
             return reverse

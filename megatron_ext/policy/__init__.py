@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.heartbeat import outside_wait
-from megatron_ext.policy.losses import ClippedPGLoss, DPOLoss, LossType, NLLLoss
+from megatron_ext.policy.losses import ClippedPGLoss, DistillationLoss, DPOLoss, LossInputType, LossType, NLLLoss
 from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
 
 __all__ = [
@@ -12,6 +12,8 @@ __all__ = [
     "ClippedPGLoss",
     "DPOLoss",
     "DTensorPolicyWorker",
+    "DistillationLoss",
+    "LossInputType",
     "LossType",
     "MegatronPolicyWorker",
     "NLLLoss",

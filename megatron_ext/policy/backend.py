@@ -53,6 +53,23 @@ class Backend(ABC):
         """fp32 `[B, S]`: of each position's next token; differentiable. See `dtensor.causal_lm_log_probs`."""
 
     @abstractmethod
+    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
+        """As `_next_token_log_probs`, under what `top_k` and `top_p` of the settings leave, -inf for others; and
+        `with_plain` beside it those of the whole distribution. See `dtensor.causal_lm_sampled_log_probs`.
+        """
+
+    @abstractmethod
+    def _from_logits(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[..., Tensor],
+        columns: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        """`[B, S, columns]`: what `read` makes of logits over the temperature; see `dtensor.causal_lm_from_logits`."""
+
+    @abstractmethod
     def _end_inference(self) -> None:
         """Called after passes without backward, which may leave whole weights behind."""
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_ext.head.sampling_checks import filters
+
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sizes of Megatron's: those that only Megatron's backend has, and one that none has.
 _MEGATRONS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -68,6 +70,8 @@ class Settings:
     scheduler: Any
     temperature: float
     refit_buffer_bytes: int
+    top_k: int | None = None
+    top_p: float = 1.0
     pipeline: Pipeline = Pipeline()
     expert_parallel_size: int = 1
 
@@ -84,7 +88,8 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size`, `num_layers_in_first_pipeline_stage`,
     `num_layers_in_last_pipeline_stage`, `expert_model_parallel_size`; under `dynamic_batching` or
     `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
-    logits are divided.
+    logits are divided, and `top_k` and `top_p`: with them log-probabilities are those of the distribution that they
+    leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole).
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -106,6 +111,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         raise ValueError(
             f"generation.temperature is {temperature!r}: it must be a positive number; greedy sampling has no log-probs"
         )
+    top_k, top_p = _filters(config.get("generation") or {})
     max_grad_norm = config.get("max_grad_norm")
     if max_grad_norm is not None and max_grad_norm <= 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive, or None for no clipping")
@@ -126,6 +132,8 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         scheduler=config.get("scheduler"),
         temperature=float(temperature),
         refit_buffer_bytes=_positive(config, "refit_buffer_bytes", "config", 1 << 30),
+        top_k=top_k,
+        top_p=top_p,
         pipeline=_pipeline(parallel, parallel_key),
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
     )
@@ -168,6 +176,17 @@ def _batching(config: Mapping[str, Any], train_rows: int, logprob_rows: int) -> 
     logprob_tokens = _positive(options, "logprob_mb_tokens", chosen[0], train_tokens)
     kind: Literal["dynamic", "packed"] = "dynamic" if chosen[0] == "dynamic_batching" else "packed"
     return Batching(kind, train_rows, logprob_rows, train_tokens, logprob_tokens)
+
+
+def _filters(generation: Mapping[str, Any]) -> tuple[int | None, float]:
+    """Top-k, None where it is off, and top-p."""
+    top_k, top_p = generation.get("top_k"), generation.get("top_p")
+    top_k, top_p = None if top_k in (0, -1) else top_k, 1.0 if top_p is None else top_p
+    try:
+        filters(top_k, top_p)
+    except ValueError as error:
+        raise ValueError(f"generation.{error}") from None
+    return top_k, float(top_p)
 
 
 def _pipeline(parallel: Mapping[str, Any], where: str) -> Pipeline:

@@ -10,7 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor import (
     _parallelize_model,
+    causal_lm_from_logits,
     causal_lm_log_probs,
+    causal_lm_sampled_log_probs,
     clip_grad_by_total_norm_,
     get_grad_norm,
     tie_word_embeddings,
@@ -77,6 +79,35 @@ class DTensorPolicyWorker(PolicyWorker):
         found = causal_lm_log_probs(self.model, tokens_BS, cu_seqlens=cu_seqlens, temperature=self.settings.temperature)
         assert isinstance(found, Tensor)
         return found
+
+    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
+        settings = self.settings
+        return causal_lm_sampled_log_probs(
+            self.model,
+            tokens_BS,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            cu_seqlens=cu_seqlens,
+            temperature=settings.temperature,
+            with_plain=with_plain,
+        )
+
+    def _from_logits(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[..., Tensor],
+        columns: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        def divided(logits: Tensor, *others: Any, **shard: Any) -> Tensor:
+            return read(
+                logits if self.settings.temperature == 1 else logits / self.settings.temperature, *others, **shard
+            )
+
+        return causal_lm_from_logits(
+            self.model, tokens_BS, divided, columns=columns, cu_seqlens=cu_seqlens, beside=beside
+        )
 
     def _end_inference(self) -> None:
         """FSDP2 keeps the root's own weights whole until a backward pass: cast, and not those of the optimizer."""

@@ -1,6 +1,7 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, cast
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
+from megatron_ext.head import sampled_log_probs, token_log_probs
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.policy import megatron_llama as llama
@@ -35,6 +38,7 @@ from megatron_ext.policy.megatron_chunks import Chunks, build_pieces, catalogue,
 from megatron_ext.policy.plan import Step
 from megatron_ext.policy.scoring import Read, T, Use
 from megatron_ext.policy.worker import PolicyWorker
+from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 
@@ -185,18 +189,42 @@ class MegatronPolicyWorker(PolicyWorker):
         group = parallel_state.get_pipeline_model_parallel_group()
         return cast(T, all_gather_object(found if last else None, group)[-1])
 
+    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
+        settings, labels_BS = self.settings, next_tokens(tokens_BS, cu_seqlens)
+
+        def read(logits: Tensor, labels_BP1: Tensor, tp_group: Any, vocab: VocabShard) -> Tensor:
+            labels_BP, shard = labels_BP1[..., 0], {"tp_group": tp_group, "vocab": vocab}
+            found = [sampled_log_probs(logits, labels_BP, settings.top_k, settings.top_p, **shard)]
+            if with_plain:
+                found.append(cast(Tensor, token_log_probs(logits, labels_BP, **shard)))
+            return torch.stack(found, -1)
+
+        found = self._from_logits(tokens_BS, cu_seqlens, read, 1 + with_plain, labels_BS.unsqueeze(-1))
+        return found.unbind(-1)
+
+    def _from_logits(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[..., Tensor],
+        columns: int,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
+        dtype = self.settings.dtype
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            made = self._piece(parts.split(tokens_BS, 1), parts.split(positions_BS, 1), None, packed_seq_params=packing)
+        if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
+            self._passed_on = made.float()
+            return made.new_zeros(*tokens_BS.shape, columns, dtype=torch.float32)[:, :length]
+        if beside is not None:
+            beside = parts.split(F.pad(beside, (0, 0, 0, tokens_BS.shape[1] - length)), 1)
+        group = parallel_state.get_tensor_model_parallel_group()
+        found = read(made, beside, tp_group=group, vocab=VocabShard.split(self._vocabulary, group))
+        return parts.gather(found, 1)[:, :length]
+
     def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        group, config = parallel_state.get_context_parallel_group(), cast(TransformerConfig, self.model.config)
-        ranks, length = self.settings.context_parallel_size, tokens_BS.shape[1]
-        slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
-        padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
-        tokens_BS = F.pad(tokens_BS, (0, padding))
-        packing = None
-        if cu_seqlens is not None:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding] if padding else [cu_seqlens]).int()
-            packing = _packing(cu_seqlens)
-        parts = SequenceParts(group, cu_seqlens)
-        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = gpt_forward_with_linear_ce_fusion(
@@ -212,6 +240,23 @@ class MegatronPolicyWorker(PolicyWorker):
             self._passed_on = found.float()
             return found.new_zeros(tokens_BS.shape, dtype=torch.float32)[:, :length]
         return F.pad(found, (0, 1))[:, :length]
+
+    def _inputs(
+        self, tokens_BS: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[SequenceParts, Tensor, Tensor, PackedSeqParams | None]:
+        """How sequences are cut, their tokens padded for that, the positions of these, and packing for Megatron."""
+        group, config = parallel_state.get_context_parallel_group(), cast(TransformerConfig, self.model.config)
+        ranks, length = self.settings.context_parallel_size, tokens_BS.shape[1]
+        slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
+        padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
+        tokens_BS = F.pad(tokens_BS, (0, padding))
+        packing = None
+        if cu_seqlens is not None:
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding] if padding else [cu_seqlens]).int()
+            packing = _packing(cu_seqlens)
+        parts = SequenceParts(group, cu_seqlens)
+        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        return parts, tokens_BS, positions_BS, packing
 
     def _end_inference(self) -> None:
         """Megatron leaves nothing behind."""

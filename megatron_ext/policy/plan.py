@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
-from megatron_ext.policy.losses import LossType, valid_counts
+from megatron_ext.policy.loss_protocol import LossType, valid_counts
 from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
 
 

@@ -45,6 +45,14 @@ class Rows:
         cu_seqlens = torch.cat([ends_B.new_zeros(1), ends_B])
         return cls(tokens_T[None], inside_BS, cu_seqlens, place_BS.where(inside_BS, 0))
 
+    def laid(self, x_BSK: Tensor) -> Tensor:
+        """Numbers of each position as `tokens` lie; 0 where there is no token."""
+        if self.place_BS is None:
+            return x_BSK
+        laid_TK = x_BSK.new_zeros(self.tokens.shape[1], x_BSK.shape[2])
+        laid_TK[self.place_BS[self.inside_BS]] = x_BSK[self.inside_BS]
+        return laid_TK[None]
+
     def at_positions(self, found: Tensor) -> Tensor:
         """`[B, S, ...]` of `found`, one for each of `tokens`; 0 outside the rows."""
         rows = found if self.place_BS is None else found[0][self.place_BS]

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import vocab_topk
 from megatron_ext.policy import memory
 from megatron_ext.policy.backend import Backend
 from megatron_ext.policy.batch import BatchedDataDict
@@ -38,7 +41,8 @@ class Scoring(Backend):
             timer: as NeMo-RL's, measures "get_logprobs".
 
         Returns:
-            "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding.
+            "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding. With
+            `generation.top_k` or `top_p` of what these leave, and 0 for tokens that they do not keep.
 
         Communicates: beside the model, two collectives of a few bytes.
 
@@ -48,11 +52,41 @@ class Scoring(Backend):
         with timed(timer, "get_logprobs"):
             return BatchedDataDict(logprobs=self._scored(data, micro_batch_size, self._row_log_probs))
 
+    @torch.no_grad()
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """The k largest logits of each position, over the temperature: what a student is distilled from.
+
+        Args:
+            data, micro_batch_size: as for `get_logprobs`.
+            k: how many; at most the vocabulary.
+            timer: as NeMo-RL's, measures "get_topk_logits".
+
+        Returns:
+            "topk_logits", fp32, and "topk_indices", int64, `[B, S, k]` on the CPU, falling, of what each position
+            predicts; 0 for padding.
+
+        Raises:
+            ValueError: k that cannot be, or data that cannot be scored, on every rank.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self._vocabulary:
+            raise ValueError(f"k is {k!r}: it must be an int from 1 to the vocabulary's size {self._vocabulary}")
+
+        def largest(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+            values, ids = vocab_topk(logits, k, tp_group, vocab)
+            return torch.cat([values.double(), ids.double()], -1)  # which holds every id
+
+        with timed(timer, "get_topk_logits"):
+            found = self._scored(data, micro_batch_size, lambda batch: self._row_logits(batch, largest, 2 * k))
+        return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
+
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """As `get_logprobs`, of the reference policy; key and label are "reference_logprobs" and
-        "get_reference_policy_logprobs"."""
+        """As `get_logprobs`, of the reference policy, whose distribution is whole: top-k and top-p would leave others
+        of it. Key and label are "reference_logprobs" and "get_reference_policy_logprobs".
+        """
         with timed(timer, "get_reference_policy_logprobs"), self.use_reference_model():
             return BatchedDataDict(reference_logprobs=self.get_logprobs(data, micro_batch_size)["logprobs"])
 
@@ -121,7 +155,27 @@ class Scoring(Backend):
     def _rows(self, micro_batch: BatchedDataDict) -> Rows:
         return Rows.of(micro_batch, self.settings.batching.kind == "packed", self._places_multiple)
 
-    def _row_log_probs(self, micro_batch: BatchedDataDict) -> Tensor:
-        """fp32 `[B, S]`: of each token given those before it; 0 for the first, and behind a row's end."""
+    @property
+    def _filters(self) -> bool:
+        """Whether log-probabilities are those that top-k and top-p leave: not of the reference, as it has others."""
+        return (self.settings.top_k is not None or self.settings.top_p < 1) and not self._is_reference
+
+    def _row_log_probs(self, micro_batch: BatchedDataDict, with_plain: bool = False) -> Tensor:
+        """fp32 `[B, S]`: of each token given those before it; 0 for the first, behind a row's end, and for tokens that
+        the filters do not keep. `with_plain`: `[B, S, 2]`, beside them those of the whole distribution.
+        """
         rows = self._rows(micro_batch)
-        return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))
+        if not self._filters:
+            return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))
+        kept, *plain = self._sampled_log_probs(rows.tokens, rows.cu_seqlens, with_plain)
+        kept = kept.where(kept > -torch.inf, 0.0)
+        return rows.at_tokens(torch.stack([kept, *plain], -1) if with_plain else kept)
+
+    def _row_logits(
+        self, micro_batch: BatchedDataDict, read: Callable[..., Tensor], columns: int, beside: Tensor | None = None
+    ) -> Tensor:
+        """`[B, S, columns]`: what `read` makes of each position's logits, and of `beside` `[B, S, K]`; see
+        `_from_logits`. 0 behind a row's end."""
+        rows = self._rows(micro_batch)
+        given = None if beside is None else rows.laid(beside)
+        return rows.at_positions(self._from_logits(rows.tokens, rows.cu_seqlens, read, columns, given))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.losses import LossFunction, LossType
+from megatron_ext.policy.loss_protocol import LossFunction, LossType
 from megatron_ext.policy.plan import Shape, partial_step
 from megatron_ext.policy.timing import Timer, timed
 from megatron_ext.policy.training import Metrics, Training

@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.policy.agreement import RuntimeErrorElsewhere
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.losses import LossFunction
+from megatron_ext.policy.loss_inputs import inputs_of
+from megatron_ext.policy.loss_protocol import LossFunction
 from megatron_ext.policy.plan import Shape, Step, training_steps
 from megatron_ext.policy.scoring import Scoring
 from megatron_ext.policy.timing import Timer, timed
@@ -42,7 +43,8 @@ class Training(Scoring):
         Args:
             data: this data-parallel rank's rows, right-padded: `input_ids` `[B, S]`, `sample_mask` `[B]` (which rows
                 count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads.
-            loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column.
+            loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
+                what its `input_type` says: see `megatron_ext.policy.loss_inputs`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
             mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
             timer: as NeMo-RL's, measures "train".
@@ -119,18 +121,19 @@ class Training(Scoring):
         """Forward and backward over a global batch, or a part of it: its loss, once all ranks know that it is one, and
         what `loss_fn` measured of this rank's micro-batches. `counts`: what the loss divides by.
         """
-        divisors = [torch.tensor(n, device=self.device) for n in counts]
+        rows_that_count, tokens_that_count = (torch.tensor(n, device=self.device) for n in counts)
+        inputs = inputs_of(self, loss_fn)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         fault: Exception | None = None
         metrics: Metrics = []
 
-        def loss_of(log_probs: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
+        def loss_of(output: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
             nonlocal fault, total
-            nothing = log_probs[:0].sum()  # 0, through which backward reaches every weight on every rank
+            nothing = output[:0].sum()  # 0, through which backward reaches every weight on every rank
             loss, found = nothing, None
             if real and fault is None:
                 try:
-                    loss, found = _validated(*loss_fn(log_probs, micro_batch, *divisors))
+                    loss, found = _validated(*inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
@@ -141,7 +144,7 @@ class Training(Scoring):
             # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
             return (loss + nothing) * self._loss_scale.value * self.dp_size
 
-        self._run_passes(step, batch, self._row_log_probs, loss_of)
+        self._run_passes(step, batch, inputs.read, loss_of)
         return self._agreed_loss(number, total, fault), self._from_last_stage(metrics)
 
     def _note(

@@ -1,0 +1,199 @@
+"""The distribution that was sampled from, the largest logits, and losses of logits, against one plain process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext import reference
+from megatron_ext.policy import ClippedPGLoss, DistillationLoss, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from tests.policy.problems import (
+    VOCAB,
+    batching,
+    largest_error,
+    plain_model,
+    shard,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    whole,
+)
+from tests.ranks import ranks
+
+LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}
+SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
+K = 3
+
+
+def plain_logits(data, temperature=0.7):
+    return plain_model(tiny_model())(input_ids=data["input_ids"], use_cache=False).logits / temperature
+
+
+def inside(data):
+    return torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+
+
+def filtered(logits, data, top_k, top_p):
+    """`[B, S]` of each token; 0 for the first, padding, and what is not kept."""
+    found = reference.sampled_log_probs(logits[:, :-1], data["input_ids"][:, 1:], top_k, top_p)
+    return F.pad(found.where(found > -torch.inf, 0.0), (1, 0)) * inside(data)
+
+
+def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLING, kind="fixed", **layout):
+    config = tiny_config(**layout, **batching(kind), generation=generation)
+    config["megatron_cfg"] = {
+        "tensor_model_parallel_size": layout.get("tp", 1),
+        "context_parallel_size": layout.get("cp", 1),
+        "sequence_parallel": layout.get("sequence_parallel", False),
+    }
+    return cls(config, init_reference_model=reference_model)
+
+
+def check_scores(cls, layout, kind):
+    data = tiny_batch(8)
+    for sampling in (SAMPLING, {"temperature": 0.7, "top_p": 0.6}, {"temperature": 0.7, "top_k": 4}):
+        worker = worker_of(cls, reference_model=sampling is SAMPLING, generation=sampling, kind=kind, **layout)
+        mine = shard(data, worker)
+        logits = plain_logits(mine)
+        want = filtered(logits, mine, sampling.get("top_k"), sampling.get("top_p", 1.0))
+        torch.testing.assert_close(worker.get_logprobs(mine)["logprobs"], want, rtol=1e-5, atol=1e-5)
+        assert (want[inside(mine)] == 0).sum() > mine.size  # beside the first ones some are not kept
+        if sampling is SAMPLING:  # of the whole distribution
+            found = worker.get_reference_policy_logprobs(mine)["reference_logprobs"]
+            torch.testing.assert_close(found, filtered(logits, mine, None, 1.0), rtol=1e-5, atol=1e-5)
+        found = worker.get_topk_logits(mine, K)
+        top = logits.topk(K)
+        kept = inside(mine)[..., None]
+        torch.testing.assert_close(found["topk_logits"], top.values * kept, rtol=1e-5, atol=1e-5)
+        assert torch.equal(found["topk_indices"], top.indices * kept)
+        worker.shutdown()
+    with pytest.raises(ValueError, match="k is 0: it must be an int from 1"):
+        worker.get_topk_logits(mine, 0)
+
+
+@pytest.mark.parametrize("layout, kind", [("dp", "packed"), ("tp_sp", "fixed"), ("cp", "packed"), ("cp", "dynamic")])
+@ranks(2)
+def test_scores(layout, kind):
+    check_scores(DTensorPolicyWorker, LAYOUTS[layout], kind)
+
+
+class LogitsLoss:
+    """The negative log-likelihood, from logits, called as NeMo-RL calls its own."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGIT
+
+    def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
+        assert logits.shape[-1] == VOCAB
+        found = F.pad(logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0], (1, 0))
+        return NLLLoss()(found, data, global_valid_seqs, global_valid_toks)
+
+
+class KeywordLoss:
+    """A loss of log-probabilities, called as NeMo-RL calls its own."""
+
+    loss_type, input_type = LossType.TOKEN_LEVEL, LossInputType.LOGPROB
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        assert next_token_logprobs.shape[1] == data["input_ids"].shape[1] - 1
+        return NLLLoss()(F.pad(next_token_logprobs, (1, 0)), data, global_valid_seqs, global_valid_toks)
+
+
+def with_teacher(data):
+    top = torch.randn(*data["input_ids"].shape, VOCAB, generator=torch.Generator().manual_seed(5)).topk(K)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = top.values, top.indices
+    return data
+
+
+def distilled(loss_fn):
+    def truth(logits, data, counts):
+        log_p = logits.log_softmax(-1)
+        student = log_p.gather(-1, data["teacher_topk_indices"])
+        student = student if loss_fn.zero_outside_topk else student.log_softmax(-1)
+        sums = (log_p.exp() * log_p).sum(-1)[:, :-1]
+        teacher = data["teacher_topk_logits"].log_softmax(-1)[:, :-1]
+        return loss_fn(student[:, :-1], teacher, sums, data, *counts)[0]
+
+    return truth
+
+
+def of_log_probs(loss_fn, top_k=None, top_p=1.0):
+    def truth(logits, data, counts):
+        data = dict(data, curr_logprobs_unfiltered=filtered(logits, data, None, 1.0))
+        return loss_fn(filtered(logits, data, top_k, top_p), data, *counts)[0]
+
+    return truth
+
+
+FILTERED = {"generation": SAMPLING}
+WHOLE = {"generation": {"temperature": 0.7}}
+GRPO, ZERO, TOP = ClippedPGLoss(0.3), DistillationLoss("mixed", 0.3, True), DistillationLoss("reverse")
+LOSSES = {
+    "filtered": (GRPO, of_log_probs(GRPO, 9, 0.8), FILTERED),
+    "logits": (LogitsLoss(), of_log_probs(NLLLoss()), WHOLE),
+    "by keywords": (KeywordLoss(), of_log_probs(NLLLoss()), WHOLE),
+    "distillation": (ZERO, distilled(ZERO), WHOLE),
+    "distillation of k": (TOP, distilled(TOP), WHOLE),
+}
+
+
+def check_loss(cls, name, layout, kind):
+    """Loss and updated weights of a step."""
+    loss_fn, truth, options = LOSSES[name]
+    data = with_teacher(tiny_batch(8))
+    from megatron_ext.policy.losses import valid_counts
+
+    model = plain_model(tiny_model())
+    logits = model(input_ids=data["input_ids"], use_cache=False).logits / 0.7
+    want = truth(logits, data, [torch.tensor(n) for n in valid_counts(data)])
+    want.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    worker = worker_of(cls, kind=kind, **options, **layout)
+    gradients = {}
+    worker.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(whole({name: worker._as_global(name, p.grad) for name, p in named(worker)}))
+    )
+    found = worker.train(shard(data, worker), loss_fn)
+    torch.testing.assert_close(found["global_loss"][0], want.detach(), rtol=1e-5, atol=1e-6)
+    if cls is DTensorPolicyWorker:
+        assert largest_error(gradients, {name: p.grad for name, p in model.named_parameters()}) < 3e-5
+    else:
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        torch.testing.assert_close(min(float(found["grad_norm"][0]), 0.05), float(norm), rtol=1e-4, atol=1e-6)
+    worker.shutdown()
+
+
+def named(worker):
+    return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in worker.model.named_parameters()]
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp_sp", "cp"])
+@pytest.mark.parametrize("name", LOSSES)
+@ranks(2)
+def test_losses(name, layout):
+    check_loss(DTensorPolicyWorker, name, LAYOUTS[layout], "packed" if layout == "dp" else "fixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp_sp", "cp"])
+@ranks(2)
+def test_megatron(layout):
+    from megatron_ext.policy import MegatronPolicyWorker
+
+    check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
+    for name in LOSSES:
+        check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
+
+
+@ranks(1)
+def test_what_is_refused():
+    for generation, message in (
+        ({"top_k": 2.5}, r"generation.top_k is 2.5"),
+        ({"top_p": 0}, r"generation.top_p is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            worker_of(generation=generation)
+    assert not worker_of(generation={"top_k": -1, "top_p": None})._filters
+    loss_fn = KeywordLoss()
+    loss_fn.input_type = "draft"
+    worker = worker_of()
+    with pytest.raises(ValueError, match="KeywordLoss.input_type is 'draft': a policy worker has inputs for 'logprob'"):
+        worker.train(tiny_batch(8), loss_fn)
