@@ -128,7 +128,7 @@ class MegatronPolicyWorker(PolicyWorker):
             num_layers_in_first_pipeline_stage=pipeline.first_layers,
             num_layers_in_last_pipeline_stage=pipeline.last_layers,
             pipeline_dtype=torch.float32,  # that of the residual stream under autocast
-            # Shapes of micro-batches are sent along; with virtual stages Megatron does that so that two ranks mix them up.
+            # Shapes are sent along; with virtual stages Megatron does that so that two ranks mix them up.
             variable_seq_lengths=pipeline.stages > 1 and pipeline.virtual == 1,
             overlap_p2p_comm=pipeline.virtual > 1,
             batch_p2p_comm=pipeline.virtual == 1,
