@@ -1,7 +1,11 @@
 """What this machine gives us: `python -m megatron_ext.doctor`, one screen, or `--json`.
 
-Which versions are installed, where the fused head would go into Megatron's GPTModel, which kernels and fusions are
-active and why the others are not, and whether the head computes what it should. Exit code 1 if it does not.
+Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
+kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
+it does not.
+
+`python -m megatron_ext.doctor --model SCRIPT ARGS...` (under torchrun where ARGS need several ranks; `--cpu` before
+`--model` where there is no GPU) runs a Megatron-LM script up to its model, says what would be fused in it, and ends.
 """
 
 import argparse
@@ -35,7 +39,10 @@ TOKENS, WIDTH, VOCAB = 256, 128, 4096
 
 def report() -> dict[str, Any]:
     """All that the doctor knows; JSON can hold it."""
-    return {"versions": versions(), "hook": hook(), "kernels": kernels(), "self_test": self_test()}
+    imported = megatron()
+    named = versions()
+    named["Megatron-Core"] = imported["version"] or named["Megatron-Core"]
+    return {"versions": named, "megatron": imported, "kernels": kernels(), "self_test": self_test()}
 
 
 def versions() -> dict[str, str | None]:
@@ -61,27 +68,49 @@ def _installed(package: str) -> str | None:
     return version
 
 
-def hook() -> dict[str, Any]:
-    """Where the patch goes in: {"found", "where", "note"}."""
+def megatron() -> dict[str, Any]:
+    """The Megatron-Core that is imported, and each way in: {"version", "path", "tested", "ways", "note"}.
+
+    A way is None where it works, else the reason why not. Without Megatron all but "note" is None.
+    """
+    nothing = {"version": None, "path": None, "tested": None, "ways": None}
     if importlib.util.find_spec("megatron") is None:
-        return {"found": False, "where": None, "note": "Megatron-Core is not installed"}
+        return nothing | {"note": "Megatron-Core is not installed"}
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            from megatron.core.models.gpt import GPTModel
-
             from megatron_ext.megatron import versions as megatron_versions
 
-            megatron_versions.check_layout(GPTModel)
+            found = {
+                "version": megatron_versions.megatron_version(),
+                "path": megatron_versions.megatron_path(),
+                "tested": megatron_versions.is_tested(megatron_versions.megatron_version()),
+                "ways": _ways(),
+            }
     except Exception as error:  # a Megatron that cannot be imported is a finding
-        return {"found": False, "where": None, "note": f"{type(error).__name__}: {error}"}
-    tested, version = megatron_versions.TESTED, megatron_versions.megatron_version()
-    within = "in" if megatron_versions.is_tested(version) else "outside"
-    note = f"{version} is {within} the tested range, {tested[0]} to {tested[-1]}"
-    if megatron_versions.has_output_processor(GPTModel):
-        note += "; a caller's output_processor goes before the fused head"
-    where = f"GPTModel.{megatron_versions.POSTPROCESS}: output_layer promises, {megatron_versions.LOSS} redeems"
-    return {"found": True, "where": where, "note": note}
+        return nothing | {"note": f"{type(error).__name__}: {error}"}
+    tested = megatron_versions.TESTED
+    within = "in" if found["tested"] else "outside"
+    note = f"{found['version']} is {within} the tested range, {tested[0]} to {tested[-1]}"
+    installed = _installed("megatron-core")
+    if installed is not None and installed != found["version"]:
+        note += f"; pip's metadata says {installed}, which is not what is imported"
+    return found | {"note": note}
+
+
+def _ways() -> dict[str, str | None]:
+    from megatron_ext.megatron import substitute
+    from megatron_ext.megatron import versions as megatron_versions
+
+    patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
+    return {
+        "launcher --linear-ce": patch,
+        "launcher --tensor-parallel": substitution,
+        "patch": patch,
+        "gpt_layer_spec": megatron_versions.why_no_spec("spec"),
+        "hybrid_stack_spec": megatron_versions.why_no_spec("hybrid spec"),
+        "substitution": substitution,
+    }
 
 
 def kernels() -> list[dict[str, Any]]:
@@ -174,10 +203,13 @@ def screen(found: dict[str, Any]) -> str:
     """The report for people."""
     lines = ["Versions"]
     lines += [f"  {name:<20}{version or '-'}" for name, version in found["versions"].items()]
-    lines += ["", "Fused head in Megatron (megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion)"]
-    where = found["hook"]["where"]
-    lines += [f"  {where}"] if where else []
-    lines += [f"  {found['hook']['note']}", "", "Kernels and fusions"]
+    lines += ["", "Ways into Megatron-Core"]
+    megatron = found["megatron"]
+    lines += [f"  {megatron['path']}"] if megatron["path"] else []
+    lines += [f"  {megatron['note']}"]
+    for name, reason in (megatron["ways"] or {}).items():
+        lines += [f"  {'no' if reason else 'ok'} {name:<34}{reason or ''}".rstrip()]
+    lines += ["", "Kernels and fusions"]
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
     lines += ["", f"Self-test of the head on {found['self_test']['device']}: {TOKENS} x {WIDTH} x {VOCAB}"]
     lines += [
@@ -189,12 +221,51 @@ def screen(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m megatron_ext.doctor", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_ext.doctor", description=__doc__.split("\n")[0], allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--cpu", action="store_true", help="with --model: Megatron-Core on CPU and gloo")
+    parser.add_argument(
+        "--model", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="build that script's model, train nothing"
+    )
     options = parser.parse_args(argv)
+    if options.model is not None:
+        if not options.model:
+            parser.error("--model needs a script: --model SCRIPT ARGS...")
+        return check_script(options.model, cpu=options.cpu)
+    if options.cpu:
+        parser.error("--cpu is of use with --model alone: add --model SCRIPT ARGS...")
     found = report()
     print(json.dumps(found, indent=2) if options.json else screen(found))
     return 0 if found["self_test"]["passed"] else 1
+
+
+def check_script(command: list[str], *, cpu: bool = False) -> int:
+    """Run a Megatron-LM script until its model is built, and print what would be fused, on the last rank.
+
+    Returns:
+        0 if a model was built, 1 if the script ended before; what the script raises is not caught.
+    """
+    from megatron_ext import run
+
+    def say(lines: list[str]) -> None:
+        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # the last stage has the loss
+            print("\n".join(f"doctor: {line}" for line in lines), flush=True)
+
+    def stop() -> None:
+        from megatron_ext.megatron.model_check import stop_when_built
+
+        stop_when_built(say)
+
+    try:
+        run.main([*(["--cpu"] if cpu else []), *command], before=stop)
+    except SystemExit as end:
+        if type(end).__name__ == "Built":
+            return 0
+        raise
+    print(f"doctor: {command[0]} ended without building a model by megatron.training's get_model()", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@
 The script finds what it would find under `python SCRIPT ARGS...`: its folder at `sys.path[0]`, itself as `__main__`,
 its arguments in `sys.argv`. Its exit code, its signals and its tracebacks are those of the process. Megatron is
 imported from where the script would import it, and changed before the script runs.
+
+With `--linear-ce` the last rank says on stderr, after the first step of an optimizer, what was fused. With `--check`
+the script ends when its models are built, and the last rank says what would be fused.
 """
 
 import argparse
@@ -12,6 +15,7 @@ import atexit
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -20,12 +24,16 @@ from typing import Any
 _replaced: list[Any] = []
 
 
-def main(argv: list[str] | None = None) -> None:
-    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends."""
+def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = None) -> None:
+    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends.
+
+    `before` is called when everything is changed, right before the script runs.
+    """
     parser = _parser()
     options = parser.parse_args(argv)
-    if not options.linear_ce and (options.chunk_tokens is not None or options.cache is not None):
-        parser.error("--chunk-tokens and --cache are settings of the fused head: add --linear-ce")
+    if not options.linear_ce and _settings(options):
+        given = ", ".join("--" + name.replace("_", "-") for name in _settings(options))
+        parser.error(f"settings of the fused head are given ({given}), and the head is not: add --linear-ce")
     try:
         with io.open_code(options.script) as file:
             source = file.read()
@@ -36,8 +44,10 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv = [options.script, *options.args]
     if options.cpu:
         _emulate()
-    if options.linear_ce or options.tensor_parallel:
+    if options.linear_ce or options.tensor_parallel or options.check:
         _change_megatron(parser, options)
+    if before is not None:
+        before()
     _become(os.path.abspath(options.script), source)
 
 
@@ -46,13 +56,24 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_ext.run", description="Run a Megatron script unmodified.", allow_abbrev=False
     )
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
-    parser.add_argument("--linear-ce", action="store_true", help="GPTModel takes its loss from the fused head")
+    parser.add_argument("--linear-ce", action="store_true", help="language models take their loss from the fused head")
     parser.add_argument("--chunk-tokens", type=_tokens, metavar="N", help="tokens per chunk of the fused head")
     parser.add_argument("--cache", type=_cache, metavar="X", help="what the fused head keeps: 0 to 1, bytes, or auto")
+    parser.add_argument("--z-loss", type=float, metavar="X", help="factor of lse^2 in the loss; logged as 'z loss'")
+    parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
+    parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
+    parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
+    parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is the script's")
     return parser
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Those of the fused head that were given."""
+    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _tokens(text: str) -> int:
@@ -83,16 +104,45 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
     try:
         import megatron.core  # noqa: F401
     except ModuleNotFoundError as error:
-        parser.error(f"--linear-ce and --tensor-parallel change Megatron-Core, which is not to be found: {error}")
+        parser.error(
+            f"--linear-ce, --tensor-parallel and --check are about Megatron-Core, which is not to be found: {error}"
+        )
     if options.tensor_parallel:
         from megatron_ext import substitute_tensor_parallel
 
         substitute_tensor_parallel()
     if options.linear_ce:
-        from megatron_ext.megatron import linear_ce
+        from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion
 
-        cache: Any = "auto" if options.cache is None else options.cache
-        linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(chunk_tokens=options.chunk_tokens, cache=cache)
+        try:
+            patch_gpt_model_forward_for_linear_ce_fusion(**_settings(options))
+        except ValueError as refusal:
+            parser.error(str(refusal))
+        _report_after_first_step()
+    if options.check:
+        from megatron_ext.megatron.build_check import stop_when_built
+
+        stop_when_built(_say_on_last_rank)
+
+
+def _report_after_first_step() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from megatron_ext.megatron.fusion_report import fusion_report
+
+    def report(*_: Any) -> None:
+        handle.remove()
+        _say_on_last_rank(fusion_report())
+
+    handle = register_optimizer_step_post_hook(report)
+
+
+def _say_on_last_rank(found: Any) -> None:
+    """The last rank has the last stage of the pipeline, and with it the output layer."""
+    from torch import distributed as dist
+
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        print(found, file=sys.stderr, flush=True)
 
 
 def _become(script: str, source: bytes) -> None:

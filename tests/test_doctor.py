@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import megatron.core
 import pytest
 import torch
 
@@ -22,18 +23,23 @@ def test_the_program_prints_json():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() == {"versions", "hook", "kernels", "self_test"}
+    assert found.keys() == {"versions", "megatron", "kernels", "self_test"}
     assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["Megatron-Core"] == importlib.metadata.version("megatron-core")
-    assert found["hook"]["found"]
-    assert "GPTModel._postprocess" in found["hook"]["where"]
-    assert "tested range, 0.14.0 to 0.16.1" in found["hook"]["note"]
+    imported = found["megatron"]
+    assert found["versions"]["Megatron-Core"] == imported["version"] == megatron.core.__version__
+    assert Path(imported["path"]) == Path(megatron.core.__file__).parent
+    assert "tested range, 0.14.0 to 0.20.0" in imported["note"]
+    ways = imported["ways"]
+    assert {way for way, reason in ways.items() if reason is None} >= {"patch", "gpt_layer_spec", "substitution"}
+    if imported["version"] < "0.18":
+        assert "HybridModel (0.18 and newer)" in ways["hybrid_stack_spec"]
     assert [result["dtype"] for result in found["self_test"]["results"]] == ["float32", "bfloat16"]
     assert all(kernel["name"] and kernel["active"] in (True, False) and kernel["why"] for kernel in found["kernels"])
     # The screen says all of it but the digits of the self-test.
     screen = doctor.screen(found)
-    said = [*found["versions"], *filter(None, found["versions"].values()), *found["hook"].values()]
+    said = [*found["versions"], *filter(None, found["versions"].values())]
+    said += [imported["path"], imported["note"], *ways, *filter(None, ways.values())]
     said += [kernel[key] for kernel in found["kernels"] for key in ("name", "why")]
     assert [text for text in said if str(text) not in screen and text is not True] == []
 
@@ -53,18 +59,25 @@ def test_what_is_off_says_why(monkeypatch):
     assert "Triton is not installed" in triton["why"]
 
 
-def test_a_newer_megatron_with_an_output_processor(monkeypatch):
+def test_another_megatron_than_pips(monkeypatch):
     from megatron_ext.megatron import versions
 
-    monkeypatch.setattr(versions, "has_output_processor", lambda model_class: True)
-    monkeypatch.setattr(versions, "megatron_version", lambda: "0.18.0")
-    assert doctor.hook()["note"].startswith("0.18.0 is outside the tested range, 0.14.0 to 0.16.1; a caller's output_p")
+    monkeypatch.setattr(versions, "megatron_version", lambda: "0.21.0+abc")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.16.1")
+    found = doctor.megatron()
+    assert found["version"] == "0.21.0+abc"
+    assert found["tested"] is False
+    assert found["note"].startswith(
+        "0.21.0+abc is outside the tested range, 0.14.0 to 0.20.0; pip's metadata says 0.16"
+    )
+    assert doctor.report()["versions"]["Megatron-Core"] == "0.21.0+abc"
+
+
+NO_MEGATRON = {"version": None, "path": None, "tested": None, "ways": None, "note": "Megatron-Core is not installed"}
 
 
 def test_one_screen(capsys, monkeypatch):
-    monkeypatch.setattr(
-        doctor, "hook", lambda: {"found": False, "where": None, "note": "Megatron-Core is not installed"}
-    )
+    monkeypatch.setattr(doctor, "megatron", lambda: NO_MEGATRON)
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
@@ -82,7 +95,7 @@ def test_one_screen(capsys, monkeypatch):
 def test_a_wrong_head_fails(wrong, capsys, monkeypatch):
     right = doctor.linear_cross_entropy
     monkeypatch.setattr(doctor, "linear_cross_entropy", lambda x, w, labels: wrong(right(x, w, labels), w))
-    monkeypatch.setattr(doctor, "hook", lambda: {"found": False, "where": None, "note": ""})
+    monkeypatch.setattr(doctor, "megatron", lambda: NO_MEGATRON)
     assert doctor.main([]) == 1
     assert "FAIL float32" in capsys.readouterr().out
 
@@ -91,7 +104,7 @@ def test_without_optional_packages(monkeypatch):
     found = importlib.util.find_spec
     absent = ("megatron", "triton", "transformer_engine")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else found(name))
-    assert doctor.hook() == {"found": False, "where": None, "note": "Megatron-Core is not installed"}
+    assert doctor.megatron() == NO_MEGATRON
     active = {kernel["name"]: kernel["active"] for kernel in doctor.kernels()}
     assert not active["head: Triton row passes"]
     assert not active["Transformer Engine"]
@@ -99,10 +112,11 @@ def test_without_optional_packages(monkeypatch):
 
 
 def test_a_megatron_that_cannot_be_imported_is_a_finding(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
-    found = doctor.hook()
-    assert not found["found"]
-    assert found["note"].startswith("ModuleNotFoundError: ")
+    monkeypatch.setitem(sys.modules, "megatron_ext.megatron.versions", None)
+    monkeypatch.delattr("megatron_ext.megatron.versions", raising=False)
+    found = doctor.megatron()
+    assert found["version"] is None
+    assert found["note"].startswith(("ModuleNotFoundError: ", "ImportError: "))
 
 
 def test_the_other_apex(monkeypatch):
@@ -116,3 +130,64 @@ def test_unknown_options_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         doctor.main(["--fast"])
     assert "unrecognized arguments: --fast" in capsys.readouterr().err
+
+
+def test_options_that_need_each_other(capsys):
+    for wrong, said in ((["--model"], "--model needs a script"), (["--cpu"], "--cpu is of use with --model alone")):
+        with pytest.raises(SystemExit, match="2"):
+            doctor.main(wrong)
+        assert said in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+import megatron.training.training as training
+
+training.pretrain(lambda: GPTModel(
+    TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True),
+    get_gpt_layer_local_spec(), 32, 8, post_process="no head" not in sys.argv))
+print("trained")
+"""
+TRAINING = """
+import os, torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+def pretrain(provider):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    get_model(provider, "gpt", wrap_with_ddp=True)
+
+def get_model(provider, kind, wrap_with_ddp=True):
+    assert not wrap_with_ddp
+    return [provider()]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments,said", [([], "GPTModel: loss fused, no logits in training"), (["no head"], "no output layer on this")]
+)
+def test_a_users_model_is_built_and_not_trained(tmp_path, arguments, said):
+    """By a stand-in of Megatron-LM's `megatron.training`, which PyPI's package does not have."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    prelude = (
+        "import sys, types\n"
+        "import megatron.core\n"
+        "package, training = types.ModuleType('megatron.training'), types.ModuleType('megatron.training.training')\n"
+        f"exec({TRAINING!r}, vars(training))\n"
+        "package.training = training\n"
+        "sys.modules.update({'megatron.training': package, 'megatron.training.training': training})\n"
+        "from megatron_ext import doctor\n"
+        f"sys.exit(doctor.main(['--cpu', '--model', {str(tmp_path / 'script.py')!r}, *{arguments!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", prelude], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert said in done.stdout
+    assert "doctor: parallel layers: 0 of megatron_ext" in done.stdout
+    assert "trained" not in done.stdout

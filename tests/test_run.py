@@ -34,7 +34,7 @@ def report_of(folder, *arguments, ranks, script=()):
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
     assert found["argv"] == list(map(str, sizes))
-    return found
+    return found | {"stderr": done.stderr}
 
 
 @pytest.mark.slow
@@ -42,6 +42,7 @@ def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path)
     stock = report_of(tmp_path, ranks=1)
     assert stock["layers"].startswith("megatron.core.")
     assert stock["head"] == "None"
+    assert "fused head" not in stock["stderr"]
     ours = report_of(
         tmp_path,
         *("--linear-ce", "--chunk-tokens", 5, "--cache", 0.5, "--tensor-parallel"),
@@ -50,6 +51,8 @@ def test_a_pretraining_script_runs_as_it_is_and_on_our_head_and_layers(tmp_path)
     )
     assert ours["layers"].startswith("megatron_ext.tensor_parallel.")
     assert "chunk_tokens=5, cache=0.5" in ours["head"]
+    said = [line for line in ours["stderr"].splitlines() if line.startswith("fused head")]
+    assert said == ["fused head: GPTModel: 1 losses fused, logits made 0 times"]  # of the first step, on one rank
     assert ours["cpu"] == "own"
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
     assert stock["losses"][0] != pytest.approx(stock["losses"][1], rel=1e-3)
@@ -61,6 +64,31 @@ def test_a_layer_spec_by_name_under_sequence_parallelism(tmp_path):
     stock = report_of(tmp_path, ranks=1)
     ours = report_of(tmp_path, "--linear-ce", ranks=2, script=["--sequence-parallel"])
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_check_says_what_would_be_fused_and_trains_nothing(tmp_path):
+    report = tmp_path / "report.json"
+    sizes = ["--tensor-model-parallel-size", 2, "--report", report]
+    done = launch(tmp_path, "--cpu", "--linear-ce", "--tensor-parallel", "--check", STANDIN, *sizes, ranks=2)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("fused head")]
+    assert said == [
+        "fused head: GPTModel: fused, 1 loss of each micro-batch without logits; "
+        "tensor-parallel layers: 10 of megatron_ext"
+    ]
+    assert not report.exists()
+
+
+@pytest.mark.slow
+def test_settings_of_the_loss_reach_the_head(tmp_path):
+    settings = {"z-loss": 0.01, "label-smoothing": 0.1, "softcap": 30.0, "temperature": 0.5}
+    given = [f"--{name}={value}" for name, value in settings.items()]
+    ours = report_of(tmp_path, "--linear-ce", *given, ranks=1)
+    for name, value in settings.items():
+        assert f"{name.replace('-', '_')}={value}" in ours["head"]
+    stock = report_of(tmp_path, "--linear-ce", ranks=1)
+    assert ours["losses"][0] != pytest.approx(stock["losses"][0], rel=1e-3)
 
 
 @pytest.fixture
@@ -158,6 +186,13 @@ def test_the_emulation_lasts_until_the_script_has_cleaned_up(tmp_path, script):
         (["--linear", "SCRIPT"], "unrecognized arguments: --linear"),
         (["--chunk-tokens", "4", "SCRIPT"], "add --linear-ce"),
         (["--cache", "0", "SCRIPT"], "add --linear-ce"),
+        (
+            ["--z-loss", "1e-4", "--softcap", "30", "SCRIPT"],
+            "(--z-loss, --softcap), and the head is not: add --linear-ce",
+        ),
+        (["--linear-ce", "--label-smoothing", "1", "SCRIPT"], "label_smoothing is 1"),
+        (["--linear-ce", "--temperature", "0", "SCRIPT"], "temperature is 0"),
+        (["--linear-ce", "--softcap", "high", "SCRIPT"], "argument --softcap: invalid float value: 'high'"),
         (["--linear-ce", "--cache", "much", "SCRIPT"], "argument --cache: 'much' must be a fraction from 0 to 1, a"),
         (["--linear-ce", "--cache=-1", "SCRIPT"], "argument --cache: '-1' must be a fraction from 0 to 1, a number"),
         (["--linear-ce", "--chunk-tokens", "0", "SCRIPT"], "argument --chunk-tokens: '0' must be a positive number"),
@@ -181,4 +216,4 @@ def test_without_megatron_it_says_so(script, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(SystemExit, match="2"):
         run.main(["--linear-ce", path])
-    assert "change Megatron-Core, which is not to be found" in capsys.readouterr().err
+    assert "are about Megatron-Core, which is not to be found" in capsys.readouterr().err

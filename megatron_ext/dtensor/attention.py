@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.decoder import import_transformers, text_model
+from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.sequence.attention import Packing, Window, attend
 from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.parts import SequenceParts
@@ -140,11 +141,17 @@ def use_attention(
             (`megatron_ext.sequence.parts.SequenceParts`).
         tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
 
-    Raises (from forward):
-        ValueError: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
+    Raises:
+        ValueError: a layer of `model` attends in a way that is not known here; from forward: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
             `logits_to_keep` of a split sequence, positions that contradict the layout.
     """
     import_transformers().AttentionInterface.register(NAME, attention)
+    try:
+        check_attention(model)
+    except Unknown as error:
+        raise ValueError(
+            f"{type(model).__name__} has {error}, not known here: it must keep its own attention"
+        ) from error
     text = text_model(model)
     for module in text.modules():
         if hasattr(module, "config"):
@@ -166,7 +173,8 @@ def _lead_around(layer: nn.Module) -> None:
     """Bring the sequence layout from the arguments of `layer` to its attention, if the layer itself does not."""
     if _HOOK in layer.__dict__:
         return
-    layer.__dict__[_HOOK] = layouts = []
+    layouts: list[SequenceLayout] = []
+    layer.__dict__[_HOOK] = layouts
 
     def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         layouts[:] = [kwargs["sequence_layout"]] if "sequence_layout" in kwargs else []
@@ -175,7 +183,7 @@ def _lead_around(layer: nn.Module) -> None:
         return (args, {**kwargs, "sequence_layout": layouts[0]}) if layouts else None
 
     layer.register_forward_pre_hook(keep, with_kwargs=True)
-    layer.self_attn.register_forward_pre_hook(bring, with_kwargs=True)  # type: ignore[union-attr, operator]
+    layer.self_attn.register_forward_pre_hook(bring, with_kwargs=True)  # type: ignore[union-attr]
 
 
 def sequence_hook(model: nn.Module) -> "SequenceHook | None":

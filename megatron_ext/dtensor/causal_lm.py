@@ -92,7 +92,7 @@ def causal_lm_loss(
     Warns:
         Once a class of models: its logits are made, because what its forward does to them is not known here.
     """
-    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(
         temperature,
         functools.partial(linear_cross_entropy, cache=cache, **options),
@@ -120,7 +120,7 @@ def causal_lm_log_probs(
         position's distribution, differentiable too.
     """
 
-    options = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
+    options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
     read = Read(
         temperature,
         functools.partial(linear_log_probs, cache=cache, **options),

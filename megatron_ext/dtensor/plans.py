@@ -32,11 +32,16 @@ class Chosen(NamedTuple):
 
     Attributes:
         plan: styles by the names of the model's modules; nothing for one tensor-parallel rank.
-        attends: whether our attention takes the place of transformers'.
+        unknown: what is not understood of the model, which then keeps transformers' attention; None: it gets ours.
     """
 
     plan: Plan
-    attends: bool
+    unknown: str | None
+
+    @property
+    def attends(self) -> bool:
+        """Whether our attention takes the place of transformers'."""
+        return self.unknown is None
 
 
 def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | str | None = None) -> Chosen:
@@ -61,18 +66,18 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
     if why is not None and any(wanted.values()):
         raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
     if custom is not None:
-        return Chosen(custom_plan(custom), why is None)
+        return Chosen(custom_plan(custom), why)
     if why is None:
-        return Chosen(structural_plan(model, layout), True)
+        return Chosen(structural_plan(model, layout), None)
     if layout.tp == 1:
-        return Chosen({}, False)
+        return Chosen({}, why)
     try:
         plan = get_hf_tp_plan(model)
     except ValueError as error:
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
     if not takes_attention_functions(model):  # such forwards know their number of heads by heart
         raise _unsupported(model, "tensor parallelism", why)
-    return Chosen(plan, False)
+    return Chosen(plan, why)
 
 
 def structural_plan(model: nn.Module, layout: Layout) -> Plan:

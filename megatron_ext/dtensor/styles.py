@@ -85,7 +85,8 @@ class AttentionHeads(WholeTokens):
             if isinstance(module.__dict__.get(name), int):
                 module.__dict__[name] //= ranks
         # A fused projection is cut apart by the counts in the config, which all layers share.
-        config = module.config = copy.copy(module.config)
+        config: Any = copy.copy(module.config)
+        module.config = config
         config.num_attention_heads //= ranks
         config.num_key_value_heads //= ranks
         return super()._apply(module, device_mesh)
@@ -125,7 +126,7 @@ class FusedColwise(ParallelStyle):
             bias = None if module.bias is None else own_parts(module.bias, parts)
             return F.linear(whole, own_parts(module.weight, parts), bias)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward  # type: ignore[method-assign, assignment]
         return module
 
 
@@ -181,7 +182,7 @@ def own_parts(parameter: Tensor, parts: Sequence[int], dim: int = 0) -> Tensor:
 
 class _OwnParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: Tensor, parts: tuple[int, ...], group: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, chunk: Tensor, parts: tuple[int, ...], group: Any) -> Tensor:
         ctx.pieces = _pieces(parts, group_size(group), group_rank(group))
         ctx.group = group
         sends, received = ctx.pieces
@@ -189,7 +190,7 @@ class _OwnParts(torch.autograd.Function):
         return collectives.all_to_all(rows, group, received, [sum(b - a for a, b in runs) for runs in sends])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         sends, received = ctx.pieces
         sizes = [sum(b - a for a, b in runs) for runs in sends]
         rows = collectives.all_to_all(grad, ctx.group, sizes, received)

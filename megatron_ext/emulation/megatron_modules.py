@@ -31,7 +31,7 @@ def _random_numbers(module: ModuleType) -> Replacements:
 def _inference_layers(module: ModuleType) -> Replacements:
     """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
-    yield module, {name: type(name, (), {"__module__": module.__name__}) for name in mocks}
+    yield module, {name: type(name, (), {}) for name in mocks if name.startswith("Inference")}
 
 
 def _architecture(module: ModuleType) -> Replacements:

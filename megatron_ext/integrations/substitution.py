@@ -92,7 +92,7 @@ class Substitution:
 def parameters(function: Any) -> list[inspect.Parameter]:
     """What a function takes; of a class, or a class's `apply`, what its `forward` does, without self or ctx."""
     owner = getattr(function, "__self__", None)
-    cls = function if isinstance(function, type) else owner if isinstance(owner, type) else None
+    cls: Any = function if isinstance(function, type) else owner if isinstance(owner, type) else None
     if cls is None:
         return [*inspect.signature(function).parameters.values()]
     return [*inspect.signature(cls.forward).parameters.values()][1:]

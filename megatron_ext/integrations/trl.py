@@ -34,9 +34,9 @@ def selective_log_softmax(
         ValueError: what `megatron_ext.token_log_probs` and `megatron_ext.head.gather_log_probs` refuse.
     """
     if index.dim() == logits.dim():
-        found = head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature)
-        assert isinstance(found, Tensor)
-        return found if row_mask is None else found.where(row_mask != 0, 0.0)
+        picked = head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature)
+        assert isinstance(picked, Tensor)
+        return picked if row_mask is None else picked.where(row_mask != 0, 0.0)
     found = head.token_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature, loss_mask=row_mask)
     assert isinstance(found, Tensor)
     return found

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron.core
-from megatron.core.pipeline_parallel import schedules
 
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -47,7 +46,7 @@ def warn_if_untested() -> None:
     if not is_tested(version):
         warnings.warn(
             f"megatron_ext is tested with Megatron-Core {TESTED[0]} to {TESTED[-1]}, this is {version}: the fused head "
-            f"goes in where it finds GPTModel's {POSTPROCESS} and {LOSS}",
+            f"goes in where it finds a model's output layer and compute_language_model_loss()",
             stacklevel=4,
         )
 
@@ -98,7 +97,10 @@ class Seam(NamedTuple):
         return _minor(self.since or TESTED[0]) <= this <= _minor(self.until or TESTED[-1])
 
 
-GPT_MODEL = Seam("models.gpt:GPTModel")
+LANGUAGE_MODULE = Seam("models.common.language_module.language_module:LanguageModule")
+LOSS = Seam("models.common.language_module.language_module:LanguageModule.compute_language_model_loss(labels)")
+DRAIN = Seam("pipeline_parallel.schedules:drain_embedding_wgrad_compute")
+GPT_MODEL = Seam("models.gpt:GPTModel.forward(labels)")
 HYBRID_MODEL = Seam("models.hybrid.hybrid_model:HybridModel", since="0.18")
 EXPERTS_BUILDER = Seam("transformer.moe.moe_layer:ExpertsBuilder", since="0.17")
 HYBRID_STACK = Seam("models.hybrid.hybrid_block:HybridStackSubmodules", since="0.18")
@@ -109,13 +111,28 @@ FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
 LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
 DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
 
-# What has to be there for each way in. What the fused head needs of a model class stands in `check_layout`.
+# What has to be there for each way in. What the fused head needs of a model's class stands in `model_seams`.
 SEAMS: dict[str, tuple[Seam, ...]] = {
-    "patch": (GPT_MODEL,),
+    "patch": (LANGUAGE_MODULE, LOSS, DRAIN, GPT_MODEL),
     "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),
-    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, HYBRID_STACK, LAYERS),
+    "hybrid spec": (SPEC_BACKEND, MLP_SPEC, HYBRID_MODEL, LAYERS),
     "substitution": (DRAIN_UTILITY, LAYERS),
 }
+
+
+# What came later, and what our layers, specs and head do with it where it is there.
+LATER: tuple[Seam, ...] = (
+    EXPERTS_BUILDER,  # a spec names experts by something to call, before by class and submodules
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(name)", since="0.18"),
+    Seam("models.gpt:GPTModel.forward(output_processor)", since="0.18"),
+    HYBRID_MODEL,
+    HYBRID_STACK,
+    Seam("tensor_parallel.mappings:all_to_all(use_nccl_stream)", since="0.18"),
+    Seam("tensor_parallel.gtp_api:HAVE_GTP", since="0.19"),
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(pg_collection)", since="0.20"),
+    Seam("tensor_parallel.layers:ColumnParallelLinear.__init__(output_dtype)", since="0.20"),
+    Seam("tensor_parallel.random:CheckpointWithoutOutputManager", since="0.20"),
+)
 
 
 def missing_seams(way: str) -> list[str]:
@@ -143,6 +160,12 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
     return [
         p.name for p in inspect.signature(theirs).parameters.values() if p.name not in known and p.kind not in starred
     ]
+
+
+def why_no_patch() -> str | None:
+    """Why the fused head cannot go into this Megatron-Core; None where it can, into models that have its seams."""
+    missing = missing_seams("patch")
+    return f"it has no {_listed(missing)}" if missing else None
 
 
 def why_no_spec(way: str = "spec") -> str | None:
@@ -179,73 +202,3 @@ def _advice(way: str) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names)
-
-
-# ---- the fused head
-
-FORWARD = "forward"
-POSTPROCESS = "_postprocess"
-LOSS = "compute_language_model_loss"
-OUTPUT_PROCESSOR = "output_processor"
-
-# What computes the output layer's weight gradients where a pipeline deferred them: (owner, name).
-DRAIN = (schedules, "drain_embedding_wgrad_compute")
-
-
-def check_layout(model_class: type) -> None:
-    """Find what the fused head needs of a GPTModel class.
-
-    Raises:
-        ValueError: something is missing; the message says what.
-    """
-    missing = [f"a method {name}()" for name in (FORWARD, POSTPROCESS, LOSS) if not callable(_find(model_class, name))]
-    missing += [
-        f"an argument `labels` of {name}()"
-        for name in (FORWARD, POSTPROCESS)
-        if callable(_find(model_class, name)) and not accepts(_find(model_class, name), "labels")
-    ]
-    if missing:
-        raise ValueError(
-            f"{model_class.__name__} of Megatron-Core {megatron_version()} lacks {', '.join(missing)}: the fused head "
-            f"goes in there; pass a GPTModel of Megatron-Core {TESTED[0]} to {TESTED[-1]}"
-        )
-
-
-def accepts(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def has_output_processor(model_class: type) -> bool:
-    """Whether a caller may bring its own way from hidden states to outputs (Megatron-Core 0.18 and newer)."""
-    return OUTPUT_PROCESSOR in inspect.signature(_find(model_class, FORWARD)).parameters
-
-
-def why_not_fused(model: Any) -> str | None:
-    """Why the logits of this model cannot be promised, or None if they can.
-
-    Only what is known to be a product of hidden states and weight, plus bias, with a softcap or without, can be; and
-    only Megatron's own loss is known to be a cross entropy.
-    """
-    layer = model.output_layer
-    forward = type(layer).forward
-    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
-        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
-    )
-    if FORWARD in vars(layer):
-        return "its output layer has a forward of its own, put there by somebody else"
-    if not plain and not hasattr(layer, "softcap"):
-        return (
-            f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
-            f"a softcap or without, give it an attribute `softcap` (a number, or None)"
-        )
-    if layer._backward_hooks or layer._backward_pre_hooks:
-        return "its output layer has backward hooks, which need real logits"
-    if LOSS in vars(model) or not _find(type(model), LOSS).__module__.startswith("megatron.core."):
-        return f"it has a {LOSS} of its own"
-    return None
-
-
-def _find(owner: type, name: str) -> Any:
-    """The attribute as it stands in the class or the first base that has it, None if there is none."""
-    return next((vars(base)[name] for base in owner.__mro__ if name in vars(base)), None)

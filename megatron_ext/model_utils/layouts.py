@@ -91,8 +91,8 @@ def cp_shift_next(x: Tensor, cp_group: Group = None, *, fill: float) -> Tensor:
         raise ValueError(f"x is {found}: it must be [batch, sequence, ...] with at least one position; pass a tensor")
     ranks, rank = group_size(check_group(cp_group, "cp_group")), group_rank(cp_group)
     first = gather_parts(x[:, :1].contiguous(), cp_group, 1)
-    after = first[:, rank + 1 : rank + 2] if rank < ranks - 1 else torch.full_like(x[:, :1], fill)
-    return torch.cat([x[:, 1:], after], 1)
+    after = first.narrow(1, (rank + 1) % ranks, 1)  # the last rank takes it too: all must meet in backward
+    return torch.cat([x[:, 1:], after.masked_fill(after.new_full((), rank == ranks - 1, dtype=torch.bool), fill)], 1)
 
 
 class _AllReduceSum(PlainFunction):

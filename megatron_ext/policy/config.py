@@ -62,6 +62,7 @@ class Settings:
     max_grad_norm: float | None
     tensor_parallel_size: int
     context_parallel_size: int
+    expert_parallel: bool
     sequence_parallel: bool
     cpu_offload: bool
     activation_checkpointing: bool
@@ -84,7 +85,8 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
     `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
     `tensor_parallel_size` (under `megatron_cfg` `tensor_model_parallel_size`), `context_parallel_size`,
-    `sequence_parallel`, `cpu_offload`, `activation_checkpointing`, `custom_parallel_plan`; under `megatron_cfg` alone
+    `sequence_parallel`, `cpu_offload`, `activation_checkpointing`; under `dtensor_cfg` alone `expert_parallel_size` (1,
+    or the tensor-parallel size) and `custom_parallel_plan`; under `megatron_cfg` alone
     `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size`, `num_layers_in_first_pipeline_stage`,
     `num_layers_in_last_pipeline_stage`, `expert_model_parallel_size`; under `dynamic_batching` or
     `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
@@ -124,6 +126,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         max_grad_norm=max_grad_norm,
         tensor_parallel_size=_positive(parallel, tp_key, parallel_key, 1),
         context_parallel_size=_positive(parallel, "context_parallel_size", parallel_key, 1),
+        expert_parallel=_expert_parallel(parallel, parallel_key, tp_key),
         sequence_parallel=bool(parallel.get("sequence_parallel", False)),
         cpu_offload=bool(parallel.get("cpu_offload", False)),
         activation_checkpointing=bool(parallel.get("activation_checkpointing", False)),
@@ -137,6 +140,17 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         pipeline=_pipeline(parallel, parallel_key),
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
     )
+
+
+def _expert_parallel(parallel: Mapping[str, Any], parallel_key: str, tp_key: str) -> bool:
+    experts = _positive(parallel, "expert_parallel_size", parallel_key, 1)
+    ranks = _positive(parallel, tp_key, parallel_key, 1)
+    if experts not in (1, ranks):
+        raise ValueError(
+            f"{parallel_key}.expert_parallel_size is {experts}: the tensor-parallel ranks share out the experts, so it "
+            f"must be 1 (each has a piece of every expert) or {tp_key}, {ranks} (each has whole experts)"
+        )
+    return experts > 1
 
 
 def check_positive(name: str, value: Any) -> int:

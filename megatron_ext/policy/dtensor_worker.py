@@ -1,6 +1,5 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,6 +16,8 @@ from megatron_ext.dtensor import (
     get_grad_norm,
     tie_word_embeddings,
 )
+from megatron_ext.dtensor.layers import Layout
+from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.factories import model_factories
 from megatron_ext.policy.memory import move_buffers
@@ -24,10 +25,12 @@ from megatron_ext.policy.worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """A `PolicyWorker` on a model of transformers: Llama, Qwen2, Qwen3 or Gemma3.
+    """A `PolicyWorker` on a causal language model of transformers.
 
-    `model_name` is a folder with safetensors (nothing of it is executed), a config of transformers, or a function that
-    makes the model. Master weights are float32; the model computes in `precision`.
+    What of tensor, sequence, context and expert parallelism a family can have is said in docs/hugging_face.md; what it
+    cannot is refused before weights are read. `model_name` is a folder with safetensors (nothing of it is executed), a
+    config of transformers, or a function that makes the model. Master weights are float32; the model computes in
+    `precision`.
     """
 
     parallel_key = "dtensor_cfg"
@@ -38,25 +41,26 @@ class DTensorPolicyWorker(PolicyWorker):
         except ImportError as error:
             raise ImportError("DTensorPolicyWorker needs accelerate: pip install 'megatron-ext[hf]'") from error
 
+        settings, mesh = self.settings, self.mesh
         whole: dict[str, Any] = {}
-        make_empty: Callable[[], nn.Module]
+        empty: nn.Module = nn.Identity()
 
         def load() -> None:
-            nonlocal whole, make_empty
-            make, make_empty, _ = model_factories(self.settings.model)
+            nonlocal whole, empty
+            make, make_empty, _ = model_factories(settings.model)
+            with init_empty_weights():
+                empty = make_empty().float()
+            self._refuse_unsupported(empty)
             if self.rank == 0:
                 with torch.random.fork_rng(devices=[]):
-                    torch.manual_seed(self.settings.seed)
+                    torch.manual_seed(settings.seed)
                     whole = make().float().state_dict()
 
         agree(load)  # the others would wait for what a rank that fails here has to give
-        with init_empty_weights():
-            model = make_empty().float()
-        tie_word_embeddings(model)  # on the meta device each module has a weight of its own
-        settings, mesh = self.settings, self.mesh
+        tie_word_embeddings(empty)  # on the meta device each module has a weight of its own
         dp_cp = mesh["dp", "cp"]._flatten("dp_cp")
         model = _parallelize_model(
-            model,
+            empty,
             dp_cp,
             mesh["tp"],
             param_dtype=settings.dtype,
@@ -65,6 +69,7 @@ class DTensorPolicyWorker(PolicyWorker):
             cpu_offload=settings.cpu_offload,
             custom_parallel_plan=settings.custom_parallel_plan,
             cp_mesh=mesh["cp"],
+            expert_parallel=settings.expert_parallel,
         )
         self._dp_cp_group, self._tp_group = dp_cp.get_group(), mesh["tp"].get_group()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -74,6 +79,21 @@ class DTensorPolicyWorker(PolicyWorker):
             model.to("cpu")
         move_buffers(model, self.device)
         return model
+
+    def _refuse_unsupported(self, model: nn.Module) -> None:
+        settings = self.settings
+        layout = Layout(
+            settings.tensor_parallel_size,
+            settings.context_parallel_size,
+            settings.sequence_parallel,
+            settings.expert_parallel,
+        )
+        chosen = choose_plan(model, layout, settings.custom_parallel_plan)
+        if settings.batching.kind == "packed" and not chosen.attends:
+            raise ValueError(
+                f"sequence_packing of {type(model).__name__} is not supported ({chosen.unknown}): its documents would "
+                f"see each other; set sequence_packing.enabled to False"
+            )
 
     def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         found = causal_lm_log_probs(self.model, tokens_BS, cu_seqlens=cu_seqlens, temperature=self.settings.temperature)

@@ -1,5 +1,6 @@
 """Where a policy's model comes from."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def model_factories(source: Any) -> ModelFactories:
     if isinstance(source, transformers.PretrainedConfig):
 
         def build() -> nn.Module:
-            return from_config(source)
+            return from_config(copy.deepcopy(source))  # models write into their config: not into the caller's
 
         return ModelFactories(build, build, source)
     if not callable(source):

@@ -124,18 +124,61 @@ FAMILIES = {
 }
 
 
-def _family(prefix, options):
-    def make_one(tied):
-        config = getattr(transformers, f"{prefix}Config")(**options, tie_word_embeddings=tied)
-        return getattr(transformers, f"{prefix}ForCausalLM")(config)
+# Families that the table has beside these: some follow from their structure alike, some are not understood.
+MORE = {
+    "gemma": ("Gemma", SIZES | {"head_dim": 8}),
+    "cohere2": ("Cohere2", SIZES | {"sliding_window": WINDOW, "logit_scale": 0.3}),
+    "starcoder2": (
+        "Starcoder2",
+        SIZES | {"sliding_window": WINDOW, "residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
+    ),
+    "seed_oss": (
+        "SeedOss",
+        SIZES | {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "olmoe": ("Olmoe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4_moe": (
+        "Glm4Moe",
+        MOE | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
+    ),
+    "llama4": (
+        "Llama4",
+        SIZES
+        | {
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8,
+        },
+    ),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
+        | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
+}
 
-    return make_one
+
+def family_config(name, tied=False, **overrides):
+    prefix, options = (FAMILIES | MORE)[name]
+    config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    return config(**options | overrides, tie_word_embeddings=tied)
+
+
+def _class(prefix):
+    return getattr(transformers, f"{prefix}{'LMHeadModel' if prefix == 'GPT2' else 'ForCausalLM'}", None)
+
+
+def _family(name):
+    return lambda tied: _class((FAMILIES | MORE)[name][0])(family_config(name, tied))
 
 
 # transformers 4.51 lacks some.
-FAMILIES = {name: family for name, family in FAMILIES.items() if hasattr(transformers, f"{family[0]}ForCausalLM")}
-MIXTURES = tuple(name for name in FAMILIES if name in ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"))
-_MAKERS |= {name: _family(*family) for name, family in FAMILIES.items()}
+FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0])}
+MORE = {name: family for name, family in MORE.items() if _class(family[0])}
+MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
+_MAKERS |= {name: _family(name) for name in (*FAMILIES, *MORE)}
 
 
 def make(kind, tied=False):

@@ -33,9 +33,6 @@ def _stand_in(name: str):
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
-    lacking: Collection[str] = ()
-
     def __getattr__(self, name: str):
         if name.startswith("__") or name in self.lacking:
             raise AttributeError(name)
@@ -49,11 +46,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(self, name, path=None, target=None):
         ours = any(name == package or name.startswith(package + ".") for package in self.packages)
+        ours = ours and name.rpartition(".")[2] not in self.lacking
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec):
         module = _Module(spec.name)
-        vars(module)["lacking"] = self.lacking
+        vars(module).update(lacking=self.lacking, __path__=[])
         return module
 
     def exec_module(self, module):

@@ -2,12 +2,14 @@
 
     NEMO_RL_SRC=/path/to/RL python -m pytest tests/integrations/test_nemo_rl_source.py
 
-runs them; docs/rl.md says of which commit. The Megatron worker imports Megatron-Core's newest names: it is imported where
-they are there (PYTHONPATH=/path/to/Megatron-LM). What else the source imports and these parts do not use is stood in for.
+runs them; docs/rl.md says of which commit. The Megatron worker imports Megatron-Core's newest names: it is imported
+where they are there (PYTHONPATH=$PWD:/path/to/Megatron-LM). What else the source imports and these parts do not use is
+stood in for.
 """
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -27,23 +29,12 @@ SOURCE = os.environ.get("NEMO_RL_SRC")
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="NEMO_RL_SRC names no source of NeMo-RL")
 
 STOOD_IN = [
-    "zmq",
-    "hydra",
-    "nemo_automodel",
-    "megatron.bridge",
-    "decord",
-    "vllm",
-    "torch.utils.tensorboard",
-    "pynvml",
-    "uvicorn",
-    "fastapi",
-    "tensordict",
-    "datasets",
-    "mlflow",
-    "swanlab",
-    "wandb",
-    "prometheus_client",
+    *("zmq", "hydra", "nemo_automodel", "megatron.bridge", "decord", "vllm", "torch.utils.tensorboard", "pynvml"),
+    *("uvicorn", "fastapi", "tensordict", "datasets", "mlflow", "swanlab", "wandb", "prometheus_client"),
 ]
+_NEWER = "megatron.core.transformer.moe.moe_logging"  # than Megatron-Core 0.16
+if importlib.util.find_spec(_NEWER) is None:
+    STOOD_IN.append(_NEWER)
 PARTS = {
     "loss": "nemo_rl.algorithms.loss",
     "losses": "nemo_rl.algorithms.loss.loss_functions",
@@ -72,6 +63,7 @@ def source(*more: str):
     try:
         with standing_in_for(STOOD_IN, lacking={"NeMoAutoModelForTokenClassification"}):
             importlib.import_module(nemo_rl.MODULE)
+            importlib.import_module("transformers.models.qwen2.modeling_qwen2")  # transformers loads itself twice
             sys.modules["transformers"].__version__ = "5.11.0"  # above it refuses to be imported
             found = {name: importlib.import_module(module) for name, module in PARTS.items()}
             for module in more:
@@ -163,7 +155,7 @@ def megatron_numbers(parts, tp: int, cp: int) -> dict:
         if cp > 1 and not pack:
             continue
         for name, sampling in samplings(parts):
-            for chunk in (None, 3):
+            for chunk in (None, 4):
                 config = {
                     "sequence_packing": {"enabled": pack, "fuse_loss": pack},
                     "logprob_chunk_size": chunk,
@@ -232,7 +224,7 @@ def automodel_numbers(parts, mesh) -> dict:
     """The same of the DTensor path, of logits that the mesh shares."""
     numbers = {}
     for name, sampling in samplings(parts):
-        for chunk in (None, 3):
+        for chunk in (None, 4):
             logits, data = batch(parts)
             config = {"logprob_chunk_size": chunk}
             processed = types.SimpleNamespace(input_ids=data["input_ids"], seq_len=LENGTH)

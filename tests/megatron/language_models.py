@@ -1,7 +1,9 @@
 """Megatron's other language models, tiny and without Transformer Engine or mamba_ssm: hybrid, BERT, T5."""
 
+import copy
 import dataclasses
 import importlib
+import inspect
 
 import torch
 
@@ -25,7 +27,7 @@ def hybrid_home():
     raise AssertionError("no hybrid model")
 
 
-def hybrid_spec(config, stack, mtp: bool = False):
+def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False):
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer import identity_op
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -33,9 +35,16 @@ def hybrid_spec(config, stack, mtp: bool = False):
 
     from megatron_ext.megatron.norms import Norm
 
-    local = stock_spec(config)
-    local = local.layer_specs[0] if hasattr(local, "layer_specs") else local
-    parts = local.submodules
+    dense = copy.copy(config)
+    dense.num_moe_experts = None
+    parts, with_experts = (
+        (spec.layer_specs[0] if hasattr(spec, "layer_specs") else spec).submodules
+        for spec in (stock_spec(dense), stock_spec(config))
+    )
+    if our_attention:
+        from megatron_ext.megatron.attention import CoreAttention
+
+        parts.self_attention.submodules.core_attention = CoreAttention
     attention = dataclasses.replace(
         parts,
         pre_mlp_layernorm=identity_op.IdentityOp,
@@ -48,10 +57,12 @@ def hybrid_spec(config, stack, mtp: bool = False):
         self_attention=identity_op.IdentityOp,
         self_attn_bda=identity_op.IdentityFuncOp,
     )
+    experts = dataclasses.replace(mlp, mlp=with_experts.mlp)
     name = "HybridStack" if hasattr(stack, "HybridStack") else "MambaStack"
     submodules = getattr(stack, f"{name}Submodules")(
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+        **({"moe_layer": ModuleSpec(module=TransformerLayer, submodules=experts)} if config.num_moe_experts else {}),
     )
     if mtp:
         from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -72,25 +83,56 @@ def hybrid_spec(config, stack, mtp: bool = False):
 
 def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
     """A hybrid model of attention and MLP layers."""
+    (model,) = tiny_hybrid_chunks(tied=tied, **overrides | ({"mtp_num_layers": 1} if mtp else {}))
+    return model
+
+
+def tiny_hybrid_chunks(*, tied: bool = True, ours: bool = False, our_attention: bool = False, **overrides):
+    """This rank's hybrid model, as a list of its chunks; every second MLP is experts where the config has some.
+
+    `ours`: on our layer spec; `our_attention`: ours in Megatron's, for context parallelism.
+    """
+    from megatron.core import parallel_state
+
     models, stack = hybrid_home()
     kind = getattr(models, "HybridModel", None) or models.MambaModel
-    parameters = kind.__init__.__code__.co_varnames
-    pattern = {"hybrid_layer_pattern": PATTERN + ("/*-" if mtp else "")}
-    if "hybrid_layer_pattern" not in parameters:
-        pattern = {"hybrid_override_pattern": PATTERN, "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5}
-    config = tiny_config(num_layers=len(PATTERN), **overrides | ({"mtp_num_layers": 1} if mtp else {}))
-    spec = "hybrid_stack_spec" if "hybrid_stack_spec" in parameters else "mamba_stack_spec"
-    model = kind(
-        config=config,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
-        **pattern,
-        **{spec: hybrid_spec(config, stack, mtp)},
-    )
-    set_weights(model)
-    return model
+    parameters = inspect.signature(kind.__init__).parameters
+    config = tiny_config(num_layers=len(PATTERN), **overrides)
+    layers = "*-*E" if config.num_moe_experts else PATTERN
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages = config.pipeline_model_parallel_size * (virtual or 1)
+    if "hybrid_layer_pattern" in parameters:
+        each = len(layers) // stages
+        segments = "|".join(layers[i : i + each] for i in range(0, len(layers), each))
+        pattern = {"hybrid_layer_pattern": segments + ("/*-" if config.mtp_num_layers else "")}
+    elif config.mtp_num_layers:
+        raise ValueError("this Megatron's hybrid model has no multi-token prediction")
+    else:
+        pattern = {"hybrid_override_pattern": layers, "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5}
+    if virtual and "vp_stage" not in parameters:
+        raise ValueError("this Megatron's hybrid model takes no vp_stage")
+    if ours:
+        from megatron_ext.megatron.hybrid_layer_specs import hybrid_stack_spec as spec
+    else:
+        spec = hybrid_spec(config, stack, bool(config.mtp_num_layers), our_attention)
+    chunks = []
+    for stage in range(virtual or 1):
+        which = {"vp_stage": stage} if virtual else {}
+        model = kind(
+            config=config,
+            vocab_size=VOCAB,
+            max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, **which),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, **which),
+            **{"hybrid_stack_spec" if "hybrid_stack_spec" in parameters else "mamba_stack_spec": spec},
+            **pattern,
+            **which,
+        )
+        set_weights(model)
+        chunks.append(model)
+    return chunks
 
 
 def tiny_bert(*, tied: bool = True, **overrides):

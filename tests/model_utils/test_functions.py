@@ -108,16 +108,16 @@ def test_sampled_log_probs(top_k, top_p):
 
 
 @ranks(1, 2, 4)
-def test_among_equals_the_lowest_ids_are_kept():
-    """NeMo-RL keeps all that equal the k-th, and more than k."""
+def test_all_equals_are_kept():
+    """A sampler may draw any of them: none may become -inf. Top-p keeps all that equal the last it needs."""
     logits, target = torch.zeros(1, 6, 24, dtype=torch.float64), torch.tensor([[0, 1, 2, 3, 4, 23]])
-    nothing = -torch.inf
-    third = -torch.tensor(3.0).double().log().item()
+    logits[..., 4] = -1
+    one_of_23 = -torch.tensor(23.0).double().log()
+    wanted = one_of_23.expand(1, 6).masked_fill(target == 4, -torch.inf)
     grid = sharded()
-    found = DistributedLogprobWithSampling.apply(grid.columns(logits), target, grid.tp_group, 3, 1.0)
-    same(found, torch.tensor([[third, third, third, nothing, nothing, nothing]], dtype=torch.float64))
-    found = DistributedLogprobWithSampling.apply(grid.columns(logits), target, grid.tp_group, None, 2.5 / 24)
-    same(found, torch.tensor([[third, third, third, nothing, nothing, nothing]], dtype=torch.float64))
+    for top_k, top_p in ((3, 1.0), (None, 2.5 / 24), (5, 0.3)):
+        found = DistributedLogprobWithSampling.apply(grid.columns(logits), target, grid.tp_group, top_k, top_p)
+        same(found, wanted)
 
 
 @ranks(1, 2, 4)

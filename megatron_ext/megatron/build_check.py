@@ -1,0 +1,130 @@
+"""What the fused head would do with the models of a script, told once they are built and before they are trained.
+
+    check_models()                  # all language models that are alive in this process
+    stop_when_built(say)            # in a script that builds and trains by itself
+
+A script has built its models when it makes its first optimizer, or runs its first language model; both are seen in
+torch, so that no way of building models has to be known.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from megatron_ext.megatron import model_seams
+
+_LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """One language model.
+
+    Attributes:
+        model: its class name, and its virtual pipeline stage where there is one.
+        has_output_layer: whether this rank's stage of the pipeline has it; without, there is nothing to fuse here.
+        losses: how many losses a micro-batch takes from the output layer: one, and one for each layer of
+            multi-token prediction.
+        why_not: why the fused head would leave the model to Megatron's own loss; None if it would not.
+        layers: how many tensor-parallel layers the model has, by the package that they come from.
+    """
+
+    model: str
+    has_output_layer: bool
+    losses: int
+    why_not: str | None
+    layers: Counter[str]
+
+    def __str__(self) -> str:
+        if not self.has_output_layer:
+            head = "no output layer on this pipeline stage"
+        elif self.why_not is not None:
+            head = f"left to Megatron's own loss: {self.why_not}"
+        else:
+            head = f"fused, {self.losses} loss{'es' * (self.losses > 1)} of each micro-batch without logits"
+        layers = ", ".join(f"{count} of {home}" for home, count in sorted(self.layers.items()))
+        return f"{self.model}: {head}" + (f"; tensor-parallel layers: {layers}" if layers else "")
+
+
+@dataclass(frozen=True)
+class BuildCheck:
+    """The language models of this rank, in the order in which they were met."""
+
+    models: tuple[ModelCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is a model, and the head leaves out none."""
+        return bool(self.models) and all(one.why_not is None for one in self.models)
+
+    def __str__(self) -> str:
+        if not self.models:
+            return "fused head: the script has built no language model of Megatron's"
+        return "\n".join(f"fused head: {one}" for one in self.models)
+
+
+def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
+    """What the fused head would do with these models, wrapped or not; None: with all that are alive.
+
+    Nothing is computed, changed or communicated.
+    """
+    if models is None:
+        found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
+    else:
+        found = [one for model in models for one in model_seams.models_inside(model)]
+    return BuildCheck(tuple(_check(one) for one in found))
+
+
+def _check(model: Any) -> ModelCheck:
+    stage = getattr(model, "vp_stage", None)
+    kind = type(model).__name__.removeprefix("FSDP")
+    has_output_layer = model_seams.output_layer(model) is not None
+    why_not = None
+    if has_output_layer:
+        why_not = model_seams.why_not_fused(model)
+        try:
+            model_seams.check_supported(model)
+        except ValueError as refusal:
+            why_not = str(refusal)
+    homes = Counter(
+        type(layer).__module__.split(".")[0] for layer in model.modules() if type(layer).__name__ in _LAYERS
+    )
+    return ModelCheck(
+        model=kind if stage is None else f"{kind} (virtual stage {stage})",
+        has_output_layer=has_output_layer,
+        losses=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
+        why_not=why_not,
+        layers=homes,
+    )
+
+
+def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
+    """From now on the script ends as soon as it has built its models: `say` gets the check, SystemExit is raised.
+
+    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end.
+    """
+    make_optimizer = torch.optim.Optimizer.__init__
+
+    def stop() -> None:
+        torch.optim.Optimizer.__init__ = make_optimizer  # type: ignore[method-assign]
+        handle.remove()
+        found = check_models()
+        say(found)
+        raise SystemExit(0 if found.passed else 1)
+
+    def before_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+        if any(issubclass(type(one), LanguageModule) for one in gc.get_objects()):
+            stop()
+        make_optimizer(self, *args, **kwargs)
+
+    def before_forward(module: Any, inputs: Any) -> None:
+        if isinstance(module, LanguageModule):
+            stop()
+
+    torch.optim.Optimizer.__init__ = before_optimizer  # type: ignore[method-assign]
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)

@@ -1,0 +1,228 @@
+"""TRL's trainers with our log-probabilities: the same steps; and each function against plain PyTorch in fp64."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+trl = pytest.importorskip("trl", reason="TRL is not installed (requirements-dev.txt names it)")
+from trl.trainer import utils  # noqa: E402  after importorskip
+
+from megatron_ext.integrations import substitution  # noqa: E402
+from megatron_ext.integrations import trl as ours  # noqa: E402
+
+NAMES = ["selective_log_softmax", "selective_log_softmax_and_entropy", "_ChunkedLogProbFunction"]
+# What TRL's versions take: the first up to 1.10, the others since.
+KNOWN = {
+    "selective_log_softmax": ["logits, index", "logits, index, temperature, row_mask"],
+    "selective_log_softmax_and_entropy": ["logits, index, entropy_requires_grad, temperature, row_mask"],
+    "_ChunkedLogProbFunction": [
+        "hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs"
+    ],
+}
+
+
+@pytest.fixture
+def applied():
+    ours.apply()
+    yield
+    ours.restore()
+
+
+def truth(z, index, temperature=1.0):
+    log_probs = (z.double() / temperature).log_softmax(-1)
+    found = log_probs.gather(-1, index if index.dim() == z.dim() else index.unsqueeze(-1))
+    return found.view(index.shape), -(log_probs.exp() * log_probs).sum(-1)
+
+
+def test_what_is_replaced_is_what_this_version_has():
+    assert trl.__version__ == "1.16.0", "look at the seams of the version that is installed"
+    originals = {name: getattr(utils, name) for name in NAMES}
+    for name, original in originals.items():
+        assert ", ".join(p.name for p in substitution.parameters(original)) in KNOWN[name]
+    from trl.experimental.orpo import orpo_trainer
+
+    ours.apply()
+    ours.apply()
+    assert all(getattr(utils, name) is not originals[name] for name in NAMES)
+    assert orpo_trainer.selective_log_softmax is utils.selective_log_softmax
+    from trl.experimental.cpo import cpo_trainer  # imported while ours are there
+
+    ours.restore()
+    ours.restore()
+    for module in (utils, orpo_trainer, cpo_trainer):
+        assert module.selective_log_softmax is originals["selective_log_softmax"]
+    assert all(getattr(utils, name) is originals[name] for name in NAMES)
+
+
+def test_a_version_that_is_not_known_is_refused(monkeypatch):
+    """One function has parameters of another meaning: none is replaced."""
+
+    def selective_log_softmax(logits, mask, index):
+        pass
+
+    monkeypatch.setattr(utils, "selective_log_softmax", selective_log_softmax)
+    fused = utils._ChunkedLogProbFunction
+    with pytest.raises(ValueError, match=r"trl 1\.16\.0 is not a version .* takes \(logits, mask, index\), ours"):
+        ours.apply()
+    assert utils.selective_log_softmax is selective_log_softmax
+    assert utils._ChunkedLogProbFunction is fused
+    monkeypatch.delattr(utils, "selective_log_softmax")
+    with pytest.raises(ValueError, match=r"trl\.trainer\.utils has no selective_log_softmax"):
+        ours.apply()
+    assert utils._ChunkedLogProbFunction is fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [None, 3])
+def test_from_logits(applied, dtype, k):
+    z = torch.randn(2, 5, 40).to(dtype).requires_grad_()
+    index, mask = torch.randint(40, (2, 5) if k is None else (2, 5, k)), torch.ones(2, 5).long()
+    mask[1, 3:] = 0
+    leaf = z.detach().double().requires_grad_()
+    wanted, entropy = truth(leaf, index, 0.7)
+    upstream = torch.randn(wanted.shape).double()
+    found = utils.selective_log_softmax(z, index, temperature=0.7)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=5e-6)
+    (grad,) = torch.autograd.grad(found, z, upstream.float())
+    (dz,) = torch.autograd.grad(wanted, leaf, upstream, retain_graph=True)
+    torch.testing.assert_close(grad, dz.to(dtype))
+    if k is None:
+        found, of_entropy = utils.selective_log_softmax_and_entropy(z, index, False, 0.7, mask)
+        torch.testing.assert_close(found.double(), wanted.where(mask > 0, 0.0), rtol=0, atol=5e-6)
+        torch.testing.assert_close(of_entropy.double(), entropy.where(mask > 0, 0.0), rtol=0, atol=5e-6)
+        assert not of_entropy.requires_grad
+        (grad,) = torch.autograd.grad(found, z, upstream.float())
+        torch.testing.assert_close(grad, dz.where(mask.unsqueeze(-1) > 0, 0.0).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "softcap, scale, outputs",
+    [
+        (None, 1.0, ("log_probs", "entropy", "is_top1")),
+        (5.0, 1.0, ("log_probs", "entropy")),
+        (None, 0.25, ("log_probs",)),
+        (5.0, 0.25, ("log_probs", "entropy")),  # these two are TRL's own
+        (None, 1.0, ("log_probs", "entropy", "mean_logits")),
+    ],
+)
+def test_from_hidden_states(applied, softcap, scale, outputs):
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((7, 16), (50, 16), (50,))]
+    targets = torch.randint(50, (7,))
+    found = utils._ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 32, softcap, scale, outputs)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    z = nn.functional.linear(*doubles) * scale
+    z = z if softcap is None else softcap * (z / softcap).tanh()
+    targets[0] = z[0].argmax()
+    wanted, entropy = truth(z, targets, 0.7)
+    found = utils._ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 32, softcap, scale, outputs)
+    torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-5)
+    made, expected = [found[0]], [wanted]
+    if "entropy" in outputs:
+        torch.testing.assert_close(found[1].double(), entropy, rtol=0, atol=1e-5)
+        made, expected = [*made, found[1]], [*expected, entropy]
+    if "is_top1" in outputs:
+        assert torch.equal(found[4], targets == z.argmax(-1))
+    assert [x is not None for x in found[2:4]] == ["log_sum_sq_probs" in outputs, "mean_logits" in outputs]
+    upstream = torch.randn(7)
+    grads = torch.autograd.grad(made, leaves, [upstream] * len(made))
+    for grad, want in zip(grads, torch.autograd.grad(expected, doubles, [upstream.double()] * len(made)), strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def _parts(folder):
+    """A tokenizer of words and a model of two layers, which lies in the folder: reference models are read there."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    numbers = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    words = ["<pad>", "<eos>", "what", "is", "the", "sum", "of", "it", "a", *numbers]
+    plain = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(words), num_key_value_heads=2, **sizes, **special))
+    model.save_pretrained(folder / "model")
+    return Qwen2ForCausalLM.from_pretrained(folder / "model"), tokenizer
+
+
+def _trained(make, model):
+    """Losses of the steps and the weights after them."""
+    torch.manual_seed(7)
+    model = type(model).from_pretrained(model.name_or_path)
+    trainer = make(model)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log], model.state_dict()
+
+
+def _arguments(kind, folder, **more):
+    common = {"output_dir": str(folder), "max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
+    common |= {"save_strategy": "no", "bf16": False, "learning_rate": 1e-2, "seed": 3, "gradient_checkpointing": False}
+    return kind(**common, per_device_train_batch_size=4, **more)
+
+
+def _same_steps(make, model, monkeypatch, called):
+    counts = {"ours": 0}
+    whole = getattr(ours.head, called)
+
+    @functools.wraps(whole)
+    def counted(*args, **kwargs):
+        counts["ours"] += 1
+        return whole(*args, **kwargs)
+
+    losses, weights = _trained(make, model)
+    monkeypatch.setattr(ours.head, called, counted)
+    ours.apply()
+    try:
+        our_losses, our_weights = _trained(make, model)
+    finally:
+        ours.restore()
+    assert counts["ours"] >= 2
+    assert len(losses) == 2
+    torch.testing.assert_close(our_losses, losses, rtol=1e-4, atol=1e-5)
+    moved = [not torch.equal(weights[name], model.state_dict()[name]) for name in weights]
+    assert any(moved)
+    for name in weights:
+        torch.testing.assert_close(our_weights[name], weights[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_dpo_steps(tmp_path, monkeypatch):
+    from datasets import Dataset
+
+    model, tokenizer = _parts(tmp_path)
+    prompts = ["the sum of one two", "what is three four", "five six", "it is a sum"]
+    rows = {"prompt": prompts, "chosen": ["three"] * 4, "rejected": ["nine ten"] * 4}
+
+    def make(model):
+        config = _arguments(trl.DPOConfig, tmp_path)
+        return trl.DPOTrainer(
+            model=model, args=config, processing_class=tokenizer, train_dataset=Dataset.from_dict(rows)
+        )
+
+    _same_steps(make, model, monkeypatch, "linear_log_probs")
+
+
+@pytest.mark.slow
+def test_grpo_steps(tmp_path, monkeypatch):
+    from datasets import Dataset
+
+    model, tokenizer = _parts(tmp_path)
+
+    def reward(completions, **_):
+        return [float(text.count("one")) - 0.1 * len(text) for text in completions]
+
+    def make(model):
+        config = _arguments(
+            trl.GRPOConfig, tmp_path, num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9
+        )
+        rows = Dataset.from_dict({"prompt": ["the sum of one two", "what is three four"] * 4})
+        return trl.GRPOTrainer(
+            model=model, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=rows
+        )
+
+    _same_steps(make, model, monkeypatch, "linear_log_probs")

@@ -1,0 +1,225 @@
+"""verl's functions as ours give them, against plain PyTorch in fp64; its own source where `VERL_SRC` names one.
+
+VERL_SRC=/path/to/verl python -m pytest tests/integrations/test_verl.py
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.integrations import substitution, verl
+from tests.gpt import model_parallel
+from tests.integrations.stand_ins import standing_in_for
+from tests.ranks import ranks
+
+SOURCE = os.environ.get("VERL_SRC")
+STOOD_IN = ["tensordict", "omegaconf", "codetiming"]
+# What verl 0.7 and its main of January 2026 take.
+KNOWN = {
+    "linear_cross_entropy": "hidden, weight, labels, temperature, reduction, dist_process_group",
+    "FusedLinearForPPO": "hidden_states, vocab_weights, input_ids, temperature",
+    "logprobs_from_logits": "logits, labels, inplace_backward",
+    "vocab_parallel_log_probs_from_logits": "logits, labels",
+    "vocab_parallel_entropy": "vocab_parallel_logits",
+}
+VOCABULARY = 24
+
+
+def listed(function) -> str:
+    return ", ".join(p.name for p in substitution.parameters(function))
+
+
+def test_ours_take_what_theirs_take():
+    assert {seam.name: listed(seam.ours) for seam in verl._seams()} == KNOWN
+
+
+def truth(z, labels):
+    log_probs = z.log_softmax(-1)
+    picked = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return picked, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def drawn(tokens: int = 8):
+    g = torch.Generator().manual_seed(11)
+    hidden = torch.randn(tokens, 1, 6, dtype=torch.float64, generator=g)
+    weight = torch.randn(VOCABULARY, 6, dtype=torch.float64, generator=g)
+    return hidden, weight, torch.randint(VOCABULARY, (1, tokens), generator=g)
+
+
+def same(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linear_cross_entropy(sequence_parallel):
+    """In Megatron's path hidden states may come out of a gather that adds up the gradients of the ranks."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight, labels = drawn()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    wanted = truth((leaves[0].flatten(0, 1) @ leaves[1].t()) / 0.7, labels.flatten())
+    upstream = [torch.linspace(-1, 1, 8).double(), torch.linspace(2, 1, 8).double()]
+    dx, dw = torch.autograd.grad(wanted, leaves, upstream)
+    with model_parallel(tp=world):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        w = weight.chunk(world)[rank].clone().requires_grad_()
+        part = slice(rank * 8 // world, (rank + 1) * 8 // world) if sequence_parallel else slice(None)
+        x = hidden[part].clone().requires_grad_()
+        given = gather_from_sequence_parallel_region(x) if sequence_parallel else x
+        with count_collectives() as forward:
+            found = verl.linear_cross_entropy(given, w, labels, 0.7, "none", group)
+        same([y.detach() for y in found], [y.detach() for y in wanted])
+        got = torch.autograd.grad(found, (x, w), upstream)
+        same(got, (dx[part], dw.chunk(world)[rank]))
+        assert forward.total() == int(world > 1)
+        for reduction in ("sum", "mean"):
+            total, _ = verl.linear_cross_entropy(given, w, labels, 0.7, reduction, group)
+            same(total, getattr(wanted[0], reduction)())
+    with pytest.raises(ValueError, match="reduction is 'max'"):
+        verl.linear_cross_entropy(hidden, weight, labels, 0.7, "max")
+
+
+@ranks(1, 2, 4)
+def test_from_logits_over_megatrons_group():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight, labels = drawn()
+    z = (hidden.flatten(0, 1) @ weight.t()).requires_grad_()
+    wanted = truth(z, labels[0])
+    upstream = torch.linspace(-1, 1, 8).double()
+    with model_parallel(tp=world):
+        mine = z.detach().chunk(world, -1)[rank].clone().requires_grad_()
+        kept = mine.detach().clone()
+        found = verl.vocab_parallel_log_probs_from_logits(mine, labels[0]), verl.vocab_parallel_entropy(mine)
+        for value, expected in zip(found, wanted, strict=True):
+            same(value.detach(), expected.detach())
+            (dz,) = torch.autograd.grad(expected, z, upstream, retain_graph=True)
+            same(torch.autograd.grad(value, mine, upstream)[0], dz.chunk(world, -1)[rank])
+        assert torch.equal(mine.detach(), kept)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_the_fsdp_path(shape):
+    hidden, weight, labels = drawn()
+    hidden, labels = hidden.view(*shape, 6), labels.view(shape)
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    mine = [x.clone().requires_grad_() for x in (hidden, weight)]
+    wanted = truth(leaves[0] @ leaves[1].t() / 0.7, labels)
+    found = verl.FusedLinearForPPO(chunk_size=3)(*mine, labels.int(), temperature=0.7)
+    upstream = [torch.randn(shape).double() for _ in range(2)]
+    same(found, wanted)
+    same(torch.autograd.grad(found, mine, upstream), torch.autograd.grad(wanted, leaves, upstream))
+    z = (hidden @ weight.t()).requires_grad_()
+    of_logits = verl.logprobs_from_logits(z, labels, True)
+    same(of_logits, truth(z, labels)[0])
+    before = z.detach().clone()
+    of_logits.sum().backward()
+    assert torch.equal(z.detach(), before)
+
+
+@contextlib.contextmanager
+def source():
+    """verl's modules, with its own functions."""
+    import transformers
+
+    if not hasattr(transformers, "AutoModelForVision2Seq"):  # up to transformers 4 it had this name
+        transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
+    sys.path.insert(0, SOURCE)
+    compiled = torch.compile
+    torch.compile = lambda function=None, **_: function if function is not None else lambda f: f
+    try:
+        with standing_in_for(STOOD_IN):
+            yield {seam.name: importlib.import_module(seam.module) for seam in verl._seams()}
+    finally:
+        torch.compile = compiled
+        sys.path.remove(SOURCE)
+
+
+@pytest.mark.skipif(SOURCE is None, reason="VERL_SRC names no source of verl")
+@ranks(1, 2)
+def test_their_own_source():
+    """Replaced and put back; those of their functions that run on CPU give the same values and gradients."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight, labels = (x.float() if x.is_floating_point() else x for x in drawn())
+    logits = (hidden.flatten(0, 1) @ weight.t()).chunk(world, -1)[rank]
+    upstream = torch.linspace(-1, 1, 8)
+
+    def numbers(theirs) -> dict:
+        z = logits.clone().requires_grad_()
+        leaves = [x.clone().requires_grad_() for x in (hidden[:, 0], weight)]
+        whole = (hidden.flatten(0, 1) @ weight.t()).requires_grad_()
+        fused = theirs["FusedLinearForPPO"].FusedLinearForPPO()(*leaves, labels[0], temperature=0.7)
+        megatron = theirs["vocab_parallel_entropy"]
+        made = {
+            "fused log-probs": (fused[0], leaves),
+            "fused entropy": (fused[1], leaves),
+            "fsdp log-probs": (theirs["logprobs_from_logits"].logprobs_from_logits(whole, labels[0]), [whole]),
+            "entropy": (megatron.vocab_parallel_entropy(z.clone()), [z]),
+            "log-probs": (megatron.vocab_parallel_log_probs_from_logits(z.clone(), labels[0]), [z]),
+        }
+        return {
+            name: [value.detach(), *torch.autograd.grad(value, of, upstream, retain_graph=True)]
+            for name, (value, of) in made.items()
+        }
+
+    with source() as theirs, model_parallel(tp=world):
+        originals = {name: getattr(module, name) for name, module in theirs.items()}
+        assert {name: listed(original) for name, original in originals.items()} == KNOWN
+        wanted = numbers(theirs)
+        verl.apply()
+        try:
+            for name, module in theirs.items():
+                assert getattr(module, name) is not originals[name]
+            found = numbers(theirs)
+        finally:
+            verl.restore()
+        for name, module in theirs.items():
+            assert getattr(module, name) is originals[name]
+        for name, values in wanted.items():
+            torch.testing.assert_close(found[name], values, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+IMPORTERS = {
+    "verl.models.mcore.model_forward_fused": "linear_cross_entropy",
+    "verl.workers.actor.dp_actor": "logprobs_from_logits",
+    "verl.workers.actor.megatron_actor": "vocab_parallel_entropy",
+}
+
+
+@pytest.mark.skipif(SOURCE is None, reason="VERL_SRC names no source of verl")
+def test_their_importers_and_a_models_forward():
+    """Both forwards of its FSDP path, on CPU: the fused one of theirs needs a GPU, ours does not."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
+    tokens = torch.randint(VOCABULARY, (2, 6))
+    with source():
+        from verl.models.transformers import dense_common
+
+        def outputs(forward):
+            found = forward(model, tokens, return_dict=True, temperature=0.7)
+            return found.log_probs, found.entropy
+
+        wanted = outputs(dense_common.forward_with_torch_backend)
+        modules = {name: importlib.import_module(name) for name in IMPORTERS}
+        originals = {name: getattr(module, IMPORTERS[name]) for name, module in modules.items()}
+        verl.apply()
+        try:
+            for name, module in modules.items():
+                assert getattr(module, IMPORTERS[name]).__module__ == verl.__name__
+            torch.testing.assert_close(outputs(dense_common.forward_with_torch_backend), wanted)
+            fused = [x.view(2, 6) for x in outputs(dense_common.forward_with_triton_backend)]
+            torch.testing.assert_close(fused, [*wanted])
+        finally:
+            verl.restore()
+        for name, module in modules.items():
+            assert getattr(module, IMPORTERS[name]) is originals[name]

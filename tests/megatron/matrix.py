@@ -1,0 +1,241 @@
+"""Stock Megatron against ours in every configuration: `python -m tests.megatron.matrix`, on the Megatron it imports.
+
+Tiny models, two ranks, fp32, 20 steps of Adam. One pair of processes runs one configuration after the other; one in
+which a rank fails is ended and replaced. Where stock itself does not run, its reason is kept. What was found goes to
+docs/megatron_matrix.json, and as a table into docs/megatron.md.
+
+    python -m tests.megatron.matrix                                   # all 72 configurations, each in 4 ways
+    python -m tests.megatron.matrix --only hybrid-fsdp2 gpt-tp2       # those whose name contains one of these
+    python -m tests.megatron.matrix --commit 0f3c2a1                  # where the sources are no git clone
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpt import (
+    data_parallel,
+    fully_sharded,
+    make_optimizer,
+    model_parallel,
+    ours_everywhere,
+    seed_ranks,
+    stock_spec,
+    tiny_batches,
+    tiny_gpt,
+    train_step,
+)
+from tests.megatron import matrix_table
+from tests.megatron.language_models import tiny_hybrid_chunks
+from tests.ranks import _Pool, prepare_process
+
+STEPS = 20
+LIMIT = 1e-6
+TIMEOUT_S = 300
+WAYS = ("patch", "spec", "substitution", "all")
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
+# name: sizes of Megatron's groups, settings of the config
+LAYOUTS: dict[str, tuple[dict, dict]] = {
+    "tp1": ({}, {}),
+    "tp2": ({"tp": 2}, {}),
+    "tp2-sp": ({"tp": 2}, {"sequence_parallel": True}),
+    "pp2": ({"pp": 2}, {}),
+    "pp2-virtual": ({"pp": 2, "vp": 2}, {}),
+    "cp2": ({"cp": 2}, {}),
+    "ep2": ({"ep": 2}, EXPERTS),
+    "fsdp2": ({}, {"transformer_impl": "local"}),
+    "megatron-fsdp": ({}, {}),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    model: str  # "gpt" or "hybrid"
+    layout: str
+    tied: bool
+    mtp: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.layout}-{'tied' if self.tied else 'untied'}-mtp{self.mtp}"
+
+
+CONFIGURATIONS = [
+    Configuration(model, layout, tied, mtp)
+    for model in ("gpt", "hybrid")
+    for layout in LAYOUTS
+    for tied in (True, False)
+    for mtp in (0, 1)
+]
+
+
+def build(one: Configuration, way: str) -> list:
+    """This rank's chunks of the model, with the layers of the way."""
+    ours = way in ("spec", "all")
+    _, settings = LAYOUTS[one.layout]
+    settings = settings | ({"mtp_num_layers": 1} if one.mtp else {})
+    if one.model == "gpt":
+        from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+        spec = gpt_block_spec if ours else with_our_attention if one.layout == "cp2" else stock_spec
+        return tiny_gpt(spec, tied=one.tied, **{"num_layers": 4} | settings)
+    return tiny_hybrid_chunks(ours=ours, tied=one.tied, our_attention=one.layout == "cp2", **settings)
+
+
+def with_our_attention(config, vp_stage=None):
+    """Megatron's layers under context parallelism, which its own attention refuses without Transformer Engine."""
+    from megatron_ext.megatron.attention import CoreAttention
+
+    layer = stock_spec(config, vp_stage)
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    return layer
+
+
+def shard(one: Configuration, chunks: list) -> tuple[list, bool]:
+    """`chunks` in the data parallelism of the layout, and whether the optimizer is the distributed one."""
+    if one.layout == "fsdp2":
+        return fully_sharded(chunks, "torch"), False
+    if one.layout == "megatron-fsdp":
+        return fully_sharded(chunks, "megatron"), True
+    return data_parallel(chunks), True
+
+
+def train(one: Configuration, way: str) -> tuple[list[float], int, int]:
+    """The loss of every step; and over all ranks, how many losses were fused, and how often logits were made."""
+    from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+    from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
+    from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+
+    made: list[int] = []
+    with ExitStack() as undo:
+        if way in ("substitution", "all"):
+            undo.enter_context(ours_everywhere())
+        if way in ("patch", "all"):
+            patch(chunk_size=5)
+            undo.callback(unpatch)
+        reset_fusion_report()
+        chunks = build(one, way)
+        layers = {type(c.output_layer) for c in chunks if getattr(c, "output_layer", None) is not None}
+        outputs = {id(c.output_layer) for c in chunks if hasattr(c, "output_layer")}
+        for kind in layers:
+            forward = kind.forward
+
+            def counted(self, *args, _forward=forward, **kwargs):
+                made.extend([1] * (id(self) in outputs))
+                return _forward(self, *args, **kwargs)
+
+            counted.__qualname__, counted.__module__ = forward.__qualname__, forward.__module__
+            kind.forward = counted
+            undo.callback(setattr, kind, "forward", forward)
+        seed_ranks()
+        chunks, distributed = shard(one, chunks)
+        optimizer = make_optimizer(chunks, use_distributed_optimizer=distributed)
+        losses = [train_step(chunks, optimizer, tokens_BS)[0] for tokens_BS in tiny_batches(STEPS)]
+        counts = torch.tensor([fusion_report().losses_fused, len(made)])
+    dist.all_reduce(counts)
+    return losses, int(counts[0]), int(counts[1])
+
+
+class measure:  # what the pool calls, as it calls a test
+    @staticmethod
+    def body(one: Configuration, way: str, results: str) -> None:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        sizes, _ = LAYOUTS[one.layout]
+        with model_parallel(**sizes):
+            losses, fused, made = train(one, way)
+        if dist.get_rank() == 0:
+            Path(results).write_text(json.dumps({"losses": losses, "losses_fused": fused, "logits_made": made}))
+
+
+def run_one(pools: list, one: Configuration, way: str) -> dict:
+    """What `train` found, or {"error": the last line of the first rank's traceback}."""
+    if not pools:
+        pools.append(_Pool(2))
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        try:
+            pools[0].run(__name__, "measure", {"one": one, "way": way, "results": str(results)}, TIMEOUT_S)
+        except pytest.fail.Exception as failure:
+            pools.clear()
+            lines = [line for line in str(failure).split("--- rank 1")[0].splitlines() if line.strip()]
+            return {"error": lines[-1][:300]}
+        if pools[0].crowded:
+            pools.pop().kill()
+        return json.loads(results.read_text())
+
+
+def compare(pools: list, one: Configuration, ways=WAYS) -> dict:
+    """{"stock": None or the reason why it does not run, way: {"worst", "losses_fused", "logits_made"} or {"error"}}."""
+    stock = run_one(pools, one, "stock")
+    found: dict = {"stock": stock.get("error")}
+    if "error" in stock:
+        return found
+    for way in ways:
+        ours = run_one(pools, one, way)
+        if "losses" in ours:
+            pairs = zip(ours.pop("losses"), stock["losses"], strict=True)
+            ours["worst"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        found[way] = ours
+    return found
+
+
+def passed(way: str, result: dict) -> bool:
+    """The losses are stock's; where the head was asked for, it computed them, and no logits were made."""
+    if "error" in result or not result["worst"] <= LIMIT:
+        return False
+    return way not in ("patch", "all") or (result["losses_fused"] > 0 and result["logits_made"] == 0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.megatron.matrix", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="configurations whose name contains it")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--commit", help="the commit of Megatron's sources; default: that of their clone, or PyPI")
+    options = parser.parse_args(argv)
+    prepare_process()
+    import megatron.core
+
+    source = Path(megatron.core.__file__).parents[2]
+    git = subprocess.run(["git", "-C", source, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+    from_pypi = "site-packages" in source.parts
+    commit = options.commit or ("PyPI" if from_pypi else git.stdout.strip() if git.returncode == 0 else "unknown")
+    pools: list = []
+    failed = 0
+    for one in CONFIGURATIONS:
+        if not any(text in one.name for text in options.only):
+            continue
+        started = time.monotonic()
+        found = compare(pools, one, options.ways)
+        bad = {way: result for way, result in found.items() if way != "stock" and not passed(way, result)}
+        failed += bool(bad)
+        state = f"stock does not run: {found['stock']}" if found["stock"] else f"not as stock: {bad}" if bad else "ok"
+        print(f"{one.name}: {state} ({time.monotonic() - started:.0f} s)", flush=True)
+        matrix_table.keep(megatron.core.__version__, commit, one.name, found)
+    while pools:
+        pools.pop().kill()
+    matrix_table.write(passed, [one.name for one in CONFIGURATIONS])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    from tests.megatron import matrix  # by its own name, for the processes that run it
+
+    sys.exit(matrix.main())

@@ -1,0 +1,72 @@
+"""What the matrix found, kept as JSON, and its table in docs/megatron.md."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+KEPT = DOCS / "megatron_matrix.json"
+PAGE = DOCS / "megatron.md"
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+
+
+def keep(version: str, commit: str, name: str, found: dict) -> None:
+    """Add one configuration; results of another commit of the same version are dropped."""
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if kept.get(version, {}).get("commit") != commit:
+        kept[version] = {"commit": commit, "found": {}}
+    kept[version]["found"][name] = found
+    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def write(passed: Callable[[str, dict], bool], names: list[str]) -> None:
+    """Put the table of all that is kept between the marks of the page."""
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    kept = json.loads(KEPT.read_text())
+    PAGE.write_text(f"{before}{BEGIN}\n{table(kept, passed, names)}{END}{after}")
+
+
+def table(kept: dict, passed: Callable[[str, dict], bool], names: list[str]) -> str:
+    """A row for each model and layout, a column for each version; a cell counts over tied, untied, MTP and ways."""
+    versions = sorted(kept, key=lambda version: [int(part) for part in version.split(".")[:2]])
+    rows = list(dict.fromkeys(name.rsplit("-", 2)[0] for name in names))
+    notes: list[str] = []
+    lines = [
+        "| | " + " | ".join(f"{v} ({kept[v]['commit']})" for v in versions) + " |",
+        "|---" * (len(versions) + 1) + "|",
+    ]
+    for row in rows:
+        cells = []
+        for version in versions:
+            found = {name: one for name, one in kept[version]["found"].items() if name.rsplit("-", 2)[0] == row}
+            cells.append(_cell(found, passed, notes))
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    footnotes = [f"{number}. {note}" for number, note in enumerate(notes, start=1)]
+    return "\n".join([*lines, "", *footnotes, ""] if footnotes else [*lines, ""])
+
+
+def _cell(found: dict, passed: Callable[[str, dict], bool], notes: list[str]) -> str:
+    if not found:
+        return "not run"
+    asked = good = 0
+    said: dict[str, list[str]] = {}
+    for name, one in sorted(found.items()):
+        which = " ".join(name.rsplit("-", 2)[1:])
+        if one["stock"]:
+            said.setdefault(f"stock does not run: `{one['stock']}`", []).append(which)
+            continue
+        for way, result in one.items():
+            if way == "stock":
+                continue
+            asked += 1
+            good += passed(way, result)
+            if not passed(way, result):
+                why = f"`{result['error']}`" if "error" in result else f"{result}"
+                said.setdefault(f"{way}: {why}", []).append(which)
+    for text in said:
+        if text not in notes:
+            notes.append(text)
+    marks = ", ".join(f"{notes.index(text) + 1} ({', '.join(which)})" for text, which in said.items())
+    return (f"{good} of {asked}" if asked else "none") + (f"; note {marks}" if marks else "")
