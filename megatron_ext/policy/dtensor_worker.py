@@ -1,5 +1,6 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch

@@ -226,10 +226,6 @@ class RayPolicy(RayRefit):
         """Of the device that has least."""
         return min(self._all("get_free_memory_bytes"))
 
-    def get_gpu_info(self) -> list[dict[str, Any]]:
-        """Each rank's device and memory."""
-        return self._all("get_gpu_info")
-
     def start_gpu_profiling(self) -> None:
         self._all("start_gpu_profiling")
 

@@ -15,6 +15,10 @@ from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights, read
 class RayRefit(RayActors):
     """Actors whose workers hand weights on: see `megatron_ext.policy.refitting`."""
 
+    def get_gpu_info(self) -> list[dict[str, Any]]:
+        """Each rank's device and memory."""
+        return self._all("get_gpu_info")
+
     def prepare_refit_info(self) -> dict[str, Any]:
         return self._all("prepare_refit_info")[0]
 
