@@ -3,8 +3,8 @@
     python examples/grpo_tiny.py                        # two policy workers on CPU, about a minute
     python examples/grpo_tiny.py --steps 200 --resume   # goes on from the last checkpoint
 
-Each step the generator, a plain copy of the model in this process, is refitted from the policy and samples answers to
-"2+3="; the reward is 1 for the right one. A sample's advantage is how much better it did than the others of the same
+Each step the policy samples answers to "2+3=", by transformers' `generate` on its workers; the reward is 1 for the
+right one. A sample's advantage is how much better it did than the others of the same
 prompt. Ends with the rewards of the first and the last tenth, a curve, and a checkpoint.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, RayPolicy
 from megatron_ext.policy.ray_policy import local_ray
@@ -51,13 +51,11 @@ def tenths(rewards: list[float]) -> tuple[float, float]:
 
 def train(policy: RayPolicy, args: argparse.Namespace) -> list[float]:
     """The mean reward of every step, those before a resumption too."""
-    generator = AutoModelForCausalLM.from_config(model_config()).eval()
     loss = ClippedPGLoss(reference_policy_kl_penalty=args.kl)
     rewards = Progress.read(args.out).rewards if args.resume else []
     progress = tqdm(range(len(rewards), args.steps), initial=len(rewards), total=args.steps, desc="GRPO")
     for step in progress:
-        policy.refit(generator)
-        samples = sample(generator, args, torch.Generator().manual_seed(args.seed << 20 | step))
+        samples = sample(policy, args, args.seed << 20 | step)
         batch = BatchedDataDict(samples.batch())
         batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
         if args.kl:
@@ -95,15 +93,16 @@ class Samples:
         }
 
 
-@torch.no_grad()
-def sample(model: torch.nn.Module, args: argparse.Namespace, random: torch.Generator) -> Samples:
-    """Answers that `model` draws to as many prompts as are asked for, each several times."""
+def sample(policy: RayPolicy, args: argparse.Namespace, seed: int) -> Samples:
+    """Answers that the policy draws to as many prompts as are asked for, each several times."""
+    random = torch.Generator().manual_seed(seed)
     terms = torch.randint(DIGITS, (args.prompts, 2), generator=random).repeat_interleave(args.samples, 0)
     prompts = torch.stack(
         [terms[:, 0], torch.full((len(terms),), PLUS), terms[:, 1], torch.full((len(terms),), EQUALS)], 1
     )
-    answer = torch.multinomial(model(prompts).logits[:, -1].softmax(-1), 1, generator=random)
-    return Samples(torch.cat([prompts, answer], 1), (answer[:, 0] == terms.sum(1)).float(), args.samples)
+    lengths = torch.full((len(prompts),), prompts.shape[1])
+    tokens = policy.generate({"input_ids": prompts, "input_lengths": lengths}, seed=seed)["output_ids"]
+    return Samples(tokens, (tokens[:, -1] == terms.sum(1)).float(), args.samples)
 
 
 @dataclass(frozen=True)
@@ -160,6 +159,7 @@ def policy_config(args: argparse.Namespace) -> dict:
         "train_micro_batch_size": rows // replicas,
         "max_grad_norm": 1.0,
         "dtensor_cfg": {"tensor_parallel_size": args.tensor_parallel_size},
+        "generation": {"max_new_tokens": 1, "temperature": 1.0},  # top_k, top_p: scored as they are sampled
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": args.lr, "weight_decay": 0.0}},
     }
 

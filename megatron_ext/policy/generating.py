@@ -72,9 +72,9 @@ class Generating(Refitting):
             rows: the numbers of the rows in the whole batch, which with the seed say what they draw; None: from 0.
 
         Returns:
-            "output_ids" `[B, T]`, prompts and answers, right-padded; "generation_lengths" and
-            "unpadded_sequence_lengths" `[B]`, tokens of the answers, and of both; "logprobs" fp32 `[B, T]`, of the answers' tokens, 0 elsewhere:
-            what `get_logprobs` gives, as far as `precision` goes. On the CPU.
+            On the CPU, "output_ids" `[B, T]`: prompts and answers, right-padded; "generation_lengths" and
+            "unpadded_sequence_lengths" `[B]`: tokens of the answers, and of both; "logprobs" fp32 `[B, T]`: of the
+            answers' tokens, 0 elsewhere, what `get_logprobs` gives, as far as `precision` goes.
 
         Communicates: nothing after `prepare_for_generation`; else what that does, before and not after.
 

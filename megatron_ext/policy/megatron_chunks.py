@@ -143,6 +143,7 @@ def _position(name: str) -> tuple[int, int]:
 def run_pipeline(
     pieces: list[GPTModel],
     passes: int,
+    shape: tuple[int, ...],
     run: Callable[[GPTModel, int], Tensor],
     use: Callable[[Tensor, int], Tensor | None],
 ) -> None:
@@ -151,6 +152,7 @@ def run_pipeline(
     Args:
         pieces: this rank's, in the order of their layers.
         passes: micro-batches, the same number on all ranks; with virtual stages a multiple of the pipeline's size.
+        shape: rows and places of every micro-batch, with virtual stages; else shapes are sent along.
         run: what one of `pieces` makes of a micro-batch: hidden states `[S, B, D]`, or the last stage's output.
         use: what is done with that, on the last stage alone; it returns the loss to go back from, or None.
 
@@ -175,9 +177,8 @@ def run_pipeline(
         data_iterator=numbers if len(pieces) > 1 else numbers[0],
         model=pieces if len(pieces) > 1 else pieces[0],
         num_microbatches=passes,
-        # Shapes are sent along, as `variable_seq_lengths` says.
-        seq_length=1,
-        micro_batch_size=1,
+        seq_length=shape[1],
+        micro_batch_size=shape[0],
         forward_only=not torch.is_grad_enabled(),
     )
 

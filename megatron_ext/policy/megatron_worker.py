@@ -52,6 +52,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     parallel_key = "megatron_cfg"
     model: Chunks
+    _least_shape: tuple[int, ...] = (0, 0)  # rows and places that every micro-batch is padded to
 
     @cached_property
     def _open(self) -> ExitStack:
@@ -127,7 +128,10 @@ class MegatronPolicyWorker(PolicyWorker):
             num_layers_in_first_pipeline_stage=pipeline.first_layers,
             num_layers_in_last_pipeline_stage=pipeline.last_layers,
             pipeline_dtype=torch.float32,  # that of the residual stream under autocast
-            variable_seq_lengths=pipeline.stages > 1,
+            # Shapes are sent along; with virtual stages Megatron does that so that two ranks mix them up.
+            variable_seq_lengths=pipeline.stages > 1 and pipeline.virtual == 1,
+            overlap_p2p_comm=pipeline.virtual > 1,
+            batch_p2p_comm=pipeline.virtual == 1,
             context_parallel_size=self.settings.context_parallel_size,
             expert_model_parallel_size=self.settings.expert_parallel_size,
             expert_tensor_parallel_size=1,
@@ -167,6 +171,8 @@ class MegatronPolicyWorker(PolicyWorker):
         passes = step.rows()
         if pipeline.virtual > 1:  # the schedule with virtual stages takes as many as there are stages, or a multiple
             passes += [(passes[0][0], False)] * (-len(passes) % pipeline.stages)
+            shapes = [self._rows(self._micro_batch(batch, rows)).tokens.shape for rows, _ in passes]
+            self._least_shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
         def run(piece: GPTModel, number: int) -> Tensor:
             self._piece, self._passed_on = piece, None
@@ -178,9 +184,11 @@ class MegatronPolicyWorker(PolicyWorker):
             return use(found, self._micro_batch(batch, rows), rows, counts)
 
         try:
-            run_pipeline(self.model.pieces, len(passes), run, use_of)
+            rows_, length = self._least_shape
+            shape = (rows_, length + -length % self._length_multiple)
+            run_pipeline(self.model.pieces, len(passes), shape, run, use_of)
         finally:
-            self._piece, self._passed_on = self.model.pieces[-1], None
+            self._piece, self._passed_on, self._least_shape = self.model.pieces[-1], None, (0, 0)
 
     def _from_last_stage(self, found: T | None) -> T:
         if self.settings.pipeline.stages == 1:
@@ -210,21 +218,22 @@ class MegatronPolicyWorker(PolicyWorker):
         columns: int,
         beside: Tensor | None = None,
     ) -> Tensor:
-        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
+        (rows, length), (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape, self._inputs(tokens_BS, cu_seqlens)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             made = self._piece(parts.split(tokens_BS, 1), parts.split(positions_BS, 1), None, packed_seq_params=packing)
         if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
             self._passed_on = made.float()
-            return made.new_zeros(*tokens_BS.shape, columns, dtype=torch.float32)[:, :length]
+            return made.new_zeros(rows, length, columns, dtype=torch.float32)
         if beside is not None:
-            beside = parts.split(F.pad(beside, (0, 0, 0, tokens_BS.shape[1] - length)), 1)
+            padding = (0, 0, 0, tokens_BS.shape[1] - length, 0, tokens_BS.shape[0] - rows)
+            beside = parts.split(F.pad(beside, padding), 1)
         group = parallel_state.get_tensor_model_parallel_group()
         found = read(made, beside, tp_group=group, vocab=VocabShard.split(self._vocabulary, group))
-        return parts.gather(found, 1)[:, :length]
+        return parts.gather(found, 1)[:rows, :length]
 
     def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        length, (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape[1], self._inputs(tokens_BS, cu_seqlens)
+        (rows, length), (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape, self._inputs(tokens_BS, cu_seqlens)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = gpt_forward_with_linear_ce_fusion(
@@ -238,18 +247,17 @@ class MegatronPolicyWorker(PolicyWorker):
             )
         if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
             self._passed_on = found.float()
-            return found.new_zeros(tokens_BS.shape, dtype=torch.float32)[:, :length]
-        return F.pad(found, (0, 1))[:, :length]
+            return found.new_zeros(rows, length, dtype=torch.float32)
+        return F.pad(found, (0, 1))[:rows, :length]
 
     def _inputs(
         self, tokens_BS: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[SequenceParts, Tensor, Tensor, PackedSeqParams | None]:
         """How sequences are cut, their tokens padded for that, the positions of these, and packing for Megatron."""
-        group, config = parallel_state.get_context_parallel_group(), cast(TransformerConfig, self.model.config)
-        ranks, length = self.settings.context_parallel_size, tokens_BS.shape[1]
-        slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
-        padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
-        tokens_BS = F.pad(tokens_BS, (0, padding))
+        (rows, length), group = tokens_BS.shape, parallel_state.get_context_parallel_group()
+        padding = max(self._least_shape[1] - length, 0)
+        padding += -(length + padding) % self._length_multiple
+        tokens_BS = F.pad(tokens_BS, (0, padding, 0, max(self._least_shape[0] - rows, 0)))
         packing = None
         if cu_seqlens is not None:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding] if padding else [cu_seqlens]).int()
@@ -257,6 +265,13 @@ class MegatronPolicyWorker(PolicyWorker):
         parts = SequenceParts(group, cu_seqlens)
         positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
         return parts, tokens_BS, positions_BS, packing
+
+    @property
+    def _length_multiple(self) -> int:
+        """What the length of a micro-batch must be a multiple of, to be cut."""
+        ranks, config = self.settings.context_parallel_size, cast(TransformerConfig, self.model.config)
+        slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
+        return math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
 
     def _end_inference(self) -> None:
         """Megatron leaves nothing behind."""

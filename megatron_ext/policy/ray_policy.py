@@ -5,26 +5,23 @@
 Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
 
+import itertools
 import os
-import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import torch
-from torch import nn
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import LossFunction
-from megatron_ext.policy.memory import device_id, visible_devices
 from megatron_ext.policy.plan import Place
-from megatron_ext.policy.ray_actors import RayActors, Timeouts, import_ray
-from megatron_ext.policy.refit import WeightsHandle, buckets, load_weights, read_weights
+from megatron_ext.policy.ray_actors import Timeouts, import_ray
+from megatron_ext.policy.ray_refit import RayRefit
 from megatron_ext.policy.sampling import pad_token_of
+from megatron_ext.policy.timing import Timer, timed
 
 
-class RayPolicy(RayActors):
+class RayPolicy(RayRefit):
     """A group of policy workers as Ray actors: the methods of a worker, for the whole batch at once.
 
     Actors are placed together where possible; each gets its share of the rows, and results come back in order. Ray must
@@ -85,7 +82,7 @@ class RayPolicy(RayActors):
         timeouts = Timeouts(start_timeout_s, call_timeout_s, heartbeat_timeout_s)
         super().__init__(worker_cls, make, num_workers, bundle, env_vars, timeouts)
         self._place = _place(config, worker_cls, num_workers)
-        self.dp_size = self._place.dp_size
+        self.dp_size, self._unit = self._place.dp_size, 1
         self._start(weights_path, optimizer_path)
 
     def train(
@@ -95,6 +92,7 @@ class RayPolicy(RayActors):
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> dict[str, Any]:
         """A worker's `train` for the rows of all data-parallel ranks; "all_mb_metrics" holds those of all ranks.
 
@@ -103,23 +101,63 @@ class RayPolicy(RayActors):
             RuntimeError: a worker died.
         """
         gbs = self._make["config"]["train_global_batch_size"] if gbs is None else gbs
-        shards = BatchedDataDict(data).shard_by_batch_size(self.dp_size, batch_size=gbs)
-        found = self._each("train", shards, loss_fn, eval_mode, gbs, mbs)
-        metrics: dict[str, list[float]] = {}
-        for result in found:
-            for name, values in result["all_mb_metrics"].items():
-                metrics.setdefault(name, []).extend(values)
-        return found[0] | {"all_mb_metrics": metrics}
+        with timed(timer, "train"):
+            shards = BatchedDataDict(data).shard_by_batch_size(self.dp_size, batch_size=gbs)
+            return _with_all_metrics(self._each("train", shards, loss_fn, eval_mode, gbs, mbs))
 
-    def get_logprobs(self, data: Mapping[str, Any], micro_batch_size: int | None = None) -> BatchedDataDict:
+    def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
+        """A worker's `begin_train_step`: rows follow by `train_microbatch`, the update by `finish_train_step`."""
+        self._all("begin_train_step", loss_fn, gbs, mbs)
+        self._unit = getattr(loss_fn, "unit", 1)  # rows that come together
+
+    def train_microbatch(self, data: Mapping[str, Any], timer: Timer | None = None) -> None:
+        """Some rows of the open step, as equal a share of them as there is for each data-parallel rank.
+
+        Raises:
+            ValueError: fewer rows than data-parallel ranks, or pairs that would be parted; what workers raise.
+        """
+        batch = BatchedDataDict(data)
+        units, rest = divmod(batch.size, self._unit)
+        if units < self.dp_size or rest:
+            raise ValueError(
+                f"data has {batch.size} rows for {self.dp_size} data-parallel ranks, in units of {self._unit}: each "
+                f"must get one, and none is parted; wait for more"
+            )
+        cuts = [units * i // self.dp_size * self._unit for i in range(self.dp_size + 1)]
+        with timed(timer, "train_microbatch"):
+            parts = [batch.select_indices(range(*ends)) for ends in itertools.pairwise(cuts)]
+            self._each("train_microbatch", parts)
+
+    def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
+        """A worker's `finish_train_step`; "all_mb_metrics" holds those of all ranks."""
+        with timed(timer, "finish_train_step"):
+            found = self._all("finish_train_step")
+            return _with_all_metrics([found[rank] for rank in self._place.first_ranks()])
+
+    def abort_train_step(self) -> None:
+        """Closes an open step without an update."""
+        self._all("abort_train_step")
+
+    def get_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
         """ "logprobs" `[B, S]` of all rows; see the worker's."""
-        return self._score("get_logprobs", data, micro_batch_size)
+        with timed(timer, "get_logprobs"):
+            return self._score("get_logprobs", data, micro_batch_size)
 
     def get_reference_policy_logprobs(
-        self, data: Mapping[str, Any], micro_batch_size: int | None = None
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """ "reference_logprobs" `[B, S]` of all rows; see the worker's."""
-        return self._score("get_reference_policy_logprobs", data, micro_batch_size)
+        with timed(timer, "get_reference_policy_logprobs"):
+            return self._score("get_reference_policy_logprobs", data, micro_batch_size)
+
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """ "topk_logits" and "topk_indices" `[B, S, k]` of all rows; see the worker's."""
+        with timed(timer, "get_topk_logits"):
+            return self._score("get_topk_logits", data, k, micro_batch_size)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
         """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
@@ -146,74 +184,34 @@ class RayPolicy(RayActors):
         self._all("finish_generation")
 
     def save_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+        self,
+        weights_path: str,
+        optimizer_path: str | None = None,
+        tokenizer_path: str | None = None,
+        checkpointing_cfg: Mapping[str, Any] | None = None,
+        timer: Timer | None = None,
     ) -> None:
         """A worker's `save_checkpoint`. Folders must be on a file system that all actors share."""
-        self._all("save_checkpoint", weights_path, optimizer_path, tokenizer_path)
+        with timed(timer, "save_checkpoint"):
+            self._all("save_checkpoint", weights_path, optimizer_path, tokenizer_path, checkpointing_cfg)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """A worker's `load_checkpoint`."""
         self._all("load_checkpoint", weights_path, optimizer_path)
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        return self._all("prepare_refit_info")[0]
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        self._all("prepare_for_lp_inference", keep_train_buffers)
 
-    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        return self._all("prepare_weights_for_ipc")[0]
-
-    def get_weights_ipc_handles(
-        self, keys: Iterable[str], devices: Collection[str] | None = None
-    ) -> dict[str, WeightsHandle]:
-        """The handles of all devices, or of these, by their ids; see the worker's."""
-        found: dict[str, WeightsHandle] = {}
-        for handles in self._all("get_weights_ipc_handles", list(keys), devices):
-            found |= handles
-        return found
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """Begins the workers' `init_collective`, where rank 0 waits for the generators; give the result to `wait`."""
-        return self._begin("init_collective", ip, port, world_size)
-
-    def broadcast_weights_for_collective(self) -> list[Any]:
-        """Begins to send the weights, while the generators receive them; give the result to `wait`."""
-        return self._begin("broadcast_weights_for_collective")
-
-    def refit(self, model: nn.Module) -> None:
-        """Copies the policy's weights into a plain model of this process, which must run on an actor's host.
-
-        They come from the actor on the model's own device, or on another one that this process sees.
-
-        Memory beside both models: one bucket of `refit_buffer_bytes`, on that device alone.
-
-        Raises:
-            ValueError: no actor is on a device of this process.
-        """
-        for handle in self._handles_for(next(model.parameters()).device):
-            load_weights(model, handle)
-
-    def iter_weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight of the policy, whole and in `precision`, by transformers' names, in this process, which must run
-        on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
-
-        A weight may be used until the next one is asked for; copy what must stay. For files' names see
-        `megatron_ext.policy.hub_names`.
-
-        Raises:
-            ValueError: no actor is on a device of this process.
-        """
-        for handle in self._handles_for(torch.device(device)):
-            yield from read_weights(handle)
-
-    def free_weights(self) -> None:
-        """Weights that were laid open are gone; nothing where the actors are."""
-        if self._failure is None:
-            self.get_weights_ipc_handles([])
-
-    def prepare_for_lp_inference(self) -> None:
-        self._all("prepare_for_lp_inference")
-
-    def prepare_for_training(self) -> None:
+    def prepare_for_training(self, *_: Any, **__: Any) -> None:
+        """Arguments are for other implementations of the interface."""
         self._all("prepare_for_training")
+
+    def finish_training(self, *_: Any, **__: Any) -> None:
+        """Arguments are for other implementations of the interface."""
+        self._all("finish_training")
+
+    def finish_inference(self) -> None:
+        self._all("finish_inference")
 
     def offload_before_refit(self) -> None:
         self._all("offload_before_refit")
@@ -221,9 +219,12 @@ class RayPolicy(RayActors):
     def offload_after_refit(self) -> None:
         self._all("offload_after_refit")
 
-    def get_gpu_info(self) -> list[dict[str, Any]]:
-        """Each rank's device and memory."""
-        return self._all("get_gpu_info")
+    def return_model_config(self) -> Any:
+        return self._all("return_model_config")[0]
+
+    def get_free_memory_bytes(self) -> int:
+        """Of the device that has least."""
+        return min(self._all("get_free_memory_bytes"))
 
     def start_gpu_profiling(self) -> None:
         self._all("start_gpu_profiling")
@@ -231,30 +232,7 @@ class RayPolicy(RayActors):
     def stop_gpu_profiling(self) -> None:
         self._all("stop_gpu_profiling")
 
-    def _handles_for(self, wanted: torch.device) -> Iterator[WeightsHandle]:
-        """All weights, laid open a bucket at a time on `wanted` or another device that this process sees."""
-        _, budget = self.prepare_weights_for_ipc()
-        device = self._nearest(wanted)
-        try:
-            for bucket in buckets(self.prepare_refit_info(), int(budget)):
-                names = [row.name for row in bucket.rows]
-                yield self.get_weights_ipc_handles(names, [device])[device]
-        finally:
-            self.free_weights()
-
-    def _nearest(self, own: torch.device) -> str:
-        """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
-        actors = self.get_gpu_info()
-        shared = [device for device in visible_devices() if (platform.node(), device) in map(_where, actors)]
-        if not shared:
-            raise ValueError(
-                f"refit() on {platform.node()} sees {', '.join(visible_devices())}, the actors are on "
-                f"{', '.join(sorted({f'{device} of {host}' for host, device in map(_where, actors)}))}: the model must "
-                f"be on a device of theirs; use init_collective elsewhere"
-            )
-        return device_id(own) if device_id(own) in shared else shared[0]
-
-    def _score(self, method: str, data: Mapping[str, Any], micro_batch_size: int | None) -> BatchedDataDict:
+    def _score(self, method: str, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
         """`method` for all rows, an equal share of them on each data-parallel rank."""
         batch = BatchedDataDict(data)
         own = -(-batch.size // self.dp_size)
@@ -262,7 +240,7 @@ class RayPolicy(RayActors):
         starts = [min(own * i, max(batch.size - 1, 0)) for i in range(self.dp_size)]
         # Copies: of a view the whole would be sent.
         shards = [batch.select_indices(range(start, min(start + own, batch.size))) for start in starts]
-        found = BatchedDataDict.from_batches(self._each(method, shards, micro_batch_size))
+        found = BatchedDataDict.from_batches(self._each(method, shards, *args))
         return found.slice(0, batch.size)
 
     def _each(self, method: str, shards: list[BatchedDataDict], *args: Any) -> list[Any]:
@@ -274,6 +252,15 @@ class RayPolicy(RayActors):
         ]
         found = self._collect(begun)
         return [found[rank] for rank in self._place.first_ranks()]
+
+
+def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of the data-parallel ranks' results, with the metrics of all."""
+    metrics: dict[str, list[float]] = {}
+    for result in found:
+        for name, values in result["all_mb_metrics"].items():
+            metrics.setdefault(name, []).extend(values)
+    return found[0] | {"all_mb_metrics": metrics}
 
 
 @contextmanager
@@ -305,7 +292,3 @@ def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Plac
             f"of the model; change it, or the parallel sizes"
         )
     return Place(0, num_workers // copies // stages, copies, stages)
-
-
-def _where(info: Mapping[str, Any]) -> tuple[str, str]:
-    return info["node"], info["device_id"]

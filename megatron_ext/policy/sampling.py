@@ -40,7 +40,7 @@ class SamplingSettings:
         """Of a worker's configuration.
 
         Raises:
-             ValueError: a key is missing or has a value that it cannot have.
+            ValueError: a key is missing or has a value that it cannot have.
         """
         generation = config.get("generation") or {}
         if generation.get("stop_strings"):

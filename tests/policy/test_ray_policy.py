@@ -113,7 +113,8 @@ def policy(ray):
 def test_as_one_worker(ray, truth, tp):
     data, loss_fn = tiny_batch(), ClippedPGLoss()
     before, losses, after = truth
-    with RayPolicy(tiny_config(tp=tp), WORKERS, cpus_per_worker=0.5) as policy:
+    config = tiny_config(tp=tp, generation={"max_new_tokens": 3})
+    with RayPolicy(config, WORKERS, cpus_per_worker=0.5) as policy:
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], before, rtol=1e-5, atol=1e-5)
         found = [policy.train(data, loss_fn) for _ in range(2)]
         torch.testing.assert_close(torch.cat([step["global_loss"] for step in found]), losses, rtol=1e-5, atol=1e-6)
@@ -131,6 +132,30 @@ def test_as_one_worker(ray, truth, tp):
         logits = model(tokens).logits.log_softmax(-1)
         own = logits[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
         torch.testing.assert_close(own, after[:1, 1:], rtol=1e-4, atol=1e-4)
+        found = {name: weight.clone() for name, weight in policy.iter_weights()}
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in found.items())
+
+        sampled = policy.generate(data.slice(0, 3), seed=5)  # of three rows one worker gets two
+        answers = {"input_ids": sampled["output_ids"], "input_lengths": sampled["unpadded_sequence_lengths"]}
+        scored = policy.get_logprobs(answers)["logprobs"]
+        is_new = torch.arange(scored.shape[1]) >= data["input_lengths"][:3, None]
+        torch.testing.assert_close(sampled["logprobs"], scored * is_new, rtol=1e-5, atol=1e-5)
+        assert sampled["generation_lengths"].tolist() == [3, 3, 3]
+        assert (sampled["logprobs"] < 0).sum() == 9
+        # The same rows to other workers.
+        alone = policy.generate(data.slice(0, 1), seed=5)["output_ids"]
+        assert torch.equal(alone[0], sampled["output_ids"][0, : alone.shape[1]])
+
+        true = policy.train(data, loss_fn, eval_mode=True)["global_loss"]
+        policy.begin_train_step(loss_fn)
+        for part in (data.slice(0, 3), data.slice(3, 8)):
+            policy.train_microbatch(part)
+        with pytest.raises(ValueError, match="data has 0 rows for "):
+            policy.train_microbatch(data.slice(0, 0))
+        torch.testing.assert_close(policy.finish_train_step()["global_loss"], true, rtol=1e-5, atol=1e-6)
+        assert policy.get_free_memory_bytes() > 0
+        assert policy.return_model_config().vocab_size == 97
 
 
 def test_rows_that_do_not_divide_are_scored(policy):

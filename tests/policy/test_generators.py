@@ -1,0 +1,145 @@
+"""Weights for generators of any kind: by the Hub's names, in buckets, and into vLLM's `load_weights`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig, Qwen3MoeConfig
+
+from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
+from megatron_ext.policy.hub_names import hub_rename
+from megatron_ext.policy.refit import send_weights
+from megatron_ext.policy.vllm_extension import refit_vllm
+from tests.dtensor.models import SIZES
+from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.vllm_standin import Engine, worker_of
+from tests.ranks import ranks
+
+MOE = SIZES | {"vocab_size": 98, "tie_word_embeddings": False}
+
+
+def mixtral():
+    return MixtralConfig(**MOE, num_local_experts=4)
+
+
+def qwen3_moe():
+    return Qwen3MoeConfig(**MOE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+
+
+def saved_weights(model, folder):
+    """What `save_pretrained` writes, which is what the Hub has."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("config", [tiny_model, mixtral, qwen3_moe])
+def test_names_are_those_of_files(tmp_path, config):
+    model = plain_model(config())
+    true = saved_weights(model, tmp_path)
+    rename = hub_rename(lambda: type(model)(config()))
+    found = dict(pair for name, x in model.state_dict().items() for pair in rename(name, x))
+    assert found.keys() == true.keys()
+    assert all(torch.equal(found[name], x) for name, x in true.items())
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@ranks(2)
+def test_iterated_after_training(backend):
+    """All ranks get every weight whole, as one process has it, in buckets that are no larger than asked for."""
+    if backend == "dtensor":
+        worker = DTensorPolicyWorker(tiny_config(tp=2, precision="bfloat16"))
+    else:
+        config = tiny_config(mixtral(), precision="bfloat16") | {"megatron_cfg": {"expert_model_parallel_size": 2}}
+        worker = MegatronPolicyWorker(config)
+    try:
+        worker.train(shard(tiny_batch(), worker), NLLLoss())
+        true = {name: export.make().bfloat16() for name, export in worker._exports().items()}
+        plain = dict(worker.iter_weights(hub_names=False))
+        assert plain.keys() == true.keys()
+        assert all(torch.equal(plain[name], x) for name, x in true.items())
+        filled = list(worker.iter_weight_buckets(4096))
+        sizes = [sum(x.nbytes for _, x in bucket) for bucket in filled]
+        assert len(sizes) > 3
+        assert all(size <= 4096 or len(bucket) == 1 for size, bucket in zip(sizes, filled, strict=True))
+        hub = {name: x for bucket in filled for name, x in bucket}
+        rename = hub_rename(lambda: plain_model(worker.settings.model))
+        wanted = dict(pair for name, x in true.items() for pair in rename(name, x))
+        assert list(hub) == list(wanted)
+        assert all(torch.equal(hub[name], x) for name, x in wanted.items())
+        with pytest.raises(ValueError, match="buffer_bytes is -1"):
+            next(worker.iter_weight_buckets(-1))
+    finally:
+        worker.shutdown()
+
+
+class Policy:
+    """`RayPolicy`'s methods for refitting, of one worker in this process."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def __getattr__(self, name):
+        return getattr(self.worker, name)
+
+    def free_weights(self):
+        self.worker.get_weights_ipc_handles([])
+
+
+@pytest.mark.parametrize("config", [tiny_model, mixtral])
+@ranks(1)
+def test_refit_of_vllm(config):
+    worker = DTensorPolicyWorker(tiny_config(config(), refit_buffer_bytes=1 << 13))
+    hub = dict(worker.iter_weights())
+    engine = Engine(hub, config(), 2)
+    refit_vllm(Policy(worker), engine)
+    assert [x.model_runner.model.largest_difference(hub) for x in engine.workers] == [0.0, 0.0]
+    worker.train(tiny_batch(), NLLLoss())
+    changed = dict(worker.iter_weights())
+    assert engine.workers[0].model_runner.model.largest_difference(changed) > 1e-4
+    refit_vllm(Policy(worker), engine)
+    assert [x.model_runner.model.largest_difference(changed) for x in engine.workers] == [0.0, 0.0]
+    assert worker._held is None
+    worker.shutdown()
+
+
+@ranks(3)
+def test_refit_of_vllm_by_broadcast():
+    """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""
+    from megatron_ext.distributed.between_jobs import JobsGroup
+    from tests.policy.test_refit import free_port
+
+    plain = plain_model(tiny_model())
+    weights = {name: x.detach() for name, x in plain.state_dict().items()}
+    info = {name: (x.shape, x.dtype) for name, x in weights.items()}
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    if dist.get_rank() == 0:
+        send_weights(weights.items(), info, JobsGroup("127.0.0.1", port[0], 0, 3), 1 << 13)
+        return
+    worker = worker_of(weights, tiny_model(), dist.get_rank() - 1, 2)
+    with pytest.raises(ValueError, match=r"came before policy_weights_join\(\)"):
+        worker.policy_weights_receive(info, 1 << 13)
+    worker.policy_weights_join("127.0.0.1", port[0], 1, 3)
+    worker.policy_weights_receive(info, 1 << 13)
+    worker.policy_weights_finish()
+    assert worker.model_runner.model.largest_difference(weights) == 0.0
+
+
+@ranks(1)
+def test_what_vllm_cannot_take_is_said():
+    config = tiny_model()
+    worker = DTensorPolicyWorker(tiny_config(config))
+    hub = dict(worker.iter_weights())
+    [receiver] = Engine(hub, config, 1).workers
+    names = list(worker.prepare_refit_info())
+    handles = worker.get_weights_ipc_handles(names[:-1])
+    with pytest.raises(ValueError, match="rank 0 runs on CPU-.*the weights lie on GPU-1"):
+        receiver.policy_weights_load({"GPU-1": None})
+    receiver.policy_weights_load(handles)
+    with pytest.raises(ValueError, match=r"did not get lm_head/weight#0 \(1 weights\)"):
+        receiver.policy_weights_finish()
+    receiver.model_runner.vllm_config.quant_config = "fp8"
+    with pytest.raises(ValueError, match="vLLM's model is quantized"):
+        receiver.policy_weights_load(handles)
+    worker.shutdown()
