@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-gpu check format bench bench-gpu clean
+.PHONY: help demo test test-all test-versions test-source test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -52,6 +52,32 @@ test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready) 
 	set -e; for version in $(MEGATRONS); do \
 		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron --ignore tests/megatron/test_attention.py; done
 	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
+
+# Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
+# because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
+# From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
+SOURCE := .venvs/source
+$(SOURCE)/.ready: $(VENV)/.ready
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0
+	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$site/the_rest.pth; \
+	echo 'import typing, typing_extensions; typing.override = typing_extensions.override' > $$site/typing_override.pth
+	printf '#!/bin/sh\nexec "$(CURDIR)/$(@D)/bin/python" -c "import sysconfig; print(sysconfig.get_config_var(\\"EXT_SUFFIX\\"))"\n' \
+		> $(@D)/bin/python3-config
+	chmod +x $(@D)/bin/python3-config
+	@touch $@
+
+test-source: $(SOURCE)/.ready  ## Megatron-Core from source: make test-source MEGATRON=TREE, or CLONE@REF
+	@test -n "$(MEGATRON)" || { echo "say which sources: make test-source MEGATRON=TREE, or CLONE@REF"; exit 2; }
+	rm -rf $(SOURCE)/tree; mkdir -p $(SOURCE)/tree
+	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c megatron *.py; \
+		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
+	@test -d $(SOURCE)/tree/megatron/core || { echo "$(MEGATRON) holds no megatron/core"; exit 2; }
+	PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree" \
+		python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
+		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu

@@ -7,20 +7,16 @@ which travels through transformers' keyword arguments down to the attention func
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S), H heads and D channels of this rank.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group
 from megatron_ext.dtensor.decoder import import_transformers, text_model
 from megatron_ext.dtensor.layers import Unknown, check_attention
-from megatron_ext.sequence.attention import Packing, Window, attend
-from megatron_ext.sequence.host_memo import HostMemo
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.dtensor.sequence_hook import SequenceHook, SequenceLayout
+from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"
 # What transformers passes to attention functions beside what they compute with: positions, which are in the queries and
@@ -44,21 +40,6 @@ _WITHOUT_EFFECT = {
     "target_dtype",
 }
 _HOOK = "_megatron_ext_sequence_hook"
-
-
-@dataclass(frozen=True)
-class SequenceLayout:
-    """What the attention function must know of a call's sequences, beside what the layer knows.
-
-    Attributes:
-        cp_group: the ranks that share each sequence, in the zigzag layout.
-        packing: documents that don't see each other; rows of the batch count as one sequence then, one after the other.
-        hidden_BK: bool `[B, K]`, keys that nobody looks at; None: none are hidden beyond what "causal" hides.
-    """
-
-    cp_group: Group = None
-    packing: Packing | None = None
-    hidden_BK: Tensor | None = None
 
 
 def attention(
@@ -142,15 +123,16 @@ def use_attention(
         tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
 
     Raises:
-        ValueError: a layer of `model` attends in a way that is not known here; from forward: an argument that would be wrong or ignored here: caches, labels, images, masks of other shapes,
-            `logits_to_keep` of a split sequence, positions that contradict the layout.
+        ValueError: a layer of `model` attends in a way that is not known here. From forward: an argument that would be
+            wrong or ignored here: caches, labels, images, masks of other shapes, `logits_to_keep` of a split sequence,
+            positions that contradict the layout.
     """
     import_transformers().AttentionInterface.register(NAME, attention)
     try:
         check_attention(model)
     except Unknown as error:
         raise ValueError(
-            f"{type(model).__name__} has {error}, not known here: it must keep its own attention"
+            f"{type(model).__name__} has {error}: not known here, it must keep its own attention"
         ) from error
     text = text_model(model)
     for module in text.modules():
@@ -186,7 +168,7 @@ def _lead_around(layer: nn.Module) -> None:
     layer.self_attn.register_forward_pre_hook(bring, with_kwargs=True)  # type: ignore[union-attr]
 
 
-def sequence_hook(model: nn.Module) -> "SequenceHook | None":
+def sequence_hook(model: nn.Module) -> SequenceHook | None:
     """The hook that `use_attention` put before `model`'s forward, or None."""
     return model.__dict__.get(_HOOK)
 
@@ -197,133 +179,3 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-_REFUSED = {
-    "past_key_values": "keys and values of tokens that were seen before; generate with an inference engine",
-    "pixel_values": "images: the text tower alone runs here",
-}
-_UNLESS_WHOLE = {
-    "labels": "labels: logits are split over ranks; call megatron_ext.dtensor.causal_lm_loss",
-    "logits_to_keep": "logits_to_keep, counted along a sequence that is split over ranks; pick from the result",
-}
-
-
-@dataclass(frozen=True)
-class SequenceHook:
-    """The hook before a model's forward: arguments about sequences in, a `SequenceLayout` and `position_ids` out.
-
-    Attributes:
-        cp_group: the ranks that share each sequence.
-        slices: ranks over which sequence parallelism cuts what `cp_group` leaves to one rank.
-        logits_in_shards: whether tensor parallelism shards the vocabulary.
-    """
-
-    cp_group: Group
-    slices: int
-    logits_in_shards: bool
-
-    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
-        if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
-            return None
-        if len(args) > 1:
-            raise ValueError(f"{len(args)} positional arguments: only input_ids may be one; pass the others by name")
-        kwargs = dict(kwargs)
-        self._refuse(kwargs)
-        tokens = args[0] if args else kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs.get("inputs_embeds")
-            if tokens is not None and self.slices > 1:
-                raise ValueError("inputs_embeds with sequence parallelism: these would be slices; pass input_ids")
-        if tokens is None:
-            raise ValueError("input_ids is None: pass token ids [batch, tokens], or inputs_embeds")
-        batch, length = tokens.shape[:2]
-        if length % self.slices:
-            raise ValueError(
-                f"input_ids have {length} tokens: sequence parallelism needs a multiple of its {self.slices} "
-                f"ranks; pad to {-(-length // self.slices) * self.slices}"
-            )
-        mask = kwargs.pop("attention_mask", None)
-        hidden_BK = None if mask is None else self._hidden_keys(mask, batch, length)
-        cu_seqlens = kwargs.pop("cu_seqlens", None)
-        if cu_seqlens is None:
-            cu_seqlens = kwargs.get("cu_seq_lens_q")
-        positions = kwargs.get("position_ids")
-        packing = None
-        if cu_seqlens is not None:
-            if hidden_BK is not None or batch != 1:
-                raise ValueError(
-                    f"cu_seqlens with a batch of {batch} and attention_mask={type(mask).__name__}: packed documents "
-                    f"lie in one row, and padding is a document of its own; pass input_ids [1, tokens] alone"
-                )
-            packing = Packing.of(cu_seqlens)
-        expected = self._positions(length, cu_seqlens, tokens.device)
-        if positions is None:
-            positions = expected
-        elif cu_seqlens is None and mask is None:
-            packing = self._packing_of(positions, expected, batch)
-        kwargs.update(
-            position_ids=positions, use_cache=False, sequence_layout=SequenceLayout(self.cp_group, packing, hidden_BK)
-        )
-        return args, kwargs
-
-    def _refuse(self, kwargs: dict[str, Any]) -> None:
-        refused = dict(_REFUSED)
-        if self.logits_in_shards or group_size(self.cp_group) > 1:
-            refused.update(_UNLESS_WHOLE)
-        for name, reason in refused.items():
-            value = kwargs.get(name)
-            if value is not None and not (isinstance(value, int) and value == 0):
-                raise ValueError(f"{name} is given, but this model does not take {reason}")
-        if kwargs.get("use_cache"):
-            raise ValueError("use_cache is True, but this model keeps no keys and values; leave it out")
-        types_BS = kwargs.pop("token_type_ids", None)
-        if types_BS is not None and types_BS.any():
-            raise ValueError("token_type_ids mark images, which attend in both directions; the text tower runs alone")
-
-    def _hidden_keys(self, mask: Tensor, batch: int, length: int) -> Tensor | None:
-        keys = length * group_size(self.cp_group)
-        if not isinstance(mask, Tensor) or tuple(mask.shape) != (batch, keys):
-            found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(
-                f"attention_mask is {found}: it must be [batch, tokens of the whole sequence] = {[batch, keys]}, 0 "
-                f"where a token is padding; for documents pass cu_seqlens"
-            )
-        kept = mask.bool()
-        # Padding behind the tokens: "causal" hides it from all of them already.
-        return None if _never_rises(kept) else ~kept
-
-    def _positions(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-        """`[1, S]`: the positions of this rank's tokens in their documents."""
-        whole = torch.arange(length * group_size(self.cp_group), device=device)
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(device)
-            whole = whole - cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), whole, right=True)]
-        return SequenceParts(self.cp_group, cu_seqlens).split(whole[None], 1)
-
-    def _packing_of(self, positions: Tensor, expected: Tensor, batch: int) -> Packing | None:
-        """The documents that `positions` show."""
-        if group_size(self.cp_group) == 1:
-            lengths = _document_lengths(positions)
-            if len(lengths) == positions.shape[0]:
-                return None
-            return Packing(lengths * (batch // positions.shape[0]), lengths * (batch // positions.shape[0]))
-        if positions.shape[-1] != expected.shape[-1] or not (positions == expected).all():
-            raise ValueError(
-                "position_ids are not those of this rank's part of whole sequences in the zigzag layout; for packed "
-                "documents pass cu_seqlens, else leave position_ids out"
-            )
-        return None
-
-
-_never_rises = HostMemo(lambda kept: bool((kept[:, 1:] <= kept[:, :-1]).all()))
-
-
-def _read_documents(positions: Tensor) -> tuple[int, ...]:
-    begins = torch.ones_like(positions, dtype=torch.bool)
-    begins[:, 1:] = positions.diff() != 1
-    starts = begins.flatten().nonzero().flatten().tolist()
-    return tuple(b - a for a, b in zip(starts, [*starts[1:], positions.numel()], strict=True))
-
-
-_document_lengths = HostMemo(_read_documents)

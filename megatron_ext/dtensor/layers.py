@@ -80,6 +80,20 @@ def check_attention(model: nn.Module) -> None:
             _heads(attention)
 
 
+def check_draws(model: nn.Module) -> None:
+    """Raises ValueError if training `model` draws random numbers for what all tensor-parallel ranks hold alike."""
+    text: Any = text_model(model)
+    for name, value in text.config.to_dict().items():
+        if "classifier" in name or not ("drop" in name or "jitter" in name):
+            continue
+        of_heads = name in ("attention_dropout", "attn_pdrop") and not _is_latent(text.layers[0].self_attn)
+        if not of_heads and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+            raise ValueError(
+                f"{name} is {value}: tensor-parallel ranks would draw different numbers for what they all hold; set it "
+                f"to 0 in the model's config"
+            )
+
+
 def takes_attention_functions(model: nn.Module) -> bool:
     """Whether `model` attends by transformers' attention interface; older forwards do it themselves."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(text_model(model)).__module__])
@@ -110,11 +124,6 @@ def _layer(layer: nn.Module, text: Any, layout: Layout) -> Plan:
         raise Unknown(f"{', '.join(odd)} in a layer")
     plan: Plan = {}
     for name, child in layer.named_children():
-        if isinstance(child, nn.Dropout) and child.p > 0 and layout.tp > 1:
-            raise ValueError(
-                f"{name} drops with probability {child.p}: tensor-parallel ranks would draw different masks; set the "
-                f"dropout of the residual stream in the model's config to 0"
-            )
         if not _has_parameters(child):
             continue
         if name == "self_attn":

@@ -9,12 +9,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
-from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert
+from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
 from megatron_ext.dtensor.layers import (
     Layout,
     Plan,
     Unknown,
     check_attention,
+    check_draws,
     has_experts,
     model_plan,
     takes_attention_functions,
@@ -57,7 +58,7 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
         )
-    why = _unknown(model, layout)
+    why = _unknown(model, layout if custom is None else Layout())
     wanted = {
         "context parallelism": layout.cp > 1,
         "sequence parallelism": layout.sequence_parallel and layout.tp > 1 and custom is None,
@@ -67,16 +68,22 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         raise _unsupported(model, next(name for name, asked in wanted.items() if asked), why)
     if custom is not None:
         return Chosen(custom_plan(custom), why)
-    if why is None:
-        return Chosen(structural_plan(model, layout), None)
     if layout.tp == 1:
         return Chosen({}, why)
+    if why is None:
+        check_draws(model)
+        return Chosen(structural_plan(model, layout), None)
     try:
         plan = get_hf_tp_plan(model)
     except ValueError as error:
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
     if not takes_attention_functions(model):  # such forwards know their number of heads by heart
         raise _unsupported(model, "tensor parallelism", why)
+    if any(isinstance(style, ExpertsByColumn) for style in plan.values()):
+        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+        if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
+            raise _unsupported(model, "tensor parallelism", f"{why}, and {reason}")
+    check_draws(model)
     return Chosen(plan, why)
 
 
@@ -92,7 +99,7 @@ def structural_plan(model: nn.Module, layout: Layout) -> Plan:
     plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
     plan[f"{prefix}embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout.stream)
     plan[head] = ColwiseParallel(input_layouts=layout.stream, output_layouts=Shard(-1), use_local_output=False)
-    return plan if layout.tp > 1 else {}
+    return plan
 
 
 def _unknown(model: nn.Module, layout: Layout) -> str | None:

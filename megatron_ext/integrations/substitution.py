@@ -11,6 +11,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -39,7 +41,7 @@ class Substitution:
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
-        self._pairs: list[tuple[str, Any, Any]] = []  # name, original, ours
+        self._pairs: list[tuple[Any, Any]] = []  # original, ours
 
     @property
     def active(self) -> bool:
@@ -64,18 +66,19 @@ class Substitution:
                     raise self._unknown(f"{seam.module} has no {seam.name}")
                 continue
             ours = seam.ours(original) if seam.made else _distinct(seam.ours)
-            theirs, wanted = parameters(original), parameters(ours)
-            if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
-                raise self._unknown(f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})")
-            pairs.append((seam.name, original, ours))
-        for name, original, ours in pairs:
-            _replace(name, original, ours)
+            for read in (parameters, constructor_parameters):
+                theirs, wanted = read(original), read(ours)
+                if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
+                    raise self._unknown(
+                        f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
+                    )
+            pairs.append((original, ours))
+        _replace(pairs)
         self._pairs = pairs
 
     def restore(self) -> None:
         """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""
-        for name, original, ours in self._pairs:
-            _replace(name, ours, original)
+        _replace([(ours, original) for original, ours in self._pairs])
         self._pairs = []
 
     def _unknown(self, found: str) -> ValueError:
@@ -96,6 +99,13 @@ def parameters(function: Any) -> list[inspect.Parameter]:
     if cls is None:
         return [*inspect.signature(function).parameters.values()]
     return [*inspect.signature(cls.forward).parameters.values()][1:]
+
+
+def constructor_parameters(function: Any) -> list[inspect.Parameter]:
+    """What a class takes when an object of it is made, without self; nothing of a function or an autograd function."""
+    if not isinstance(function, type) or issubclass(function, torch.autograd.Function):
+        return []
+    return [*inspect.signature(function.__init__).parameters.values()][1:]
 
 
 def takes(ours: Sequence[inspect.Parameter], theirs: Sequence[inspect.Parameter]) -> bool:
@@ -133,7 +143,10 @@ def _distinct(ours: Any) -> Any:
     return call
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
+def _replace(pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Puts the second for the first of each pair in every module that was imported, under whatever name."""
+    new = {id(first): second for first, second in pairs}
     for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType) and vars(module).get(name) is old:
-            setattr(module, name, new)
+        if isinstance(module, ModuleType):
+            for name in [name for name, value in vars(module).items() if id(value) in new]:
+                setattr(module, name, new[id(vars(module)[name])])

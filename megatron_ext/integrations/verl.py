@@ -76,11 +76,16 @@ def _adds_up_gradients(hidden: Tensor) -> bool:
 
 
 class FusedLinearForPPO(nn.Module):
-    """Log-probabilities and entropies from hidden states and a whole weight; `chunk_size` tokens at a time."""
+    """Log-probabilities and entropies from hidden states and a whole weight; `chunk_size` tokens at a time.
 
-    def __init__(self, chunk_size: int = 512):
+    `impl_backend`, "torch" or "liger" (verl 0.9), names kernels of verl's own: the head runs in place of either.
+    """
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch"):
         super().__init__()
+        one_of("impl_backend", impl_backend, ("torch", "liger"))
         self.chunk_size = chunk_size
+        self.impl_backend = impl_backend
 
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
@@ -113,6 +118,16 @@ def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
     return head.token_entropy(vocab_parallel_logits)
 
 
+def vocab_parallel_entropy_with_chunking(vocab_parallel_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Entropies `[B, S]` from logits `[B, S, V/R]`, `chunk_size` positions at a time; else as `vocab_parallel_entropy`.
+
+    1 collective, whatever the number of chunks. Raises ValueError for a `chunk_size` below 1.
+    """
+    if type(chunk_size) is not int or chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}: it must be a positive number of positions; pass 2048, say")
+    return head.token_entropy(vocab_parallel_logits, chunk_tokens=chunk_size * vocab_parallel_logits.shape[0])
+
+
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
     """Log-probabilities of labels `[...]` from whole logits `[..., V]`.
 
@@ -137,6 +152,13 @@ def _seams() -> list[Seam]:
             needs="megatron.core",
         ),
         Seam(megatron, "vocab_parallel_entropy", vocab_parallel_entropy, needs="megatron.core"),
+        Seam(
+            megatron,
+            "vocab_parallel_entropy_with_chunking",
+            vocab_parallel_entropy_with_chunking,
+            required=False,  # since verl 0.9
+            needs="megatron.core",
+        ),
     ]
 
 

@@ -19,7 +19,7 @@ from megatron_ext.megatron.module_calls import attribute, calling, split_hooks
 from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits, tp_group
 
 # Frames of these folders pass a request for logits on; the next frame outside is who asks.
-_PASSING = tuple(os.path.dirname(os.path.abspath(package.__file__)) + os.sep for package in (megatron_ext, torch))
+_PASSING = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (megatron_ext, torch))
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
@@ -102,59 +102,64 @@ class Region:
     def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
         made = logits.terms.made if isinstance(logits, PromisedLogits) else logits
-        if made is not None and (not isinstance(logits, PromisedLogits) or self.settings.changed_loss() is None):
+        if made is not None:
             self.counters.stock_losses += 1
-            return self.stock_loss(labels, made, *args, **kwargs)
-        assert isinstance(logits, PromisedLogits)
+            if self.settings.changed_loss() is None:
+                return self.stock_loss(labels, made, *args, **kwargs)
         try:
-            _check_labels(labels, logits)
-            found = self.redeemed(labels, logits.terms)
+            found = self.redeemed(labels, logits) if made is None else self.of_made(labels, made)
         except ValueError as fault:
             self.faults.append(fault)
             return torch.zeros(labels.shape, device=labels.device)
-        if found.hits is not None:
+        if found.hits is not None and isinstance(logits, PromisedLogits):
             logits.terms.hits = labels, found.hits
         if found.z_loss is not None:
             z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
         return found.loss
 
-    def redeemed(self, labels: Tensor, terms: Terms) -> TrainingLoss:
+    def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss:
         """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
-        layer, settings = terms.layer, self.settings
-        labels_SB, options = labels.transpose(0, 1), head_options(terms, settings)
-        options |= {
-            "tp_group": tp_group(layer),
-            "ignore_index": IGNORE_INDEX,
-            "z_loss": settings.z_loss,
-            "label_smoothing": settings.label_smoothing,
-            "chunk_tokens": settings.chunk(labels.shape[0]),
-        }
-        if terms.made is not None:
-            self.counters.stock_losses += 1
-            softcap, temperature = settings.softcap, settings.temperature  # scale and the layer's softcap are in them
-            return _batch_first(
-                training_loss_of_logits(
-                    terms.made, labels_SB, **options | {"softcap": softcap, "temperature": temperature}
-                )
-            )
+        _check_labels(labels, logits)
+        layer, settings, terms = self.layer, self.settings, logits.terms
+        softcap, temperature = bent(terms, settings)
 
         def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
             found = linear_training_loss(
                 hidden,
                 weight,
-                labels_SB,
+                labels.transpose(0, 1),
                 hidden_layout="sequence" if layer.sequence_parallel else "replicated",
                 bias=None if layer.skip_bias_add else layer.bias,
                 cache=settings.cache,
                 hits=self.hits,
                 fuse_main_grad=layer.gradient_accumulation_fusion and weight is terms.own_weight,
-                **options,
+                softcap=softcap,
+                temperature=temperature,
+                **self.options(labels),
             )
             return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
 
         found = terms.read(compute)
         self.counters.losses_fused += 1
         return found
+
+    def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
+        """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
+        softcap, temperature = self.settings.softcap, self.settings.temperature
+        return _batch_first(
+            training_loss_of_logits(
+                logits, labels.transpose(0, 1), softcap=softcap, temperature=temperature, **self.options(labels)
+            )
+        )
+
+    def options(self, labels: Tensor) -> dict[str, Any]:
+        return {
+            "tp_group": tp_group(self.layer),
+            "ignore_index": IGNORE_INDEX,
+            "z_loss": self.settings.z_loss,
+            "label_smoothing": self.settings.label_smoothing,
+            "chunk_tokens": self.settings.chunk(labels.shape[0]),
+        }
 
     def asked(self, terms: Terms) -> None:
         """Somebody wants real logits: say who, and what they cost."""
@@ -174,7 +179,7 @@ def _batch_first(found: TrainingLoss) -> TrainingLoss:
     return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
 
 
-def head_options(terms: Terms, settings: HeadSettings) -> dict[str, Any]:
+def bent(terms: Terms, settings: HeadSettings) -> tuple[float | None, float]:
     """Softcap and temperature of the head for logits `terms.scale * layer's softcap(z)` under `settings`.
 
     Raises:
@@ -188,7 +193,7 @@ def head_options(terms: Terms, settings: HeadSettings) -> dict[str, Any]:
         )
     # c tanh(s z / c) = s (c / s) tanh(z / (c / s))
     softcap = settings.softcap / terms.scale if settings.softcap is not None else own
-    return {"softcap": softcap, "temperature": settings.temperature / terms.scale}
+    return softcap, settings.temperature / terms.scale
 
 
 def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:

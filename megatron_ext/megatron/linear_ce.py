@@ -127,7 +127,7 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
 
     def method(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs).arguments | kwargs
-        with_labels = given.get(labels) is not None
+        with_labels = labels is not None and given.get(labels) is not None
         if (
             model_seams.region(type(self)) != name
             or not (with_labels or multi_token_prediction.takes_losses_without_labels(self))

@@ -14,6 +14,8 @@ import megatron.core
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
+from megatron_ext.megatron.module_calls import innermost
+
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
 LOSS = "compute_language_model_loss"
@@ -125,7 +127,7 @@ def why_not_fused(model: Any) -> str | None:
         )
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
-    if LOSS in vars(model) or not inspect.getattr_static(type(model), LOSS).__module__.startswith("megatron.core."):
+    if not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
         return f"it has a {LOSS} of its own"
     return None
 

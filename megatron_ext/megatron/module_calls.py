@@ -50,7 +50,12 @@ def calling(layer: Any, forward: Callable[..., Any], hooks: Hooks) -> Iterator[N
         yield
 
 
+def innermost(function: Any) -> Any:
+    """The function of a method, or of a partial."""
+    while (inner := getattr(function, "func", None) or getattr(function, "__func__", None)) is not None:
+        function = inner
+    return function
+
+
 def _about_parameters(hook: Any) -> bool:
-    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
-        hook = inner  # of a partial, or a method
-    return str(getattr(hook, "__module__", "")).startswith(_PARAMETER_HOOKS)
+    return str(getattr(innermost(hook), "__module__", "")).startswith(_PARAMETER_HOOKS)

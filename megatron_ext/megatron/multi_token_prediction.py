@@ -24,15 +24,19 @@ def counts_acceptance() -> bool:
 
 def wants_hits(model: Any) -> bool:
     """Whether acceptance will be counted in this call of the model."""
-    return bool(counts_acceptance() and model.training and getattr(model.config, "mtp_num_layers", None))
+    return bool(counts_acceptance() and model.training and _layers(model))
 
 
 def takes_losses_without_labels(model: Any) -> bool:
     """Whether Megatron trains the model's layers of multi-token prediction without labels too, from the tokens."""
     function = getattr(multi_token_prediction, _LOSSES, None)
-    if function is None or not getattr(model.config, "mtp_num_layers", None):
+    if function is None or not _layers(model):
         return False
     return model.training and "input_ids" in inspect.signature(function).parameters
+
+
+def _layers(model: Any) -> int:
+    return getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
 
 
 def counts_by_hits(original: Any) -> Any:

@@ -29,6 +29,7 @@ _FACTS = [
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__),
     *(getattr(Tensor, name).__get__ for name in _GETTERS),
 ]
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _PRODUCTS = (Tensor.mul, torch.mul)
 _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
@@ -130,7 +131,7 @@ class PromisedLogits(Tensor):
         logits = logits.transpose(0, 1).contiguous() if self.batch_first else logits
         return logits.detach() if self.detached else logits
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PromisedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -140,7 +141,7 @@ class PromisedLogits(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _FACTS:
-            if func == Tensor.requires_grad.__get__:
+            if func == _REQUIRES_GRAD:
                 return _requires_grad(args[0])
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -30,7 +30,7 @@ def original_of(function: Any) -> Any:
 def settings_of(model: Any, name: str) -> HeadSettings:
     """Those that the method of the model was wrapped with; the usual ones if it was not."""
     candidates = (vars(model).get(name), getattr(type(model), name, None))
-    return next((f.settings for f in candidates if hasattr(f, "settings")), HeadSettings())
+    return next((found for f in candidates if (found := getattr(f, "settings", None)) is not None), HeadSettings())
 
 
 def replace(owner: Any, name: str, make: Make, settings: HeadSettings) -> None:
@@ -59,7 +59,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings) -> None:
 
     for kind in model_seams.language_models():
         wrap(kind)
-    LanguageModule.__init_subclass__ = classmethod(created)  # type: ignore[assignment]
+    LanguageModule.__init_subclass__ = classmethod(created)
 
 
 def unwrap_models() -> None:

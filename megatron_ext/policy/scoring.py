@@ -81,6 +81,17 @@ class Scoring(Backend):
             found = self._scored(data, micro_batch_size, lambda batch: self._row_logits(batch, largest, 2 * k))
         return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
 
+    def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
+        """Of reward models, whose head gives a number for each row: this worker's models are causal language models.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"score() is of reward models, and {type(self).__name__} has a causal language model; score with "
+            f"transformers' AutoModelForSequenceClassification, or ask get_logprobs() for log-probabilities"
+        )
+
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:

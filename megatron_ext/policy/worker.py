@@ -2,7 +2,7 @@
 
 `PolicyWorker` is what the backends have in common: training, scoring and refitting from the modules of these names, on
 what `backend` asks them for; and here checkpoints, and where things lie. The interface is NeMo-RL's
-`DTensorPolicyWorker`, but: losses get log-probabilities instead of logits, the handles of weights are for our
+`DTensorPolicyWorker`, but: losses get log-probabilities unless they ask for logits, the handles of weights are for our
 `load_weights`, `prepare_refit_info` always has an answer, and what NeMo-RL's worker calls only itself is missing.
 
 Legend: B rows of this data-parallel rank, S positions. Global ranks go through the mesh (dp, cp, tp), tp fastest.

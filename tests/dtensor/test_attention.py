@@ -164,7 +164,7 @@ def test_a_second_call_replaces_the_first():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss"])
 def test_on_a_gpu(name):
     """Packed, windowed, with shared keys, in fp32 as on the CPU; in bf16 as near to it as bf16 is."""
     tokens = _tokens(1, 32)
@@ -198,6 +198,65 @@ def test_softcap(window):
     torch.testing.assert_close(found, parts.split(true, 0))
     for x, expected in zip(torch.autograd.grad(found, mine, parts.split(grad, 0)), true_grads, strict=True):
         torch.testing.assert_close(x, parts.split(expected, 0))
+
+
+def _with_sinks(q, k, v, sinks, window, hidden=None):
+    """`[S, B, H, D]`, by hand: a column of scores more, whose probabilities go nowhere."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    z = torch.einsum("sbhd,tbhd->bhst", q, k) * 0.3
+    z = z.masked_fill(~window.visible(0, len(q), len(k), q.device), float("-inf"))
+    if hidden is not None:
+        z = z.masked_fill(hidden, float("-inf"))
+    column = sinks[None, :, None, None].expand(*z.shape[:3], 1)
+    return torch.einsum("bhst,tbhd->sbhd", torch.cat([z, column], -1).softmax(-1)[..., :-1], v)
+
+
+@pytest.mark.parametrize("window", [CAUSAL, Window(left=3, right=0), Window()], ids=["causal", "window", "all"])
+@ranks(1, 2)
+def test_sinks(window):
+    mesh = meshes(cp=torch.distributed.get_world_size())[0]["cp"]
+    parts = SequenceParts(mesh.get_group())
+    leaves = [torch.randn(16, 2, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(16, 2, 4, 8, dtype=torch.float64)
+    true = _with_sinks(*leaves, sinks, window)
+    *true_grads, true_sinks = torch.autograd.grad(true, [*leaves, sinks], grad)
+    mine = [parts.split(x, 0) for x in leaves]
+    found = attend(*mine, window, cp_group=mesh.get_group(), scale=0.3, sinks=sinks)
+    torch.testing.assert_close(found, parts.split(true, 0))
+    *grads, sink_grad = torch.autograd.grad(found, [*mine, sinks], parts.split(grad, 0))
+    for x, expected in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(x, parts.split(expected, 0))
+    torch.distributed.all_reduce(sink_grad, group=mesh.get_group())
+    torch.testing.assert_close(sink_grad, true_sinks)
+
+
+def test_sinks_of_documents_and_behind_masks():
+    q, k, v = (torch.randn(6, 1, 2, 4, dtype=torch.float64) for _ in range(3))
+    sinks = torch.randn(2, dtype=torch.float64)
+    packing = Packing((4, 2), (4, 2))
+    packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, scale=0.3, sinks=sinks)
+    for document in (slice(0, 4), slice(4, 6)):
+        torch.testing.assert_close(packed[document], _with_sinks(q[document], k[document], v[document], sinks, CAUSAL))
+    hidden = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
+    hidden[..., :2] = True  # the first two queries see the sink alone
+    masked = attend(q, k, v, CAUSAL, mask=hidden, scale=0.3, sinks=sinks)
+    torch.testing.assert_close(masked, _with_sinks(q, k, v, sinks, CAUSAL, hidden))
+    assert masked[:2].eq(0).all()
+    for bad in ({"sinks": sinks[:1]}, {"sinks": sinks, "softcap": 2.0}):
+        with pytest.raises(ValueError, match="one number a head, without softcap"):
+            attend(q, k, v, CAUSAL, **bad)
+
+
+def test_attention_that_is_not_known_is_refused():
+    model = make("llama4")
+    with pytest.raises(ValueError, match="create_chunked_causal_mask|attention in chunks"):
+        use_attention(model)
+    model = use_attention(make("llama"))
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "slopes": 1}), with_kwargs=True)
+    with pytest.raises(ValueError, match="passes slopes to its attention"):
+        model(input_ids=_tokens(1, 4))
 
 
 def test_softcap_where_a_query_sees_nothing():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.dtensor.cells import check
-from tests.dtensor.models import FAMILIES, MIXTURES
+from tests.dtensor.models import FAMILIES, MIXTURES, STACKED
 from tests.ranks import ranks
 
 LAYOUTS = {
@@ -23,7 +23,7 @@ def cells(layouts):
     return [
         pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow)
         for cell in itertools.product(FAMILIES, layouts)
-        if cell[0] in MIXTURES or "ep" not in cell[1]
+        if (cell[0] in MIXTURES and STACKED) or "ep" not in cell[1]
     ]
 
 

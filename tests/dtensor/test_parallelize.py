@@ -138,10 +138,15 @@ def test_models_without_a_plan_are_told_what_is_missing():
     model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1}))
     with pytest.raises(ValueError, match="num_key_value_heads is 1"):
         parallelize(model, mesh, dp_cp)
-    model = make("llama")
-    model.model.layers[1].dropout = torch.nn.Dropout(0.1)
-    with pytest.raises(ValueError, match="dropout drops with probability 0.1"):
-        parallelize(model, mesh, dp_cp)
+    for name, draws in (
+        ("phi3", "resid_pdrop"),
+        ("mixtral", "router_jitter_noise"),
+        ("deepseek_v3", "attention_dropout"),
+    ):
+        model = make(name)
+        setattr(model.config, draws, 0.1)
+        with pytest.raises(ValueError, match=f"{draws} is 0.1: tensor-parallel ranks would draw different numbers"):
+            parallelize(model, mesh, dp_cp)
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 import re
 
+import fsdp2_gpt
 import patch_gpt
 import pipeline_stage
 import pytest
@@ -36,6 +37,36 @@ def test_patching_gpt_changes_no_loss():
             assert_learns_alike(patch_gpt.train(), stock)
         finally:
             patch_gpt.unpatch()
+
+
+@ranks(2)
+def test_patching_a_gpt_in_fsdp2_changes_no_loss():
+    from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+
+    with model_parallel():
+        stock = fsdp2_gpt.train()
+        reset_fusion_report()
+        fsdp2_gpt.patch(chunk_size=8)
+        try:
+            assert_learns_alike(fsdp2_gpt.train(), stock)
+        finally:
+            fsdp2_gpt.unpatch()
+        found = fusion_report()
+    assert (found.losses_fused, found.logits_made) == (fsdp2_gpt.STEPS, 0)
+
+
+@pytest.mark.slow
+def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
+    script = str(EXAMPLES / "pretrain_hybrid.py")
+    launcher = (*TORCHRUN, "-m", "megatron_ext.run", "--cpu")
+    stock, ours = run(*launcher, script), run(*launcher, "--linear-ce", script)
+    assert stock.returncode == ours.returncode == 0, stock.stderr + ours.stderr
+    stock_losses, our_losses = (
+        [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)] for done in (stock, ours)
+    )
+    assert len(stock_losses) == 10
+    assert_learns_alike(our_losses, stock_losses)
+    assert re.search(r"fused head: (Hybrid|Mamba)Model: 1 losses fused, logits made 0 times\n", ours.stderr)
 
 
 @ranks(1, 2)

@@ -238,7 +238,7 @@ def test_what_only_one_rank_finds_too_large():
         (lambda: linear_gather_log_probs(x, w, ids, group), r"indices holds one outside \[0, 18\)"),
         (lambda: linear_gather_log_probs(half, w, ids, group, "sequence"), r"indices holds one outside \[0, 18\)"),
         (lambda: linear_topk_log_probs(x, w, 19, group), "k is 19"),
-        (lambda: linear_sampled_log_probs(x, w, labels, 19, 0.9, 1.0, group), "top_k is 19"),
+        (lambda: linear_sampled_log_probs(x, w, labels, 19, 0.9, 1.0, group), r"labels holds \[19\], outside"),
         (lambda: linear_sampled_log_probs(x, w, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside"),
         (lambda: linear_sampled_log_probs(x, w, labels, None, 1.0, 1.0, group), r"labels holds \[19\], outside"),
     ):

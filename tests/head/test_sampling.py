@@ -1,5 +1,7 @@
 """Log-probabilities under the distribution that tokens were sampled from: top-k, top-p, both, with temperature."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from megatron_ext.head import (
     linear_sampled_log_probs,
     sampled_log_probs,
     token_entropy,
+    top_k_filter,
     vocab_parallel_log_softmax,
 )
 from tests.head.problems import error
@@ -99,8 +102,14 @@ def test_ties_of_narrow_logits(dtype):
 
 
 @ranks(1, 2, 4)
-def test_more_equals_than_k():
+@pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
+def test_more_equals_than_k(device):
     """Far more columns than k equal the k-th, on some ranks or all: each is kept and has its share of the gradient."""
+    with mock.patch.object(top_k_filter, "_is_free_to_look", return_value=device == "cpu"):
+        check_more_equals_than_k()
+
+
+def check_more_equals_than_k():
     group = dist.group.WORLD
     width = 40 // group_size(group)
     own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))

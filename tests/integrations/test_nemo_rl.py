@@ -35,8 +35,10 @@ def package(tmp_path, monkeypatch):
         for each in (folder, folder.parent):
             (each / "__init__.py").write_text("")
         (folder / "model_utils.py").write_text("\n".join(lines))
+        other = "from nemo_rl.distributed.model_utils import DistributedLogprob as other_name\n"
         for user in ("early", "late"):
-            (folder / f"{user}.py").write_text(f"from nemo_rl.distributed.model_utils import {', '.join(NAMES)}\n")
+            names = f"from nemo_rl.distributed.model_utils import {', '.join(NAMES)}\n"
+            (folder / f"{user}.py").write_text(names + other)
         monkeypatch.syspath_prepend(tmp_path)
         importlib.invalidate_caches()
         return importlib.import_module(nemo_rl.MODULE)
@@ -64,10 +66,12 @@ def test_every_name_is_replaced_and_put_back(package):
     torch.testing.assert_close(early.get_next_token_logprobs_from_logits(ids, logits), wanted)
     torch.testing.assert_close(early.DistributedLogprob.apply(logits[:, :-1], ids[:, 1:], 0, 7, None), wanted)
     assert issubclass(early.DistributedLogprob, torch.autograd.Function)
+    assert early.other_name is late.other_name is early.DistributedLogprob
     kept = model_utils.from_parallel_logits_to_logprobs
     nemo_rl.restore()
     for each in (module, early, late):
         assert all(getattr(each, name) is theirs[name] for name in NAMES)
+    assert early.other_name is late.other_name is theirs["DistributedLogprob"]
     assert model_utils.from_parallel_logits_to_logprobs is kept
 
 

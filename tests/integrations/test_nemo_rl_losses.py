@@ -6,10 +6,18 @@ NEMO_RL_SRC=/path/to/RL python -m pytest tests/integrations/test_nemo_rl_losses.
 import pytest
 import torch
 
-from megatron_ext.policy import ClippedPGLoss, DistillationLoss, DPOLoss, NLLLoss
+from megatron_ext.policy import (
+    BatchedDataDict,
+    ClippedPGLoss,
+    DistillationLoss,
+    DPOLoss,
+    DTensorPolicyWorker,
+    NLLLoss,
+)
 from megatron_ext.policy.losses import valid_counts
 from tests.integrations.test_nemo_rl_source import SOURCE, source
-from tests.policy.problems import tiny_batch
+from tests.policy.problems import tiny_batch, tiny_config
+from tests.ranks import ranks
 
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="NEMO_RL_SRC names no source of NeMo-RL")
 
@@ -110,3 +118,33 @@ def test_distillation(kind, zero):
     torch.testing.assert_close(found[0], wanted[0])
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss, _ in (found, wanted)]
     torch.testing.assert_close(*grads)
+
+
+@ranks(2)
+def test_their_losses_train_our_worker():
+    """As ours do: loss and norm of a step, from log-probabilities filtered or not, and from a teacher's top-k."""
+    for generation in ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}):
+        config = tiny_config(tp=2, generation=generation)
+        data = tiny_batch(8)
+        top = torch.randn(*data["input_ids"].shape, 97, generator=_seeded(5)).topk(3)
+        data["teacher_topk_logits"], data["teacher_topk_indices"] = top.values, top.indices
+        shifted = BatchedDataDict(data, reference_policy_logprobs=data["reference_policy_logprobs"].roll(-1, 1))
+        with source() as nemo_rl:
+            clipped = nemo_rl.loss.ClippedPGLossConfig(use_importance_sampling_correction=True)
+            distilled = nemo_rl.loss.DistillationLossConfig(zero_outside_topk=True)
+            pairs = [
+                (nemo_rl.loss.ClippedPGLossFn(clipped), ClippedPGLoss.from_config(clipped), data),
+                (nemo_rl.loss.NLLLossFn(), NLLLoss(), data),
+                (nemo_rl.loss.DistillationLossFn(distilled), DistillationLoss(zero_outside_topk=True), data),
+                (nemo_rl.loss.DPOLossFn(nemo_rl.loss.DPOLossConfig()), DPOLoss(0.05), shifted),
+            ]
+            pairs = pairs[:1] if "top_k" in generation else pairs
+            for theirs, loss_fn, given in pairs:
+                if given is shifted:
+                    data["sample_mask"] = given["sample_mask"] = torch.ones(8)
+                found, wanted = (
+                    DTensorPolicyWorker(config, init_reference_model=False).train(rows, chosen)
+                    for chosen, rows in ((theirs, given), (loss_fn, data))
+                )
+                for name in ("global_loss", "grad_norm"):
+                    torch.testing.assert_close(found[name], wanted[name], rtol=2e-5, atol=1e-6)

@@ -1,16 +1,17 @@
 """TRL's trainers with our log-probabilities: the same steps; and each function against plain PyTorch in fp64."""
 
 import functools
+import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-trl = pytest.importorskip("trl", reason="TRL is not installed (requirements-dev.txt names it)")
-from trl.trainer import utils  # noqa: E402  after importorskip
+from megatron_ext.integrations import substitution
+from megatron_ext.integrations import trl as ours
 
-from megatron_ext.integrations import substitution  # noqa: E402
-from megatron_ext.integrations import trl as ours  # noqa: E402
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 NAMES = ["selective_log_softmax", "selective_log_softmax_and_entropy", "_ChunkedLogProbFunction"]
 # What TRL's versions take: the first up to 1.10, the others since.
@@ -23,10 +24,16 @@ KNOWN = {
 }
 
 
+def with_trl(test):
+    """Slow for TRL's import alone."""
+    return pytest.mark.slow(pytest.mark.skipif(not HAS_TRL, reason="TRL is not installed")(test))
+
+
 @pytest.fixture
-def applied():
-    ours.apply()
-    yield
+def utils():
+    from trl.trainer import utils
+
+    yield utils
     ours.restore()
 
 
@@ -36,7 +43,16 @@ def truth(z, index, temperature=1.0):
     return found.view(index.shape), -(log_probs.exp() * log_probs).sum(-1)
 
 
-def test_what_is_replaced_is_what_this_version_has():
+def test_ours_take_what_theirs_take():
+    for seam in ours._seams():
+        function = seam.ours(None) if seam.made else seam.ours
+        assert ", ".join(p.name for p in substitution.parameters(function)) == KNOWN[seam.name][-1]
+
+
+@with_trl
+def test_what_is_replaced_is_what_this_version_has(utils):
+    import trl
+
     assert trl.__version__ == "1.16.0", "look at the seams of the version that is installed"
     originals = {name: getattr(utils, name) for name in NAMES}
     for name, original in originals.items():
@@ -56,7 +72,8 @@ def test_what_is_replaced_is_what_this_version_has():
     assert all(getattr(utils, name) is originals[name] for name in NAMES)
 
 
-def test_a_version_that_is_not_known_is_refused(monkeypatch):
+@with_trl
+def test_a_version_that_is_not_known_is_refused(utils, monkeypatch):
     """One function has parameters of another meaning: none is replaced."""
 
     def selective_log_softmax(logits, mask, index):
@@ -76,21 +93,21 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("k", [None, 3])
-def test_from_logits(applied, dtype, k):
+def test_from_logits(dtype, k):
     z = torch.randn(2, 5, 40).to(dtype).requires_grad_()
     index, mask = torch.randint(40, (2, 5) if k is None else (2, 5, k)), torch.ones(2, 5).long()
     mask[1, 3:] = 0
     leaf = z.detach().double().requires_grad_()
     wanted, entropy = truth(leaf, index, 0.7)
     upstream = torch.randn(wanted.shape).double()
-    found = utils.selective_log_softmax(z, index, temperature=0.7)
+    found = ours.selective_log_softmax(z, index, temperature=0.7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=5e-6)
     (grad,) = torch.autograd.grad(found, z, upstream.float())
     (dz,) = torch.autograd.grad(wanted, leaf, upstream, retain_graph=True)
     torch.testing.assert_close(grad, dz.to(dtype))
     if k is None:
-        found, of_entropy = utils.selective_log_softmax_and_entropy(z, index, False, 0.7, mask)
+        found, of_entropy = ours.selective_log_softmax_and_entropy(z, index, False, 0.7, mask)
         torch.testing.assert_close(found.double(), wanted.where(mask > 0, 0.0), rtol=0, atol=5e-6)
         torch.testing.assert_close(of_entropy.double(), entropy.where(mask > 0, 0.0), rtol=0, atol=5e-6)
         assert not of_entropy.requires_grad
@@ -98,26 +115,15 @@ def test_from_logits(applied, dtype, k):
         torch.testing.assert_close(grad, dz.where(mask.unsqueeze(-1) > 0, 0.0).to(dtype))
 
 
-@pytest.mark.parametrize(
-    "softcap, scale, outputs",
-    [
-        (None, 1.0, ("log_probs", "entropy", "is_top1")),
-        (5.0, 1.0, ("log_probs", "entropy")),
-        (None, 0.25, ("log_probs",)),
-        (5.0, 0.25, ("log_probs", "entropy")),  # these two are TRL's own
-        (None, 1.0, ("log_probs", "entropy", "mean_logits")),
-    ],
-)
-def test_from_hidden_states(applied, softcap, scale, outputs):
+def check_fused_head(apply, softcap, scale, outputs):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((7, 16), (50, 16), (50,))]
-    targets = torch.randint(50, (7,))
-    found = utils._ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 32, softcap, scale, outputs)
     doubles = [x.detach().double().requires_grad_() for x in leaves]
     z = nn.functional.linear(*doubles) * scale
     z = z if softcap is None else softcap * (z / softcap).tanh()
+    targets = torch.randint(50, (7,))
     targets[0] = z[0].argmax()
     wanted, entropy = truth(z, targets, 0.7)
-    found = utils._ChunkedLogProbFunction.apply(*leaves, targets, 0.7, 32, softcap, scale, outputs)
+    found = apply(*leaves, targets, 0.7, 32, softcap, scale, outputs)
     torch.testing.assert_close(found[0].double(), wanted, rtol=0, atol=1e-5)
     made, expected = [found[0]], [wanted]
     if "entropy" in outputs:
@@ -130,6 +136,43 @@ def test_from_hidden_states(applied, softcap, scale, outputs):
     grads = torch.autograd.grad(made, leaves, [upstream] * len(made))
     for grad, want in zip(grads, torch.autograd.grad(expected, doubles, [upstream.double()] * len(made)), strict=True):
         torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "softcap, scale, outputs",
+    [
+        (None, 1.0, ("log_probs", "entropy", "is_top1")),
+        (5.0, 1.0, ("log_probs", "entropy")),
+        (None, 0.25, ("log_probs",)),
+    ],
+)
+def test_from_hidden_states(softcap, scale, outputs):
+    check_fused_head(ours._fused_head(None).apply, softcap, scale, outputs)
+
+
+def test_what_is_left_to_theirs():
+    calls = []
+    head = ours._fused_head(SimpleNamespace(apply=lambda *given: calls.append(given)))
+    hidden, weight, targets = torch.randn(7, 16), torch.randn(50, 16), torch.zeros(7).long()
+    for softcap, scale, outputs in (
+        (5.0, 0.25, ("log_probs",)),
+        (None, 0.0, ("log_probs",)),
+        (None, 1.0, ("log_probs", "mean_logits")),
+        (None, 1.0, ("log_probs", "log_sum_sq_probs")),
+    ):
+        given = (hidden, weight, None, targets, 0.7, 32, softcap, scale, outputs)
+        head.apply(*given)
+        assert calls.pop() == given
+    weight.ds_id = 3  # DeepSpeed's mark of a parameter that is partitioned
+    head.apply(hidden, weight, None, targets, 0.7, 32)
+    assert len(calls) == 1
+
+
+@with_trl
+@pytest.mark.parametrize("outputs", [("log_probs", "entropy", "is_top1"), ("log_probs", "entropy", "mean_logits")])
+def test_the_fused_head_in_its_place(utils, outputs):
+    ours.apply()
+    check_fused_head(utils._ChunkedLogProbFunction.apply, 5.0, 1.0, outputs)
 
 
 def _parts(folder):
@@ -190,8 +233,9 @@ def _same_steps(make, model, monkeypatch, called):
         torch.testing.assert_close(our_weights[name], weights[name], rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.slow
+@with_trl
 def test_dpo_steps(tmp_path, monkeypatch):
+    import trl
     from datasets import Dataset
 
     model, tokenizer = _parts(tmp_path)
@@ -207,8 +251,9 @@ def test_dpo_steps(tmp_path, monkeypatch):
     _same_steps(make, model, monkeypatch, "linear_log_probs")
 
 
-@pytest.mark.slow
+@with_trl
 def test_grpo_steps(tmp_path, monkeypatch):
+    import trl
     from datasets import Dataset
 
     model, tokenizer = _parts(tmp_path)

@@ -23,6 +23,8 @@ from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
 from tests.ranks import ranks
 
+SLOW = pytest.mark.slow
+
 
 def shard(model, reshard: bool) -> None:
     """As Megatron's TorchFullyShardedDataParallel does: layers, embedding and output layer, then the whole."""
@@ -54,8 +56,8 @@ def averaged(grads: dict) -> dict:
 
 @ranks(2)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
-@pytest.mark.parametrize("build", [one_gpt, tiny_hybrid])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=SLOW)], ids=["resharded", "kept"])
+@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
 def test_fsdp2(build, tied, reshard):
     with model_parallel():
         model = build(tied=tied)
@@ -105,7 +107,7 @@ MEGATRONS = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", MEGATRONS)
+@pytest.mark.parametrize("case", [case if case == "megatron" else pytest.param(case, marks=SLOW) for case in MEGATRONS])
 def test_training_in_megatrons_wrappers(case):
     how, overrides, sharding = MEGATRONS[case]
 

@@ -1,5 +1,7 @@
 """The fused head in Megatron's other models: found by what they have, exact, and without logits in training."""
 
+import functools
+
 import pytest
 import torch
 
@@ -57,8 +59,8 @@ TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
 @ranks(2)
-@TIED
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@TIED
 def test_hybrid(tied, sequence_parallel):
     with model_parallel(tp=2):
         model = language_models.tiny_hybrid(tied=tied, sequence_parallel=sequence_parallel)
@@ -72,11 +74,23 @@ def test_bert(tied):
         compare(language_models.tiny_bert(tied=tied), bert_step, own_layer)
 
 
+@pytest.mark.slow
 @ranks(2)
 @TIED
 def test_t5(tied):
     with model_parallel(tp=2):
         compare(language_models.tiny_t5(tied=tied), t5_step, t5_layer)
+
+
+@ranks(1)
+def test_a_loss_that_megatron_binds_once():
+    """As newer versions choose it when the model is built: the head still goes in."""
+    with model_parallel():
+        model = one_gpt()
+        model.compute_language_model_loss = functools.partial(type(model).compute_language_model_loss, model)
+        own = dict(vars(model))
+        compare(model, hybrid_step, own_layer)
+        assert vars(model) == own
 
 
 @ranks(1)

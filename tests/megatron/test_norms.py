@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.megatron.norms import LayerNorm, Norm, QKNorm, RMSNorm
+from megatron_ext.megatron.norms import LayerNorm, Norm, RMSNorm
 
 
 def config(**overrides):
@@ -55,8 +55,5 @@ def test_parameters_carry_the_mark_that_sums_their_gradients_over_tensor_paralle
 def test_config_names_the_norm():
     assert type(Norm(config(), 4)) is LayerNorm
     assert type(Norm(config(normalization="RMSNorm"), 4)) is RMSNorm
-    assert type(QKNorm(config(qk_layernorm=True), 4)) is LayerNorm
-    x = torch.randn(2, 4)
-    assert QKNorm(config(), 4)(x) is x
     with pytest.raises(ValueError, match=r"config.normalization is 'L3Norm': it must be one of"):
         Norm(config(normalization="L3Norm"), 4)

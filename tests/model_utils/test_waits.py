@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.meter import one_rank_of
-from megatron_ext.head import checks, nucleus, passes, rows, sampling_checks
+from megatron_ext.head import checks, nucleus, passes, rows, sampling_checks, top_k_filter
 from megatron_ext.model_utils import (
     ChunkedDistributedEntropy,
     ChunkedDistributedGatherLogprob,
@@ -29,7 +29,7 @@ def on_gpus(monkeypatch):
     """All tensors say that they are on a GPU, and are checked there."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(passes, "_twin", lambda: None)  # Triton cannot run on them
-    for module in (checks, nucleus, rows, sampling_checks):
+    for module in (checks, nucleus, rows, sampling_checks, top_k_filter):
         monkeypatch.setattr(module, "has_values", lambda x: True)
 
     assign = torch.Tensor.__setitem__

@@ -37,15 +37,48 @@ def test_nll():
     assert whole_loss(NLLLoss(), log_probs, data).item() == pytest.approx(sum(found) / len(found), rel=1e-6)
 
 
-def clipped_pg(log_prob, prev, generation, reference, advantage, o):
-    ratio = math.exp(log_prob - prev)
-    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - o.ratio_clip_min), 1 + o.ratio_clip_max))
-    if o.ratio_clip_c is not None and advantage < 0:
-        loss = min(loss, -advantage * o.ratio_clip_c)
-    if o.use_importance_sampling_correction:
-        loss *= math.exp(prev - generation)
-    d = reference - log_prob
-    return loss + o.reference_policy_kl_penalty * (math.exp(d) - d - 1)
+def bounded(x, low, high):
+    return min(max(x, low), high)
+
+
+def sampling_weight(drift, place, o):
+    """Of a token, `drift` the differences of its row's."""
+    weight = math.exp(sum(drift) if o.sequence_level_importance_ratios else drift[place])
+    kind, low = o.truncated_importance_sampling_type, o.truncated_importance_sampling_ratio_min or 0.0
+    if kind is None:
+        return weight
+    high = o.truncated_importance_sampling_ratio
+    if kind == "tis":
+        return bounded(weight, low, high)
+    judged = weight if kind == "icepop" else math.exp(sum(drift) / len(drift))
+    return weight if low <= judged <= high else 0.0
+
+
+def clipped_pg(row, prev, generation, reference, advantages, o):
+    """Losses of a row's tokens."""
+    found = []
+    for t, (log_prob, advantage) in enumerate(zip(row, advantages, strict=True)):
+        change = [a - b for a, b in zip(row, prev, strict=True)]
+        ratio = math.exp(sum(change) / len(change) if o.sequence_level_importance_ratios else change[t])
+        clipped = bounded(ratio, 1 - o.ratio_clip_min, 1 + o.ratio_clip_max)
+        if o.force_on_policy_ratio:
+            ratio = clipped = 1.0
+        if o.disable_ppo_ratio:
+            ratio = clipped = log_prob
+        loss = max(-advantage * ratio, -advantage * clipped)
+        if o.use_cispo:
+            loss = -clipped * advantage * log_prob
+        if o.ratio_clip_c is not None and advantage < 0:
+            loss = min(loss, -advantage * o.ratio_clip_c)
+        if o.use_importance_sampling_correction:
+            drift = [a - b for a, b in zip(row if o.force_on_policy_ratio else prev, generation, strict=True)]
+            loss *= sampling_weight(drift, t, o)
+        d = bounded(reference[t] - log_prob, -o.kl_input_clamp_value, o.kl_input_clamp_value)
+        kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[o.reference_policy_kl_type]
+        kl *= math.exp(log_prob - generation[t]) if o.use_on_policy_kl_approximation else 1.0
+        kl = bounded(kl, -o.kl_output_clamp_value, o.kl_output_clamp_value)
+        found.append(loss + (0 if o.use_kl_in_reward else o.reference_policy_kl_penalty * kl))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -54,13 +87,30 @@ def clipped_pg(log_prob, prev, generation, reference, advantage, o):
         ClippedPGLoss(),
         ClippedPGLoss(reference_policy_kl_penalty=0.3, ratio_clip_min=0.1, ratio_clip_max=0.3, ratio_clip_c=1.2),
         ClippedPGLoss(0.1, token_level_loss=False, use_importance_sampling_correction=True),
+        ClippedPGLoss(0.3, kl_input_clamp_value=0.2, kl_output_clamp_value=0.01, reference_policy_kl_type="k2"),
+        ClippedPGLoss(0.3, reference_policy_kl_type="k1", use_on_policy_kl_approximation=True, use_cispo=True),
+        ClippedPGLoss(0.3, use_kl_in_reward=True, disable_ppo_ratio=True),
+        ClippedPGLoss(force_on_policy_ratio=True, use_importance_sampling_correction=True),
+        ClippedPGLoss(ratio_clip_max=0.05, token_level_loss=False, sequence_level_importance_ratios=True),
+        *(
+            ClippedPGLoss(
+                use_importance_sampling_correction=True,
+                truncated_importance_sampling_type=kind,
+                truncated_importance_sampling_ratio=1.1,
+                truncated_importance_sampling_ratio_min=0.9,
+                sequence_level_importance_ratios=by_row,
+                token_level_loss=not by_row,
+            )
+            for kind, by_row in (("tis", False), ("tis", True), ("icepop", False), ("seq-mask-tis", False))
+        ),
     ],
+    ids=str,
 )
 def test_clipped_policy_gradient(loss_fn):
     log_probs, data = problem()
     keys = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
     rows = [
-        [clipped_pg(log_probs[b, t].item(), *(data[key][b, t].item() for key in keys), loss_fn) for t in places]
+        clipped_pg(log_probs[b, places].tolist(), *(data[key][b, places].tolist() for key in keys), loss_fn)
         for b, places in counting_tokens(data)
     ]
     if loss_fn.token_level_loss:
@@ -129,12 +179,75 @@ def test_large_differences_at_padding_do_no_harm():
     assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
 
 
+TRUNCATED = {"truncated_importance_sampling_type": "icepop", "use_importance_sampling_correction": True}
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"ratio_clip_min": -0.1}, {"ratio_clip_c": 1.0}, {"reference_policy_kl_penalty": -1}]
+    "wrong",
+    [
+        {"ratio_clip_min": -0.1},
+        {"ratio_clip_c": 1.0},
+        {"reference_policy_kl_penalty": -1},
+        {"reference_policy_kl_type": "k4"},
+        {"sequence_level_importance_ratios": True},
+        {"use_cispo": True, "ratio_clip_c": 3.0},
+        {"use_cispo": True, "token_level_loss": False},
+        {"truncated_importance_sampling_type": "clip"},
+        {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
+        {"truncated_importance_sampling_ratio": 2.0},
+        TRUNCATED,
+        {"truncated_importance_sampling_ratio": 2.0, **TRUNCATED},
+        {"truncated_importance_sampling_ratio_min": 3.0, "truncated_importance_sampling_ratio": 2.0, **TRUNCATED},
+    ],
+    ids=str,
 )
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ClippedPGLoss(**wrong)
+
+
+def test_positive_examples():
+    """Beside the policy gradient the mean over the tokens of this micro-batch in rows with a reward."""
+    log_probs, data = problem()
+    data["rewards"] = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.0, 3.0])
+    rows = dict(counting_tokens(data))
+    own = [-log_probs[b, t].item() for b in (0, 2, 5) for t in rows.get(b, [])]
+    found = whole_loss(ClippedPGLoss(positive_example_nll_weight=0.5), log_probs, data)
+    want = whole_loss(ClippedPGLoss(), log_probs, data) + 0.5 * sum(own) / len(own)
+    assert found.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_metrics_of_a_generator_that_differs():
+    log_probs, data = problem()
+    _, metrics = ClippedPGLoss()(log_probs, data, *counts_for(ClippedPGLoss(), data))
+    pairs = [
+        (data["prev_logprobs"][b, t].item(), data["generation_logprobs"][b, t].item(), log_probs[b, t].item())
+        for b, places in counting_tokens(data)
+        for t in places
+    ]
+
+    def mean(of):
+        return sum(of(*pair) for pair in pairs) / len(pairs)
+
+    def k3(d):
+        return math.exp(d) - d - 1
+
+    def halves(prev, drawn, _):
+        mixture = math.log((math.exp(prev) + math.exp(drawn)) / 2)
+        return (k3(prev - mixture) + k3(drawn - mixture)) / 2
+
+    wanted = {
+        "token_mult_prob_error": mean(lambda prev, drawn, _: math.exp(abs(prev - drawn))),
+        "gen_kl_error": mean(lambda prev, drawn, _: k3(prev - drawn)),
+        "policy_kl_error": mean(lambda prev, drawn, _: k3(drawn - prev)),
+        "js_divergence_error": mean(halves),
+        "approx_entropy": -mean(lambda _, drawn, own: math.exp(own - drawn) * own),
+        "sampling_importance_ratio": mean(lambda prev, drawn, _: math.exp(prev - drawn)),
+        "probs_ratio_max": max(math.exp(own - prev) for prev, _, own in pairs),
+        "probs_ratio_clamped_min": min(bounded(math.exp(own - prev), 0.8, 1.2) for prev, _, own in pairs),
+    }
+    for name, value in wanted.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-4), name
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, torch.nan])

@@ -23,8 +23,20 @@ class Labels:
         yield
 
 
-@pytest.mark.parametrize("kind", ["fixed", "packed"])
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), DPOLoss(), ClippedPGLoss(0.1, token_level_loss=False)], ids=str)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, kind",
+    [
+        (ClippedPGLoss(0.1, token_level_loss=False), "fixed"),
+        slow(ClippedPGLoss(0.1), "packed"),
+        slow(NLLLoss(), "fixed"),
+        slow(DPOLoss(), "packed"),
+    ],
+    ids=str,
+)
 @ranks(2)
 def test_parts_are_the_whole_step(loss_fn, kind):
     data = tiny_batch(16)

@@ -1,13 +1,13 @@
 """Every name and signature of Megatron-Core's tensor-parallel package against ours: docs/tensor_parallel_api.md.
 
-Megatron's side is read from its source: what it defines depends on what else is installed. To write the table anew:
+Megatron's side is read from source, since what it defines depends on what else is installed: from that of the version
+which is imported, and from the record of all versions (`signatures.py`). To write the page anew:
 `python -m tests.tensor_parallel.test_signatures`.
 """
 
 import ast
 import importlib
 import inspect
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,72 +15,80 @@ import pytest
 import torch
 
 from megatron_ext import tensor_parallel
+from megatron_ext.megatron.versions import TESTED, megatron_version
+from tests.tensor_parallel.signatures import MODULES, recorded, signatures
 
 SOURCE = Path(find_spec("megatron.core").submodule_search_locations[0]) / "tensor_parallel"
-TABLE = Path(__file__).parents[2] / "docs" / "tensor_parallel_api.md"
-MODULES = ["cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils"]
+PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel_api.md"
+GENERALIZED = ["generalized_tensor_parallelism", "gtp_api", "gtp_cuda_graphs", "gtp_symmetric_memory"]
+RECORDED = recorded()
 
 IMPORT = "an alias or flag of Megatron's own imports"
 AUTOGRAD = "`apply` takes the same arguments; what is behind it is not for calling"
 INNER = "an inner step of a method that is made otherwise here"
+INNER_STEP = "an inner step that is made otherwise here"
 SIZES = "uneven pieces, as the gradient of an uneven gather"
 DEVICE = "the device is the caller's choice"
-DTYPE = "from newer Megatron versions"
+TYPING = "for type checkers"
+STORAGE = "storages are copied, no C++ extension is built"
+SEEDS = f"a stream of its own for every coordinate, where asked for; {DEVICE}; 0.19's order by position is known"
+OLDER = "calls of older versions fit it"
+OLD_ORDER = "`async_grad_allreduce` last; calls by position in the order of 0.16 are known by what they pass"
 
 # What differs, and why. A name that is missing from ours, or whose signature is not Megatron's, must be here.
 ON_PURPOSE = {
     "cross_entropy._VocabParallelCrossEntropy.forward": AUTOGRAD,
     "cross_entropy._VocabParallelCrossEntropy.backward": AUTOGRAD,
-    "cross_entropy.vocab_parallel_cross_entropy": "any group, as in newer Megatron versions",
     "inference_layers.HAVE_TE": "Transformer Engine is not needed",
     "inference_layers.InferenceLayerNormColumnParallelLinear._maybe_allocate_symmetric_buffer": INNER,
     "inference_layers.InferenceLayerNormColumnParallelLinear._all_gather": INNER,
     "inference_layers.InferenceRowParallelLinear._matmul_reduce_scatter": INNER,
+    "inference_layers._apply_linear": INNER_STEP,
+    "inference_layers.InferenceColumnParallelLinear._maybe_allocate_symmetric_buffer": INNER,
+    "inference_layers.InferenceColumnParallelLinear._all_gather": INNER,
     "layers.HAVE_TE": IMPORT,
     "layers.custom_fwd": IMPORT,
     "layers.custom_bwd": IMPORT,
     "layers.dist_all_gather_func": IMPORT,
     "layers.dist_reduce_scatter_func": IMPORT,
     "layers._initialize_affine_weight_gpu": "the same full weight at every tensor-parallel size needs the group",
-    "layers.linear_with_frozen_weight": DTYPE,
-    "layers.linear_with_grad_accumulation_and_async_allreduce": DTYPE,
+    "layers.LinearWithFrozenWeight.forward": OLDER,
+    "layers.LinearWithGradAccumulationAndAsyncCommunication.forward": OLDER,
+    "layers._linear_forward": INNER_STEP,
+    "layers._wgrad_gemm": INNER_STEP,
+    "layers.linear_with_frozen_weight": OLD_ORDER,
+    "layers.linear_with_grad_accumulation_and_async_allreduce": OLD_ORDER,
     "mappings.dist_all_gather_func": IMPORT,
     "mappings.dist_reduce_scatter_func": IMPORT,
     "mappings._split_along_first_dim": SIZES,
     "random.CudaRNGStatesTracker.__init__": DEVICE,
     "random.initialize_rng_tracker": DEVICE,
-    "random.model_parallel_cuda_manual_seed": "a stream of its own for every coordinate, where asked for; " + DEVICE,
+    "random.model_parallel_cuda_manual_seed": SEEDS,
     "random.checkpoint": "functions with keyword arguments",
     "random.CheckpointWithoutOutput.checkpoint": "functions with keyword arguments",
     "random.CheckpointWithoutOutput._recompute": INNER,
+    "random._SHARE_STORAGE_SRC": STORAGE,
+    "random._share_storage_ext": STORAGE,
+    "random._get_share_storage": STORAGE,
+    "random._R": TYPING,
+    "random._Ts": TYPING,
+    "random._save_args_to_ctx": INNER_STEP,
+    "random._load_args_from_ctx": INNER_STEP,
+    "random.CheckpointWithoutOutputManager._unified_recompute_hook": INNER,
+    "random.CheckpointWithoutOutput._discard_outputs": INNER,
     "utils.dist_all_gather_func": IMPORT,
+}
+# Positional parameters changed places between versions; `test_calls_in_the_order_of_older_versions` makes such calls.
+REORDERED = {
+    "layers.linear_with_frozen_weight",
+    "layers.linear_with_grad_accumulation_and_async_allreduce",
+    "random.model_parallel_cuda_manual_seed",
 }
 MISSING = object()
 
 
-def source(module):
-    return ast.parse((SOURCE / f"{module}.py").read_text())
-
-
-def definitions(body, prefix):
-    """(dotted name, its node) of functions, classes, methods and variables, whatever `if` or `try` they are in, and of
-    what a module takes from another of the package: people import it from there too."""
-    for node in body:
-        if isinstance(node, ast.If | ast.Try):
-            branches = [node.body, node.orelse, *(handler.body for handler in getattr(node, "handlers", []))]
-            for branch in branches:
-                yield from definitions(branch, prefix)
-        elif isinstance(node, ast.ClassDef):
-            yield prefix + node.name, node
-            yield from definitions(node.body, prefix + node.name + ".")
-        elif isinstance(node, ast.FunctionDef):
-            yield prefix + node.name, node
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    yield prefix + target.id, node
-        elif isinstance(node, ast.ImportFrom) and node.level == 1 and node.module in MODULES:
-            yield from ((prefix + alias.name, node) for alias in node.names)
+def minor(version):
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def find(name):
@@ -97,8 +105,8 @@ def parameter(kind, name, default=MISSING):
     return kind, mark + name + ("" if default is MISSING else f"={default!r}")
 
 
-def their_parameters(node, module):
-    arguments = node.args
+def their_parameters(text, module):
+    arguments = ast.parse(f"def f{text}: pass").body[0].args
 
     def value(default):  # a literal, something of torch's, or a constant that ours has too
         return eval(ast.unparse(default), {"torch": torch, **vars(module)})
@@ -133,62 +141,129 @@ def written(parameters):
     return f"({', '.join(words)})"
 
 
-def compared():
-    """(name, Megatron's signature or "", what of ours is different or "") of every name, in Megatron's order."""
-    for part in MODULES:
-        module, seen = importlib.import_module(f"megatron_ext.tensor_parallel.{part}"), set()
-        for name, node in definitions(source(part).body, f"{part}."):
-            ours = find(name)
-            theirs = their_parameters(node, module) if isinstance(node, ast.FunctionDef) else None
-            if name in seen or any(name.startswith(f"{missing}.") for missing in seen if find(missing) is MISSING):
-                continue
-            seen.add(name)
-            different = ""
-            if ours is MISSING:
-                different = "missing"
-            elif theirs is not None and our_parameters(ours) != theirs:
+def compared(names):
+    """(name, what of ours is different: "" or our signature or "missing") of every name and signature."""
+    for name, theirs in names.items():
+        owner = name.rpartition(".")[0]
+        if owner in names and find(owner) is MISSING:
+            continue
+        ours, different = find(name), ""
+        if ours is MISSING:
+            different = "missing"
+        elif theirs:
+            module = importlib.import_module(f"megatron_ext.tensor_parallel.{name.split('.')[0]}")
+            if our_parameters(ours) != their_parameters(theirs, module):
                 different = written(our_parameters(ours))
-            yield name, "" if theirs is None else written(theirs), different
+        yield name, different
 
 
-def table():
+def history(name):
+    """Which versions have it, and which of its arguments came later: "0.18", "`name` 0.18", "up to 0.16"."""
+    having = [version for version, names in RECORDED.items() if name in names]
+    short = {version: ".".join(version.split(".")[:2]) for version in RECORDED}
+    said = [] if having[0] == next(iter(RECORDED)) else [short[having[0]]]
+    module = importlib.import_module(f"megatron_ext.tensor_parallel.{name.split('.')[0]}")
+    known = None
+    for version in having:
+        text = RECORDED[version][name]
+        arguments = [word.split("=")[0] for _, word in their_parameters(text, module)] if text else []
+        said += [f"`{new}` {short[version]}" for new in arguments if known is not None and new not in known]
+        known = arguments
+    last = next(reversed(RECORDED))
+    return ", ".join(said + ([f"up to {short[having[-1]]}"] if having[-1] != last else []))
+
+
+def page():
+    names = dict(reversed([pair for version in reversed(RECORDED.values()) for pair in reversed(version.items())]))
+    newest = next(reversed(RECORDED.values()))
+    names = newest | {name: text for name, text in names.items() if name not in newest}
+    names = dict(sorted(names.items(), key=lambda pair: MODULES.index(pair[0].split(".")[0])))
     rows = []
-    for name, theirs, different in compared():
+    for name, different in compared(names):
         ours = "same" if not different else "-" if different == "missing" else f"`{different}`"
         reason = f": {ON_PURPOSE.get(name, '?')}" if different else ""
-        rows.append(f"| `{name}` | {f'`{theirs}`' if theirs else ''} | {ours}{reason} |")
+        rows.append(f"| `{name}` | {history(name)} | {f'`{names[name]}`' if names[name] else ''} | {ours}{reason} |")
+    for part in GENERALIZED:
+        since = "0.20" if part in ("gtp_cuda_graphs", "gtp_symmetric_memory") else "0.19"
+        rows.append(f"| `{part}` | {since} | all its names | Megatron's own; our layers refuse a size above 1 |")
     return (
-        f"# megatron_ext.tensor_parallel against Megatron-Core {version('megatron-core')}\n\n"
-        'Written by tests/tensor_parallel/test_signatures.py. "same": names, kinds and defaults of all parameters.\n'
-        'Where a signature is ours, every call that fits Megatron\'s fits it too. "-": ours has no such name.\n\n'
-        "| name | Megatron-Core | megatron_ext |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+        f"# megatron_ext.tensor_parallel against Megatron-Core {TESTED[0]} to {TESTED[-1]}\n\n"
+        "Written by tests/tensor_parallel/test_signatures.py. The signature is that of the newest version that has\n"
+        'the name. "since": the version that a name or an argument came with, where it was not there from the first.\n'
+        '"same": names, kinds and defaults of all parameters. Where a signature is ours, every call that fits\n'
+        'Megatron\'s, of any version, fits it too. "-": ours has no such name.\n\n'
+        "| name | since | Megatron-Core | megatron_ext |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
     )
 
 
+def imported():
+    return signatures(SOURCE)
+
+
 def test_every_difference_is_on_purpose():
-    differences = {name: different for name, _, different in compared() if different}
-    unnamed = {name: different for name, different in differences.items() if name not in ON_PURPOSE}
-    assert not unnamed, "not Megatron's, and not said why"
-    assert not set(ON_PURPOSE) - set(differences), "no longer different: take them out of ON_PURPOSE"
+    """Names that ours lack in any version, and signatures that are not the newest version's."""
+    every = [pair for names in (*RECORDED.values(), imported()) for pair in compared(names)]
+    wrong = {name for name, different in every if different == "missing"}
+    wrong |= {name for name, different in compared(next(reversed(RECORDED.values()))) if different}
+    assert not wrong - set(ON_PURPOSE), "not Megatron's, and not said why"
+    assert not set(ON_PURPOSE) - wrong, "no longer different: take them out of ON_PURPOSE"
 
 
-@pytest.mark.parametrize("part", [part for part in MODULES if (SOURCE / f"{part}.py").exists()])  # 0.14 has not all
-def test_what_fits_megatrons_signatures_fits_ours(part):
-    module, checked = importlib.import_module(f"megatron_ext.tensor_parallel.{part}"), 0
-    for name, node in definitions(source(part).body, f"{part}."):
+@pytest.mark.parametrize("version", [*RECORDED, "imported"])
+def test_what_fits_megatrons_signatures_fits_ours(version):
+    checked = 0
+    for name, text in (imported() if version == "imported" else RECORDED[version]).items():
+        module = importlib.import_module(f"megatron_ext.tensor_parallel.{name.split('.')[0]}")
         ours = find(name)
-        if ours is MISSING or not isinstance(node, ast.FunctionDef):
+        if ours is MISSING or not text:
             continue
-        theirs = their_parameters(node, module)
-        names = [word.split("=")[0] for _, word in theirs]
-        own = our_parameters(ours)
-        assert [word.split("=")[0] for _, word in own][: len(names)] == names, f"{name}: their parameters, in order"
-        assert [kind for kind, _ in own][: len(names)] == [kind for kind, _ in theirs], name
-        for (_, mine), (_, their) in zip(own, theirs, strict=False):
-            assert mine == their or "=" not in their, f"{name}: {mine} should be {their}"
-        assert all("=" in word or kind.startswith("*") for kind, word in own[len(names) :]), f"{name}: needs more"
+        theirs, own = their_parameters(text, module), our_parameters(ours)
+        by_name = {word.split("=")[0]: (kind, word) for kind, word in own}
+        for kind, word in theirs:
+            mine = by_name.get(word.split("=")[0])
+            assert mine is not None, f"{name} does not take {word}"
+            assert mine[0] == kind, f"{name}: {word} is of another kind"
+            assert mine[1] == word or "=" not in word, f"{name}: {mine[1]} should be {word}"
+        places = [word.split("=")[0] for kind, word in theirs if kind in ("", "*")]
+        mine = [word.split("=")[0] for kind, word in own if kind in ("", "*")]
+        assert name in REORDERED or mine[: len(places)] == places, f"{name}: their positional parameters, in order"
+        named = {word.split("=")[0] for _, word in theirs}
+        extra = [(kind, word) for kind, word in own if word.split("=")[0] not in named]
+        assert all("=" in word or kind.startswith("*") for kind, word in extra), f"{name}: needs more"
         checked += 1
-    assert checked
+    assert checked > 60
+
+
+def test_the_record_is_that_of_the_imported_version():
+    """Of all but the newest, which is a branch that moves on."""
+    version = max((v for v in RECORDED if minor(v) <= minor(megatron_version())), key=minor)
+    same = imported() == RECORDED[version]
+    assert same or minor(megatron_version()) >= minor(TESTED[-1]), "record it anew: see signatures.py"
+
+
+def test_calls_in_the_order_of_older_versions():
+    from megatron_ext.tensor_parallel.layers import (
+        linear_with_frozen_weight,
+        linear_with_grad_accumulation_and_async_allreduce,
+    )
+    from megatron_ext.tensor_parallel.random import (
+        get_cuda_rng_tracker,
+        initialize_rng_tracker,
+        model_parallel_cuda_manual_seed,
+    )
+
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    for old in (None, True, False):  # ..., wgrad_deferral_limit, async_grad_allreduce, tp_group
+        out = linear_with_grad_accumulation_and_async_allreduce(x, w, None, False, False, False, None, 0, old, None)
+        torch.testing.assert_close(out, x @ w.T)
+        out = linear_with_frozen_weight(x, w, None, False, False, False, None, None, None, old)
+        torch.testing.assert_close(out, x @ w.T)
+    initialize_rng_tracker(force_reset=True)
+    before = get_cuda_rng_tracker()
+    model_parallel_cuda_manual_seed(1, False, False, False, 0, 0, 0, False)
+    assert get_cuda_rng_tracker() is before
+    model_parallel_cuda_manual_seed(1, False, False, False, 0, 0, 0, True)  # force_reset_rng
+    assert get_cuda_rng_tracker() is not before
 
 
 def test_the_package_has_every_name_of_megatrons():
@@ -212,12 +287,13 @@ def test_what_megatron_takes_from_its_package_is_in_ours():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core.tensor_parallel"):
                 taken.update((node.module.removeprefix("megatron.core."), alias.name) for alias in node.names)
     assert len(taken) > 30
-    assert not [name for name in taken if not hasattr(importlib.import_module(f"megatron_ext.{name[0]}"), name[1])]
+    lacking = [name for name in taken if not hasattr(importlib.import_module(f"megatron_ext.{name[0]}"), name[1])]
+    assert not lacking
 
 
-def test_the_table_in_the_docs_is_this_one():
-    assert TABLE.read_text() == table(), f"write it anew: python -m {__spec__.name}"
+def test_the_page_in_the_docs_is_this_one():
+    assert PAGE.read_text() == page(), f"write it anew: python -m {__spec__.name}"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table())
+    PAGE.write_text(page())

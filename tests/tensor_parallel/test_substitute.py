@@ -193,26 +193,6 @@ assert megatron_ext.restore_tensor_parallel() is None
     )
 
 
-@pytest.mark.slow
-def test_refuses_a_version_that_it_does_not_know():
-    in_a_new_process(
-        """
-import megatron.core.tensor_parallel.layers as layers, megatron_ext
-def gather_and_scatter(): pass
-gather_and_scatter.__module__ = layers.__name__
-layers.gather_and_scatter = gather_and_scatter
-stock = layers.ColumnParallelLinear
-try:
-    megatron_ext.substitute_tensor_parallel()
-except RuntimeError as error:
-    assert "does not know layers.gather_and_scatter" in str(error), error
-else:
-    raise AssertionError("half of it would have been replaced")
-assert layers.ColumnParallelLinear is stock
-"""
-    )
-
-
 def test_lives_with_torch_alone_until_it_is_asked_for():
     in_a_new_process(
         """

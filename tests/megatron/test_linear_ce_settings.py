@@ -1,0 +1,234 @@
+"""Options that change the loss, what is logged of them, the dtype of logits, and what the head refuses to compute."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.head_settings import HeadSettings
+from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
+from megatron_ext.megatron.linear_ce import patch_models
+from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
+from tests.megatron.language_models import tiny_hybrid
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, run
+from tests.ranks import ranks
+
+CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
+SCALE = 0.25
+
+
+def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, temperature=1.0):
+    """Losses `[B, S]` without z-loss, and the z-loss, of whole logits `[B, S, V]`."""
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    z = z / temperature
+    loss = F.cross_entropy(z.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
+    return loss, z_loss * z.logsumexp(-1).square()
+
+
+def mup_gpt(**overrides):
+    """A model that multiplies its logits, as maximal update parametrization does."""
+    model = one_gpt(**overrides)
+    inner = type(model)
+
+    class Scaled(inner):
+        def _postprocess(self, hidden_states, *args, labels=None, runtime_gather_output=None, **kwargs):
+            logits, _ = self.output_layer(
+                hidden_states,
+                weight=self.shared_embedding_or_output_weight(),
+                runtime_gather_output=runtime_gather_output,
+            )
+            logits = logits * SCALE
+            if labels is None:
+                return logits.transpose(0, 1).contiguous()
+            return self.compute_language_model_loss(labels, logits)
+
+    model.__class__ = Scaled
+    return model
+
+
+def reads_logits(module, args, outputs):
+    outputs[0].sum()
+
+
+def reads_shape(module, args, outputs):
+    assert outputs[0].shape[:2] == (SEQ, 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=pytest.mark.slow), mup_gpt])
+@pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
+def test_options_of_the_loss(build, made):
+    """Also of logits that a hook has asked for: the options are not lost with the promise."""
+    with model_parallel(tp=2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, labels = build(sequence_parallel=True), batch()[1]
+        for options in (CHANGED, {"z_loss": 0.1}, {"softcap": 0.3}):
+            logits = run(model, runtime_gather_output=True)
+            loss, z_loss = reference(logits, labels, **options)
+            weights = torch.rand_like(loss)
+            # The reference gathers full logits on every rank, each of which gives their whole gradient.
+            expected = grads_of(model, loss + z_loss, weights)
+            handle = model.output_layer.register_forward_hook(reads_logits if made else reads_shape)
+            reset_fusion_report()
+            patch(chunk_size=3, model=model, **options)
+            try:
+                found = run(model, labels)
+                grads = grads_of(model, found, weights)
+            finally:
+                unpatch(model=model)
+                handle.remove()
+            torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
+            assert_same(grads, expected)
+            (counters,) = fusion_report().models
+            assert (counters.losses_fused, counters.logits_made.total()) == ((0, 1) if made else (1, 0))
+            if options.get("z_loss"):
+                assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
+            else:
+                assert counters.z_loss is None
+
+
+@ranks(2)
+def test_the_z_loss_in_megatrons_log():
+    """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    mask = torch.ones(2, SEQ)
+    mask[1, 2:] = 0
+
+    def forms(loss, tokens):
+        return {"pair": torch.stack([loss.detach(), tokens.detach()]), "mean": loss.detach() / tokens}
+
+    def step(microbatches, model):
+        tokens = next(microbatches)
+        output = model(
+            tokens[:, :-1], torch.arange(SEQ).expand(2, SEQ), causal_mask(SEQ), labels=tokens[:, 1:].contiguous()
+        )
+
+        def loss(per_token):
+            total, tokens = (per_token * mask).sum(), mask.sum()
+            return total, tokens.int(), {"lm loss": forms(total, tokens)[form]}
+
+        return output, loss
+
+    with model_parallel(tp=2):
+        for form in ("pair", "mean"):
+            chunks = data_parallel(tiny_gpt(), distributed_optimizer=False)
+            tokens = tiny_batches(batch=4, seq=SEQ)[0]
+            patch(z_loss=0.1, chunk_size=3)
+            try:
+                logs = get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=[iter(tokens.split(2))],
+                    model=chunks,
+                    num_microbatches=2,
+                    seq_length=SEQ,
+                    micro_batch_size=2,
+                    forward_only=False,
+                )
+            finally:
+                unpatch()
+            for part, log in zip(tokens.split(2), logs, strict=True):
+                logits = run(chunks[0], tokens=part[:, :-1], runtime_gather_output=True)
+                loss, z_loss = reference(logits, part[:, 1:], z_loss=0.1)
+                for name, expected in (("lm loss", loss), ("z loss", z_loss)):
+                    total = (expected * mask).sum()
+                    torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_logits_of_another_dtype():
+    """bf16 hidden states and weight, logits in fp32: not rounded to bf16 in between."""
+    with model_parallel(tp=2):
+        model = one_gpt(params_dtype=torch.bfloat16, bf16=True, tied=False).bfloat16()
+        layer, labels, kept = model.output_layer, batch()[1], []
+        layer.output_dtype = torch.float32
+        handle = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
+        patch(chunk_size=3, model=model)
+        try:
+            loss = run(model, labels)
+            with counting_logits(layer) as made:
+                grads = grads_of(model, loss)
+        finally:
+            unpatch(model=model)
+            handle.remove()
+        assert not made
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        logits = gather_from_tensor_model_parallel_region(kept[0].float() @ layer.weight.detach().float().t())
+        logits.requires_grad_()
+        expected, _ = reference(logits.transpose(0, 1), labels)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        (dz,) = torch.autograd.grad(expected.sum(), logits)
+        own = dz.chunk(2, dim=-1)[torch.distributed.get_rank()].flatten(0, 1)
+        wanted = own.t() @ kept[0].float().flatten(0, 1)
+        torch.testing.assert_close(grads["output_layer.weight"].float(), wanted, rtol=4e-3, atol=1e-5)
+
+
+@ranks(1)
+def test_refusals():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+        for name, wrong in (("z_loss", "much"), ("label_smoothing", 1.0), ("softcap", -1), ("temperature", 0)):
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
+                patch(**{name: wrong})
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
+                HeadSettings(**{name: wrong})
+
+        patch_models(HeadSettings(z_loss=0.1, softcap=2.0))
+        try:
+            model.output_layer.softcap = 3.0
+            with pytest.raises(ValueError, match="softcap is 2.0 and the output layer has a softcap of 3.0 already"):
+                run(model, labels)
+            del model.output_layer.softcap
+            handle = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+            with pytest.raises(
+                ValueError, match=r"asked for z_loss=0.1, softcap=2.0, and cannot go into GPTModel: .*hook"
+            ):
+                run(model, labels)
+            handle.remove()
+            run(model, labels)
+        finally:
+            unpatch()
+
+        patch(label_smoothing=0.1)
+        try:
+            with pytest.raises(ValueError, match="label_smoothing=0.1: .* patch with label_smoothing=0.0"):
+                run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
+            model.output_layer.gtp_remat_size = 2
+            with pytest.raises(ValueError, match="gtp_remat_size 2: its weight is cut .* train without generalized"):
+                run(model, labels)
+        finally:
+            unpatch()
+
+
+@ranks(1)
+def test_the_report_says_what_runs():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+        model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
+        reset_fusion_report()
+        assert "no model has taken a loss" in str(fusion_report())
+        patch()
+        try:
+            with pytest.warns(UserWarning, match=r"asks for Megatron's fused loss \(te\).*runs instead of it"):
+                run(model, labels)
+            earlier = fusion_report()
+            said = str(earlier)
+            assert "GPTModel: 1 losses fused, logits made 0 times" in said
+            assert "asks for Transformer Engine's fused loss, the fused head runs instead" in said
+            run(model, labels)
+            assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)
+            model.config.cross_entropy_fusion_impl = "native"
+            model.config.cross_entropy_loss_fusion = False
+            handle = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+            with pytest.warns(UserWarning, match="keeps Megatron's own loss"):
+                run(model, labels)
+            handle.remove()
+            report = fusion_report()
+            assert (report.stock_losses, report.logits_made) == (1, 0)
+            assert "left to Megatron: its output layer has backward hooks" in str(report)
+        finally:
+            unpatch()

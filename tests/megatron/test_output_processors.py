@@ -1,0 +1,94 @@
+"""Log-probabilities, top-k and a divergence from a teacher inside a model's forward, against whole logits."""
+
+import pytest
+import torch
+
+from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
+from tests.gpt import causal_mask, model_parallel
+from tests.megatron.language_models import tiny_hybrid
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
+from tests.ranks import ranks
+
+TEMPERATURE = 0.8
+SLOW = pytest.mark.slow
+
+
+def log_probs(z, ids, teacher):
+    return z[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def top_k(z, ids, teacher):
+    return z.topk(3).values
+
+
+def divergence(z, ids, teacher):
+    return (teacher.exp() * (teacher - z)).sum(-1)
+
+
+CASES = {
+    "log_probs": (log_probs, lambda **teacher: LogProbs(temperature=TEMPERATURE, chunk_tokens=3)),
+    "top_k": (top_k, lambda **teacher: TopK(k=3, temperature=TEMPERATURE, chunk_tokens=3)),
+    "divergence": (divergence, lambda **teacher: Divergence(temperature=TEMPERATURE, chunk_tokens=3, **teacher)),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=SLOW), True], ids=["replicated", "sequence"])
+def test_read_outs(build, case, sequence_parallel):
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    expect, make = CASES[case]
+    with model_parallel(tp=2):
+        model, ids = build(sequence_parallel=sequence_parallel), batch()[0]
+        rank = torch.distributed.get_rank()
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randn(2, 32, 16, generator=generator)[rank]
+        hidden = torch.randn(SEQ, 2, 16, generator=generator)
+        teacher = gather_from_tensor_model_parallel_region(hidden @ weight.t()).transpose(0, 1)
+        z = run(model, runtime_gather_output=True).div(TEMPERATURE).log_softmax(-1)
+        expected = expect(z, ids, teacher.div(TEMPERATURE).log_softmax(-1))
+        weights = torch.rand_like(expected)
+        stock = grads_of(model, expected, weights)
+        own = hidden.chunk(2)[rank] if sequence_parallel else hidden
+        processor = make(teacher_hidden=own, teacher_weight=weight)
+        with patched(), counting_logits(model.output_layer) as made:
+            found = run(model, output_processor=processor)
+            first = found[0] if isinstance(found, tuple) else found
+            fused = grads_of(model, first, weights)
+        assert not made
+        torch.testing.assert_close(first, expected, rtol=2e-6, atol=2e-6)
+        assert_same(fused, stock)
+        if case == "top_k":
+            torch.testing.assert_close(z.gather(-1, found[1]), expected)
+
+
+@ranks(2)
+def test_log_probs_of_the_whole_sequence_under_context_parallelism():
+    from megatron_ext.distributed.groups import context_parallel_group
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+    from megatron_ext.sequence.parts import SequenceParts
+
+    ids = batch()[0]
+    with model_parallel():
+        logits = one_gpt(spec=gpt_block_spec)(ids, batch()[2], causal_mask(SEQ))
+        z = logits.log_softmax(-1)
+    with model_parallel(cp=2), patched():
+        model = one_gpt(spec=gpt_block_spec)
+        parts = SequenceParts(context_parallel_group())
+        tokens, positions = (parts.split(x, 1) for x in (ids, batch()[2]))
+        found, entropy = model(tokens, positions, None, output_processor=LogProbs(return_entropy=True))
+    torch.testing.assert_close(found, log_probs(z, ids, None), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(entropy, -(z.exp() * z).sum(-1)[:, :-1], rtol=2e-6, atol=2e-6)
+
+
+@ranks(1)
+def test_refusals():
+    with model_parallel(), patched():
+        model, labels = tiny_hybrid(), batch()[1]
+        with pytest.raises(ValueError, match="labels are given together with output_processor.* pass labels=None"):
+            run(model, labels, output_processor=TopK(k=2))
+        model.output_layer.softcap = 2.0
+        with pytest.raises(ValueError, match="TopK reads out of .* leave output_processor out"):
+            run(model, output_processor=TopK(k=2))

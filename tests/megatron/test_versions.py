@@ -1,0 +1,136 @@
+"""The table of seams against the Megatron-Core that is installed; refusals by name, and their advice followed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_ext.megatron import versions
+
+EVERY = dict.fromkeys([seam for seams in versions.SEAMS.values() for seam in seams] + list(versions.LATER))
+
+
+@pytest.mark.parametrize("seam", EVERY, ids=lambda seam: seam.address)
+def test_a_seam_is_where_the_table_says(seam):
+    assert seam.is_there() == seam.is_expected()
+
+
+def test_how_seams_are_found_and_told():
+    assert not versions.Seam("no_such_module:X").is_there()
+    assert not versions.Seam("models.gpt:NoSuchModel").is_there()
+    assert not versions.Seam("models.gpt:GPTModel.forward(no_such_argument)").is_there()
+    assert versions.Seam("models.gpt:GPTModel.forward(labels)").is_there()
+    assert versions.Seam("a:b").versions == "all"
+    assert versions.Seam("a:b", since="0.18").versions == "0.18 and newer"
+    assert versions.Seam("a:b", until="0.16").versions == "0.16 and older"
+    assert versions.Seam("a:b", since="0.15", until="0.16").versions == "0.15 to 0.16"
+    assert versions.is_tested("0.16.9")
+    assert versions.is_tested("0.20.0+abcdef")
+    assert not versions.is_tested("0.21.0")
+
+
+def test_arguments_that_ours_do_not_take():
+    def theirs(a, *, b=1, c=None, **rest):
+        pass
+
+    assert versions.unknown_arguments(theirs, lambda a, b: 0) == ["c"]
+    assert versions.unknown_arguments(theirs, theirs) == []
+    assert versions.unknown_arguments(theirs, lambda **all_: 0) == []
+
+
+def run(code):
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+BUILD = """
+def train(spec):
+    import torch
+    from tests.gpt import loss_and_grads, model_parallel, tiny_batches, tiny_gpt
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    with model_parallel():
+        chunks = tiny_gpt(spec, num_layers=1)
+        loss, _ = loss_and_grads(chunks, tiny_batches()[0])
+    assert 3 < loss < 6, loss
+    return {type(m).__module__.split(".")[0] for m in chunks[0].modules() if "ParallelLinear" in type(m).__name__}
+"""
+
+
+@pytest.mark.slow
+def test_a_new_function_refuses_the_substitution_and_the_advised_spec_works():
+    run(
+        """
+import megatron.core.tensor_parallel.layers as layers, megatron_ext
+def gather_and_scatter(): pass
+gather_and_scatter.__module__ = layers.__name__
+layers.gather_and_scatter = gather_and_scatter
+try:
+    megatron_ext.substitute_tensor_parallel()
+except RuntimeError as error:
+    assert "does not know layers.gather_and_scatter" in str(error), error
+    assert "layer spec instead (megatron_ext.megatron.layer_specs)" in str(error), error
+else:
+    raise AssertionError
+"""
+        + BUILD
+        + """
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
+assert "megatron_ext" in train(gpt_layer_spec)
+"""
+    )
+
+
+@pytest.mark.slow
+def test_a_new_argument_refuses_both_and_the_advised_patch_works():
+    run(
+        """
+import inspect
+import megatron.core.tensor_parallel.layers as layers, megatron_ext
+init = layers.ColumnParallelLinear.__init__
+known = inspect.signature(init)
+new = inspect.Parameter("weight_dtype", inspect.Parameter.KEYWORD_ONLY, default=None)
+init.__signature__ = known.replace(parameters=[*known.parameters.values(), new])
+advice = "take the fused head alone: megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
+try:
+    megatron_ext.substitute_tensor_parallel()
+except RuntimeError as error:
+    assert "does not know layers.ColumnParallelLinear(weight_dtype=...)" in str(error), error
+    assert advice in str(error), error
+else:
+    raise AssertionError
+for module in ("layer_specs", "hybrid_layer_specs"):
+    try:
+        __import__("megatron_ext.megatron." + module)
+    except ImportError as error:
+        assert advice in str(error), error
+        assert "ColumnParallelLinear(weight_dtype=...)" in str(error) or "HybridModel" in str(error), error
+    else:
+        raise AssertionError
+"""
+        + BUILD
+        + """
+from megatron_ext.megatron.fusion_report import fusion_report
+megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()
+assert train(None) == {"megatron"}
+assert fusion_report().losses_fused
+"""
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(versions.HYBRID_MODEL.is_there(), reason="this Megatron-Core has HybridModel")
+def test_no_hybrid_model_refuses_its_spec_and_the_advised_one_works():
+    run(
+        BUILD
+        + """
+try:
+    import megatron_ext.megatron.hybrid_layer_specs
+except ImportError as error:
+    assert "has no models.hybrid.hybrid_model:HybridModel (0.18 and newer)" in str(error), error
+    assert "GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead" in str(error), error
+else:
+    raise AssertionError
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
+assert "megatron_ext" in train(gpt_layer_spec)
+"""
+    )

@@ -1,0 +1,226 @@
+"""What Megatron-Core 0.17 to 0.20 pass to the layers and functions, under whatever version is installed."""
+
+import importlib
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import tensor_parallel as tp
+from megatron_ext.tensor_parallel import inference_layers, layers, random
+from tests.ranks import ranks
+
+CONFIG = types.SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, perform_initialization=True,
+                               sequence_parallel=False)  # fmt: skip
+LINEAR = {"init_method": torch.nn.init.normal_, "skip_bias_add": False, "is_expert": False}
+COLUMN = LINEAR | {"config": CONFIG, "bias": True, "gather_output": False}
+ROW = LINEAR | {"config": CONFIG, "bias": True, "input_is_parallel": True}
+GENERALIZED = (
+    lambda groups: layers.ColumnParallelLinear(8, 4, **COLUMN, pg_collection=groups),
+    lambda groups: layers.RowParallelLinear(8, 4, **ROW, pg_collection=groups),
+    lambda groups: layers.VocabParallelEmbedding(
+        8, 4, init_method=torch.nn.init.normal_, config=CONFIG, pg_collection=groups
+    ),
+)
+
+
+def alone():
+    """A group of this rank only."""
+    return dist.new_subgroups(1)[0]
+
+
+@ranks(2)
+def test_generalized_tensor_parallelism_above_one_rank_is_refused():
+    both, one = types.SimpleNamespace(gtp_remat=dist.group.WORLD), types.SimpleNamespace(gtp_remat=alone())
+    tp_group = {"tp_group": one.gtp_remat}
+    for build in GENERALIZED:
+        kind = None
+        with pytest.raises(ValueError, match=r"shares each weight out over 2 ranks.*set its size to 1, or build"):
+            build(both)
+        with pytest.MonkeyPatch.context() as patch:  # the advice, followed
+            patch.setattr("megatron_ext.distributed.groups.dist.get_world_size", lambda group=None: 1)
+            kind = build(one)
+        assert kind.gtp_remat_size == 1
+    layer = layers.ColumnParallelLinear(8, 4, **COLUMN, **tp_group, name="fc1", pg_collection=one)
+    assert (layer.name, layer.gtp_remat_size) == ("fc1", 1)
+
+
+def test_linear_functions_refuse_a_weight_that_is_cut_once_more():
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    for function in (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight):
+        with pytest.raises(ValueError, match=r"gtp_remat_size is 2: .*gather it over the 2 ranks and pass 1"):
+            function(x, w, None, False, False, False, gtp_remat_size=2)
+        torch.testing.assert_close(function(x, w, None, False, False, False, gtp_remat_size=1), x @ w.T)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_output_dtype_of_a_column_parallel_layer(gather):
+    config = types.SimpleNamespace(**vars(CONFIG) | {"params_dtype": torch.bfloat16})
+    options = COLUMN | {"config": config, "bias": False, "gather_output": gather}
+    layer = layers.ColumnParallelLinear(64, 8, **options, output_dtype=torch.float32)
+    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
+    out, _ = layer(x)
+    truth = x.detach().double() @ layer.weight.detach().double().T
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)  # the sums in fp32, not rounded to bf16
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    assert (x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(x.grad.float(), grad @ layer.weight.detach().float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(layer.weight.grad.float(), grad.T @ x.detach().float(), rtol=2e-2, atol=5e-2)
+
+
+def test_a_layer_with_all_the_weight_for_decoding():
+    options = LINEAR | {"config": CONFIG, "bias": True, "skip_weight_param_allocation": False}
+    layer = inference_layers.InferenceLinear(4, 3, parallel_mode="duplicated", **options, name="down")
+    x = torch.randn(2, 4, requires_grad=True)
+    torch.nn.init.normal_(layer.bias)
+    out, bias = layer(x)
+    torch.testing.assert_close(out, x @ layer.weight.T + layer.bias)
+    out.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, x.detach().sum(0).expand(3, 4))
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(2, 4))
+    assert bias is None
+    layer.eval()
+    assert not layer(x)[0].requires_grad
+    for wrong in ({"parallel_mode": "column"}, {"is_expert": True}, {"skip_weight_param_allocation": True}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            inference_layers.InferenceLinear(4, 3, **{"parallel_mode": None} | options | wrong)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_column_parallel_layer_and_regions_of_decoding(sequence):
+    group = dist.group.WORLD
+    rank = dist.get_rank()
+    config = types.SimpleNamespace(**vars(CONFIG) | {"sequence_parallel": sequence})
+    torch.manual_seed(0)
+    layer = tp.InferenceColumnParallelLinear(6, 4, **COLUMN | {"config": config}, tp_group=group)
+    assert inference_layers.is_inference_column_parallel_linear(layer)
+    assert not inference_layers.is_inference_column_parallel_linear(None)
+    layer.set_barrier_before_all_gather()
+    assert layer.barrier_before_all_gather
+    full = torch.arange(24.0).view(4, 6)
+    x = full.chunk(2)[rank] if sequence else full
+    for training in (True, False):
+        layer.train(training)
+        out, _ = layer(x)
+        torch.testing.assert_close(out, full @ layer.weight.T)
+        assert out.requires_grad == training
+    gathered = inference_layers.inference_all_gather_from_tensor_model_parallel_region(out, group, config, True)
+    torch.testing.assert_close(gathered, tp.gather_from_tensor_model_parallel_region(out, group))
+    mine = inference_layers.inference_reduce_scatter_to_sequence_parallel_region(full * (1 + rank), group, config)
+    torch.testing.assert_close(mine, 3 * full.chunk(2)[rank])
+
+
+@ranks(2)
+def test_all_to_all_on_another_stream_is_the_same():
+    x = torch.arange(4.0).view(4, 1).add(10 * dist.get_rank()).requires_grad_()
+    plain, other = (tp.all_to_all(dist.group.WORLD, x, use_nccl_stream=use) for use in (False, True))
+    assert torch.equal(plain, other)
+    (g,) = torch.autograd.grad(other, x, torch.ones_like(other))
+    assert torch.equal(g, torch.ones_like(x))
+
+
+@ranks(2)
+def test_who_counts_a_parameter():
+    one, both = alone(), dist.group.WORLD
+    weight, expert = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    expert.allreduce = False
+    first = dist.get_rank() == 0
+    assert tp.param_is_not_tensor_parallel_duplicate(weight, both, one) == first
+    assert tp.param_is_not_tensor_parallel_duplicate(expert, both, one)
+    assert tp.param_is_not_tensor_parallel_duplicate(expert, one, both) == first
+    assert tp.param_is_not_gtp_duplicate(weight)  # no generalized tensor parallelism
+    state = types.SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_gtp_weight_remat_group=lambda check_initialized: both,
+        get_expert_gtp_weight_remat_group=lambda check_initialized: one,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.core.parallel_state", state)
+        assert tp.param_is_not_gtp_duplicate(weight) == first
+        assert tp.param_is_not_gtp_duplicate(expert)
+        weight.is_gtp_weight_remat = True
+        assert tp.param_is_not_gtp_duplicate(weight)
+    copy = torch.ones(1)
+    tp.copy_gtp_attributes(copy, weight)
+    assert copy.is_gtp_weight_remat
+    assert not hasattr(copy, "allreduce")
+
+
+def test_streams_of_generalized_tensor_parallelism():
+    """Seeds as Megatron-Core 0.20 gives them: 65536 apart, the experts' half a step further on."""
+    places = {"tp_rank": 1, "ep_rank": 2, "etp_rank": 0}
+    random.initialize_rng_tracker(force_reset=True)
+    random.model_parallel_cuda_manual_seed(7, **places, gtp_remat_rank=1, gtp_remat_world_size=2)
+    tracker = random.get_cuda_rng_tracker()
+    assert random.get_gtp_remat_rng_tracker_name() in tracker.get_states()
+    assert random.get_gtp_remat_rng_tracker_name(is_expert=True) not in tracker.get_states()
+    with tracker.fork(random.get_gtp_remat_rng_tracker_name()):
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7 + 2718 + 1 + 2 * 65536)))
+    random.model_parallel_cuda_manual_seed(7, **places, egtp_remat_rank=0, egtp_remat_world_size=2)
+    with tracker.fork(random.get_gtp_remat_rng_tracker_name(is_expert=True)):
+        drawn = torch.rand(3)
+    seed = 7 + 1024 + 200 + 32768 + 65536
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+    random.model_parallel_cuda_manual_seed(7, **places)
+    assert random.get_gtp_remat_rng_tracker_name() not in tracker.get_states()
+
+
+def test_outputs_of_a_chain_are_discarded_and_recomputed_together():
+    manager = random.CheckpointWithoutOutputManager()
+    with pytest.raises(ValueError, match="call its checkpoint"):
+        manager.add_checkpoint(random.CheckpointWithoutOutput())
+    with pytest.raises(TypeError, match="ckpt is a int"):
+        manager.add_checkpoint(3)
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    calls = []
+
+    def first(t):
+        calls.append("first")
+        return torch.tanh(t @ weight)
+
+    def second(t):
+        calls.append("second")
+        return t.sin()
+
+    def run(recompute):
+        if not recompute:
+            return second(first(x)).square().matmul(weight)
+        one = random.CheckpointWithoutOutput(ckpt_manager=manager, retain_input_tensors=True)
+        two = random.CheckpointWithoutOutput(ckpt_manager=manager)
+        a = one.checkpoint(first, x)
+        b = two.checkpoint(second, a)
+        out = b.square().matmul(weight)
+        one.discard_output_and_register_recompute(out)  # the manager does
+        assert a.untyped_storage().nbytes() > 0
+        manager.discard_all_outputs_and_register_unified_recompute(out)
+        assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes() == 0
+        assert manager.checkpoints == []
+        return out
+
+    grads = []
+    for recompute in (False, True):
+        x.grad = weight.grad = None
+        run(recompute).sum().backward()
+        grads.append((x.grad.clone(), weight.grad.clone()))
+    torch.testing.assert_close(grads[1], grads[0])
+    assert calls == ["first", "second"] * 3
+
+
+def test_generalized_tensor_parallelism_is_megatrons_own():
+    ours = importlib.import_module("megatron_ext.tensor_parallel.gtp_api")
+    try:
+        theirs = importlib.import_module("megatron.core.tensor_parallel.gtp_api")
+    except ImportError:
+        assert ours.HAVE_GTP is False
+        with pytest.raises(AttributeError, match=r"has no is_gtp_param: .*it came with 0\.19"):
+            ours.is_gtp_param  # noqa: B018
+        return
+    assert ours.HAVE_GTP is theirs.HAVE_GTP
+    assert ours.is_gtp_param is theirs.is_gtp_param
