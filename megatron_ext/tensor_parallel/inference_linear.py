@@ -85,6 +85,7 @@ class InferenceLinear(ParallelLayer):
         self._mark_for_gradient_sums()
 
     def _initialize(self, init_method: InitMethod) -> None:
+        assert self.weight is not None
         tracker, stream = get_cuda_rng_tracker(), get_data_parallel_rng_tracker_name()
         if option(self.config, "use_cpu_initialization", False) or not tracker.is_initialized():
             init_method(self.weight)

@@ -93,7 +93,8 @@ def model_parallel_cuda_manual_seed(
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
     if isinstance(gtp_remat_rank, bool):
-        gtp_remat_rank, force_reset_rng = None, gtp_remat_rank
+        force_reset_rng = gtp_remat_rank
+        gtp_remat_rank = None
     given = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "pp_rank": pp_rank, "tp_size": tp_size}
     given.update(gtp_rank=gtp_remat_rank, gtp_size=gtp_remat_world_size)
     given.update(egtp_rank=egtp_remat_rank, egtp_size=egtp_remat_world_size)

@@ -18,11 +18,9 @@ LINEAR = {"init_method": torch.nn.init.normal_, "skip_bias_add": False, "is_expe
 COLUMN = LINEAR | {"config": CONFIG, "bias": True, "gather_output": False}
 ROW = LINEAR | {"config": CONFIG, "bias": True, "input_is_parallel": True}
 GENERALIZED = (
-    lambda groups: layers.ColumnParallelLinear(8, 4, **COLUMN, pg_collection=groups),
-    lambda groups: layers.RowParallelLinear(8, 4, **ROW, pg_collection=groups),
-    lambda groups: layers.VocabParallelEmbedding(
-        8, 4, init_method=torch.nn.init.normal_, config=CONFIG, pg_collection=groups
-    ),
+    lambda **groups: layers.ColumnParallelLinear(8, 4, **COLUMN, **groups),
+    lambda **groups: layers.RowParallelLinear(8, 4, **ROW, **groups),
+    lambda **groups: layers.VocabParallelEmbedding(8, 4, init_method=torch.nn.init.normal_, config=CONFIG, **groups),
 )
 
 
@@ -33,18 +31,13 @@ def alone():
 
 @ranks(2)
 def test_generalized_tensor_parallelism_above_one_rank_is_refused():
-    both, one = types.SimpleNamespace(gtp_remat=dist.group.WORLD), types.SimpleNamespace(gtp_remat=alone())
-    tp_group = {"tp_group": one.gtp_remat}
+    own = alone()
     for build in GENERALIZED:
-        kind = None
         with pytest.raises(ValueError, match=r"shares each weight out over 2 ranks.*set its size to 1, or build"):
-            build(both)
-        with pytest.MonkeyPatch.context() as patch:  # the advice, followed
-            patch.setattr("megatron_ext.distributed.groups.dist.get_world_size", lambda group=None: 1)
-            kind = build(one)
-        assert kind.gtp_remat_size == 1
-    layer = layers.ColumnParallelLinear(8, 4, **COLUMN, **tp_group, name="fc1", pg_collection=one)
-    assert (layer.name, layer.gtp_remat_size) == ("fc1", 1)
+            build(tp_group=own, pg_collection=types.SimpleNamespace(gtp_remat=dist.group.WORLD))
+        assert build(tp_group=own, pg_collection=types.SimpleNamespace(gtp_remat=own)).gtp_remat_size == 1  # the advice
+    layer = layers.ColumnParallelLinear(8, 4, **COLUMN, tp_group=own, name="fc1")
+    assert layer.name == "fc1"
 
 
 def test_linear_functions_refuse_a_weight_that_is_cut_once_more():
