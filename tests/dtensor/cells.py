@@ -36,7 +36,9 @@ def check(name, tied, dp=1, cp=1, tp=1, packed=False, checkpointing=False, toler
     assert norm == pytest.approx(true_norm, rel=2e-6)
     if tied:
         weights = [
-            p for n, p in model.named_parameters(remove_duplicate=False) if "embed_tokens" in n or "lm_head" in n
+            p
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if "embed_tokens" in n or "wte" in n or "lm_head" in n
         ]
         assert len(weights) == 2
         assert weights[0] is weights[1]
