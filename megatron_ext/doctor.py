@@ -5,7 +5,7 @@ kernels and fusions are active and why the others are not, and whether the head 
 it does not.
 
 `python -m megatron_ext.doctor --model SCRIPT ARGS...` (under torchrun where ARGS need several ranks; `--cpu` before
-`--model` where there is no GPU) runs a Megatron-LM script up to its model, says what would be fused in it, and ends.
+`--model` where there is no GPU) runs a training script until its models are built, says what would be fused, and ends.
 """
 
 import argparse
@@ -242,29 +242,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_script(command: list[str], *, cpu: bool = False) -> int:
-    """Run a Megatron-LM script until its model is built, and print what would be fused, on the last rank.
+    """Run a training script until its models are built, and print what would be fused, on the last rank.
 
     Returns:
-        0 if a model was built, 1 if the script ended before; what the script raises is not caught.
+        0 if the head would take all losses, 1 if not, or if the script built no model; what it raises is not caught.
     """
     from megatron_ext import run
 
-    def say(lines: list[str]) -> None:
+    def say(found: Any) -> None:
         if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # the last stage has the loss
-            print("\n".join(f"doctor: {line}" for line in lines), flush=True)
+            print(found, flush=True)
 
     def stop() -> None:
-        from megatron_ext.megatron.model_check import stop_when_built
+        from megatron_ext.megatron.build_check import stop_when_built
 
         stop_when_built(say)
 
-    try:
-        run.main([*(["--cpu"] if cpu else []), *command], before=stop)
-    except SystemExit as end:
-        if type(end).__name__ == "Built":
-            return 0
-        raise
-    print(f"doctor: {command[0]} ended without building a model by megatron.training's get_model()", file=sys.stderr)
+    run.main([*(["--cpu"] if cpu else []), *command], before=stop)
+    print(f"doctor: {command[0]} ended without building a language model of Megatron's", file=sys.stderr)
     return 1
 
 

@@ -97,11 +97,12 @@ def test_an_id_asked_for_many_times(ahead):
 
 def filtered(z, top_k, top_p, temperature):
     """bool: what the filter keeps; and of each row whether rounding could not have changed it: no sum is near p."""
-    falling, order = (z.double() / temperature).sort(dim=1, descending=True, stable=True)
-    inside = torch.arange(V).expand_as(z) < (top_k or V)
+    falling = (z.double() / temperature).sort(dim=1, descending=True).values
+    inside = falling >= falling[:, (top_k or V) - 1, None]
     mass = falling.masked_fill(~inside, -torch.inf).softmax(1).cumsum(1)
     inside = inside & ((mass - mass.diff(dim=1, prepend=mass.new_zeros(len(z), 1)) < top_p) | (top_p == 1))
-    return torch.zeros_like(inside).scatter(1, order, inside), ((mass - top_p).abs() > 1e-5).all(1) | (top_p == 1)
+    last = falling.masked_fill(~inside, torch.inf).amin(1, keepdim=True)
+    return z.double() / temperature >= last, ((mass - top_p).abs() > 1e-5).all(1) | (top_p == 1)
 
 
 @ranks(1, 2)

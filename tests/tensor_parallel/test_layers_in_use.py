@@ -52,10 +52,11 @@ def test_attribute_functions():
     set_defaults_if_not_set_tensor_model_parallel_attributes(copy_of_w)
     fresh = torch.zeros(2)
     set_defaults_if_not_set_tensor_model_parallel_attributes(fresh)
-    assert vars(copy_of_w) == {**vars(w), "expert_tp": False}
+    assert vars(copy_of_w) == {**vars(w), "expert_tp": False, "qkv_split_shapes": None}
     assert vars(fresh) == {
         "expert_tp": False,
         "is_qkv": False,
+        "qkv_split_shapes": None,
         "tensor_model_parallel": False,
         "partition_dim": -1,
         "partition_stride": 1,

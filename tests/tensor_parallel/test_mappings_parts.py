@@ -51,4 +51,7 @@ def parts(function, shapes):
         yield function.forward(written, x.clone(), group)
     assert vars(written).keys() <= vars(contexts[0]).keys()
     for context in contexts:
-        yield from function.backward(context, g.clone())
+        gradients = list(function.backward(context, g.clone()))
+        while gradients and gradients[-1] is None:  # of arguments that only one side has
+            gradients.pop()
+        yield from gradients
