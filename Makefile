@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-source test-gpu check format bench bench-gpu clean
+.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -78,6 +78,11 @@ test-source: $(SOURCE)/.ready  ## Megatron-Core from source: make test-source ME
 	PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree" \
 		python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
 		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
+
+test-frameworks: $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
+	@test -n "$(NEMO_RL_SRC)$(VERL_SRC)" || { echo "say which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both"; exit 2; }
+	$(if $(NEMO_RL_SRC),NEMO_RL_SRC="$(NEMO_RL_SRC)") $(if $(VERL_SRC),VERL_SRC="$(VERL_SRC)") \
+		$(PY) -m pytest -m "not gpu" tests/integrations
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
 	$(PY) -m pytest -m gpu

@@ -145,6 +145,11 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
 def _expert_parallel(parallel: Mapping[str, Any], parallel_key: str, tp_key: str) -> bool:
     experts = _positive(parallel, "expert_parallel_size", parallel_key, 1)
     ranks = _positive(parallel, tp_key, parallel_key, 1)
+    if parallel_key == "megatron_cfg" and experts > 1:
+        raise ValueError(
+            f"megatron_cfg.expert_parallel_size is {experts}: Megatron's experts have ranks of their own; set "
+            f"megatron_cfg.expert_model_parallel_size instead"
+        )
     if experts not in (1, ranks):
         raise ValueError(
             f"{parallel_key}.expert_parallel_size is {experts}: the tensor-parallel ranks share out the experts, so it "

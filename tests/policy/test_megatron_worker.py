@@ -218,6 +218,7 @@ def test_temperature_and_precision():
     [
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: .* set it to 1"),
         ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 and the model has 0 experts"),
+        ({"expert_parallel_size": 2}, "expert_parallel_size is 2: .* set megatron_cfg.expert_model_parallel_size"),
         ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2 and pipeline.* 1"),
         (
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
