@@ -24,7 +24,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Megatron-Core is imported when it is asked for."""
+    """What needs Megatron-Core, and the names of NeMo-RL, are imported when they are asked for."""
+    if name == "model_utils":
+        from importlib import import_module
+
+        return import_module(f"{__name__}.{name}")
     if name in ("restore_tensor_parallel", "substitute_tensor_parallel"):
         from megatron_ext.megatron import substitute
 

@@ -34,6 +34,8 @@ def head_rule(model: nn.Module) -> HeadRule | None:
         head: Any = model.get_submodule(path)
         if owner is not model and not any(cls.__name__ in _TRANSPARENT for cls in type(model).__mro__):
             return None
+        if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+            return None  # an adapter, say
         probe = torch.tensor(_PROBE, dtype=torch.float64, device="cpu")
         rule = _measured(_through(owner, path.rpartition(".")[2], probe), probe)
     except Exception:  # a forward that needs more than a decoder and a head may raise anything

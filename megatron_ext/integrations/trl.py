@@ -99,6 +99,8 @@ def _fused_head(original: Any) -> type:
                     logit_scale,
                     outputs,
                 )
+            if not torch.is_autocast_enabled(hidden.device.type):  # TRL multiplies in the dtype of the hidden states
+                weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
             found = head.linear_log_probs(
                 hidden,
                 weight,

@@ -30,10 +30,11 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
     def forward(self, *args, return_logprobs_for_linear_ce_fusion: bool = False, **kwargs):
         if not return_logprobs_for_linear_ce_fusion or not self.post_process:
             return original(self, *args, **kwargs)
-        if settings.label_smoothing:
+        if settings.label_smoothing or settings.z_loss:
             raise ValueError(
-                f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing}: a "
-                f"smoothed loss is no log-probability; patch with label_smoothing=0.0"
+                f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing} and "
+                f"z_loss={settings.z_loss}: values or gradients would not be those of log-probabilities; patch with "
+                f"label_smoothing=0.0 and z_loss=0.0"
             )
         given = signature.bind(self, *args, **kwargs)
         parts = sequence_parts(self, given.arguments.get("packed_seq_params"))

@@ -113,7 +113,14 @@ def why_not_fused(model: Any) -> str | None:
     Only what is known to be a product of hidden states and weight, plus bias, with a softcap or without, can be; and
     only Megatron's own loss is known to be a cross entropy.
     """
-    layer = output_layer(model)
+    reason = why_not_linear(output_layer(model))
+    if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
+        reason = f"it has a {LOSS} of its own"
+    return reason
+
+
+def why_not_linear(layer: Any) -> str | None:
+    """Why what an output layer makes of hidden states is not known, or None if it is."""
     forward = type(layer).forward
     plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
         ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
@@ -127,8 +134,6 @@ def why_not_fused(model: Any) -> str | None:
         )
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
-    if not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
-        return f"it has a {LOSS} of its own"
     return None
 
 

@@ -50,7 +50,16 @@ class _ReadOut:
         **given: Any,
     ) -> Any:
         """Called by the model; `given` are the other arguments that Megatron passes to an output processor."""
-        hooks, _ = split_hooks(output_layer)
+        hooks, others = split_hooks(output_layer)
+        promising = getattr(vars(output_layer).get(model_seams.FORWARD), "promises", False)
+        reason = None if promising else model_seams.why_not_linear(output_layer)
+        if reason is None and (others.before or others.after):
+            reason = "its output layer has forward hooks, which would not run"
+        if reason is not None:
+            raise ValueError(
+                f"{type(self).__name__} reads hidden states, not logits: {reason}; leave output_processor out and take "
+                f"the logits"
+            )
         logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, _nobody, hooks)
         scaled = logits if scale_logits is None else scale_logits(logits)
         if not isinstance(scaled, PromisedLogits):

@@ -47,6 +47,8 @@ class Terms:
         hooks: the layer's forward hooks about parameters.
         asked: told once when somebody asks for the logits themselves.
         made: the logits, once somebody did.
+        with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
+            also where who asks for them does so under `no_grad`.
         hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
     """
 
@@ -59,6 +61,7 @@ class Terms:
     scale: float = 1.0
     made: Tensor | None = None
     hits: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    with_grad: bool = field(default_factory=torch.is_grad_enabled)
 
     @property
     def columns(self) -> int:
@@ -96,9 +99,13 @@ class Terms:
             def forward(hidden: Tensor) -> Any:
                 return self.compute(hidden, self.weight), None
 
-            with calling(self.layer, forward, self.hooks):
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.with_grad),
+                calling(self.layer, forward, self.hooks),
+            ):
                 logits = self.layer(self.hidden)[0]
-            self.made = logits if self.scale == 1.0 else logits * self.scale
+                self.made = logits if self.scale == 1.0 else logits * self.scale
         return self.made
 
 

@@ -82,11 +82,22 @@ def wrapped_methods() -> Iterator[tuple[type, str]]:
 
 
 def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
-    """Wrap the methods of one model; they come before those of its class."""
+    """Wrap the methods of one model; they come before those of its class.
+
+    Raises:
+        ValueError: the model has such a method of its own, which is not its class's; nothing is changed.
+    """
+    for name in (model_seams.FORWARD, model_seams.POSTPROCESS):
+        if name in vars(model) and not hasattr(vars(model)[name], "original"):
+            raise ValueError(
+                f"this {type(model).__name__} has a {name} of its own, which the patch would replace; patch first, or "
+                f"patch the classes (model=None)"
+            )
     for name in dict.fromkeys((model_seams.FORWARD, model_seams.region(type(model)))):
         setattr(model, name, wrapper(original_of(getattr(type(model), name)), makes[name], settings).__get__(model))
 
 
 def unwrap_model(model: Any) -> None:
     for name in (model_seams.FORWARD, model_seams.POSTPROCESS):
-        vars(model).pop(name, None)
+        if hasattr(vars(model).get(name), "original"):
+            delattr(model, name)

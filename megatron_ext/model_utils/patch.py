@@ -6,12 +6,29 @@ from torch import Tensor
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *, chunk_size: int | None = None, cache: Any = "auto", model: Any = None
+    *,
+    chunk_size: int | None = None,
+    cache: Any = "auto",
+    model: Any = None,
+    chunk_tokens: int | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> None:
-    """GPTModel with labels computes per-token losses by the fused head: see `megatron_ext.megatron.linear_ce`."""
+    """Language models with labels compute per-token losses by the fused head: see `megatron_ext.megatron.linear_ce`."""
     from megatron_ext.megatron import linear_ce
 
-    linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=chunk_size, cache=cache, model=model)
+    linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(
+        chunk_size=chunk_size,
+        cache=cache,
+        model=model,
+        chunk_tokens=chunk_tokens,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        temperature=temperature,
+    )
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:

@@ -51,7 +51,8 @@ def check(config: Any, tp: int, stages: int = 1, ep: int = 1) -> None:
         "rope_type": rope.get("rope_type", "default") == "default",
         "hidden_act": config.hidden_act in ("silu", "swish"),
         "sliding window": not any("sliding" in kind for kind in getattr(config, "layer_types", None) or [])
-        and not (kind == "mixtral" and config.sliding_window),
+        and not (kind == "mixtral" and config.sliding_window)
+        and not getattr(config, "use_sliding_window", False),
         "router_jitter_noise": not getattr(config, "router_jitter_noise", 0.0),
         "attention_bias": kind == "qwen2" or not getattr(config, "attention_bias", False),
         "mlp_bias": not getattr(config, "mlp_bias", False),

@@ -126,8 +126,8 @@ def refit_vllm(policy: "RayPolicy", llm: Any) -> None:
     Memory beside both models: one bucket of `refit_buffer_bytes`.
     """
     _, budget = policy.prepare_weights_for_ipc()
-    devices = sorted(set(llm.collective_rpc("policy_device_id")))
     try:
+        devices = sorted(set(llm.collective_rpc("policy_device_id")))
         for bucket in buckets(policy.prepare_refit_info(), int(budget)):
             handles = policy.get_weights_ipc_handles([row.name for row in bucket.rows], devices)
             llm.collective_rpc("policy_weights_load", args=(pickle.dumps(handles),))
