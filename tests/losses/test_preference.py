@@ -115,6 +115,28 @@ def test_a_pair_without_tokens_does_not_count_and_parts_add_up(loss):
     torch.testing.assert_close(sum(parts), found)
 
 
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+@pytest.mark.parametrize("kind", [DPOLoss, SimPOLoss, ORPOLoss])
+def test_parts_with_a_likelihood_add_up(kind, pairs):
+    loss = kind(sft_weight=0.7, pairs=pairs)
+    log_probs = (drawn(6, S) - 3).requires_grad_()
+    mask = torch.ones(6, S)
+    mask[0, 2:] = mask[4, 1:] = 0
+    whole, whole_metrics = loss.from_log_probs(log_probs, mask)
+    places = [[2 * i, 2 * i + 1] if pairs == "interleaved" else [i, i + 3] for i in range(3)]
+    chosen = [chosen for chosen, _ in places]
+    counts = {"count": 3, "sft_count": mask[chosen].sum()}
+    parts = [loss.from_log_probs(log_probs[at], mask[at], **counts) for at in places]
+    total = sum(part for part, _ in parts)
+    torch.testing.assert_close(total, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(x, log_probs)[0] for x in (total, whole)))
+    for name, value in whole_metrics.items():
+        torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), value)
+    for given, missing in (("count", "sft_count"), ("sft_count", "count")):
+        with pytest.raises(ValueError, match=f"{given} without {missing} with sft_weight 0.7"):
+            loss.from_log_probs(log_probs, mask, **{given: counts[given]})
+
+
 def test_metrics():
     log_probs = torch.tensor([[-1.0, -1.0], [-4.0, -2.0], [-3.0, -2.0], [-1.0, -1.0]])
     _, metrics = DPOLoss(beta=0.5).from_log_probs(log_probs)
