@@ -158,10 +158,13 @@ class TopKDistillationLoss(FromHidden):
         """The same from log-probabilities `[..., K]` of the teacher's top-k, normalised as the class says.
 
         Args:
+            teacher: -inf stands for `exp(-100)`.
             entropy: `[...]`, of the student's distribution over its vocabulary; see `needs_entropy`.
         """
         if self.needs_entropy and entropy is None:
             raise ValueError("entropy is None: zero_outside_topk with a reverse KL needs the student's; pass it")
+        # An id that the teacher rules out: 0 times infinity otherwise, which is NaN.
+        teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
         found = self._divergence(student, teacher, entropy)
         check_per_token(found.shape, mask=mask)
         return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
