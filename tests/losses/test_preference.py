@@ -137,6 +137,16 @@ def test_parts_with_a_likelihood_add_up(kind, pairs):
             loss.from_log_probs(log_probs, mask, **{given: counts[given]})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_odds_of_certain_rows_are_finite(dtype):
+    """A row of log-probabilities 0, beside another one, and a pair of such."""
+    log_probs = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-1.0, -2.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
+    for own in ([0, 2], [2, 0], [1, 3], [0, 1, 2, 3]):
+        loss, metrics = ORPOLoss().from_log_probs(log_probs[own])
+        assert torch.stack([loss, *metrics.values()]).isfinite().all()
+        assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+
+
 def test_metrics():
     log_probs = torch.tensor([[-1.0, -1.0], [-4.0, -2.0], [-3.0, -2.0], [-1.0, -1.0]])
     _, metrics = DPOLoss(beta=0.5).from_log_probs(log_probs)
