@@ -109,7 +109,7 @@ class _PairLoss(LogProbLoss):
 
     def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         return log_probs_BS, mask_BS
 
 
@@ -268,7 +268,7 @@ class KTOLoss(LogProbLoss):
         """
         self._check(log_probs.shape, desirable, mask, reference_log_probs)
         log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         desirable = desirable.bool()

@@ -158,6 +158,12 @@ def test_ids_that_the_teacher_rules_out(divergence, zero):
     torch.testing.assert_close(found, want)
 
 
+def test_16_bit_log_probabilities_are_added_up_in_fp32():
+    student, teacher = (drawn(T, K, seed=seed).log_softmax(-1).bfloat16() for seed in (0, 1))
+    found, _ = TopKDistillationLoss().from_log_probs(student, teacher)
+    assert found == TopKDistillationLoss().from_log_probs(student.float(), teacher.float())[0]
+
+
 def test_equal_distributions_are_0_apart():
     z = drawn(3, V, scale=3.0).float().requires_grad_()
     found = js_divergence(z, z.detach())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.losses import DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from megatron_ext.losses import DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from tests.losses.problems import B, S, check_rows, counts, drawn, rows
 from tests.ranks import ranks
 
@@ -145,6 +145,29 @@ def test_odds_of_certain_rows_are_finite(dtype):
         loss, metrics = ORPOLoss().from_log_probs(log_probs[own])
         assert torch.stack([loss, *metrics.values()]).isfinite().all()
         assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss, given, others",
+    [
+        (DPOLoss(sft_weight=0.5), (), ["reference_log_probs"]),
+        (SimPOLoss(), (), []),
+        (ORPOLoss(), (), []),
+        (KTOLoss(), (torch.tensor([True, False, True, False]),), ["reference_log_probs"]),
+        (GRPOLoss(beta=0.1), (torch.ones(4),), ["reference_log_probs", "old_log_probs", "sampling_log_probs"]),
+    ],
+    ids=lambda x: type(x).__name__ if hasattr(x, "tp_group") else "",
+)
+def test_16_bit_log_probabilities_are_added_up_in_fp32(loss, given, others):
+    def values(seed):
+        return (drawn(4, 300, scale=0.05, seed=seed) - 1).bfloat16()
+
+    per_token = {name: values(seed) for seed, name in enumerate(others, 1)} | {"mask": torch.ones(4, 300).bfloat16()}
+    found, metrics = loss.from_log_probs(values(0), *given, **per_token)
+    wide = {name: x.float() for name, x in per_token.items()}
+    want, want_metrics = loss.from_log_probs(values(0).float(), *given, **wide)
+    assert found == want
+    assert metrics == want_metrics
 
 
 def test_metrics():
