@@ -19,7 +19,7 @@ from megatron_ext.head import (
 )
 from megatron_ext.head.jensen_shannon import check_beta
 from megatron_ext.head.options import one_of
-from megatron_ext.losses.from_hidden import FromHidden, Metrics, check_number, check_per_token
+from megatron_ext.losses.from_hidden import FromHidden, Metrics, check_number, check_per_token, widened
 from megatron_ext.losses.reductions import token_mean
 
 Divergence = Literal["forward", "reverse", "jsd"]
@@ -158,10 +158,14 @@ class TopKDistillationLoss(FromHidden):
         """The same from log-probabilities `[..., K]` of the teacher's top-k, normalised as the class says.
 
         Args:
+            teacher: -inf stands for `exp(-100)`.
             entropy: `[...]`, of the student's distribution over its vocabulary; see `needs_entropy`.
         """
         if self.needs_entropy and entropy is None:
             raise ValueError("entropy is None: zero_outside_topk with a reverse KL needs the student's; pass it")
+        student, teacher = widened(student), widened(teacher)
+        # An id that the teacher rules out: 0 times infinity otherwise, which is NaN.
+        teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
         found = self._divergence(student, teacher, entropy)
         check_per_token(found.shape, mask=mask)
         return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}

@@ -14,6 +14,7 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import linear_log_probs
 from megatron_ext.head.options import Cache, Layout
+from megatron_ext.head.rows import accumulation_dtype
 
 Metrics = dict[str, Tensor]
 
@@ -80,7 +81,8 @@ class LogProbLoss(FromHidden, ABC):
             hidden, weight: of the head; see `linear_log_probs`.
             labels: the token that each position predicts: shifted already.
             mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
-            given, others: what `from_log_probs` takes beside log-probabilities and mask.
+            given, others: what `from_log_probs` takes beside log-probabilities and mask: by position only what comes
+                before its mask (`advantages`, `desirable`), by keyword all else.
 
         Raises:
             ValueError: shapes that do not fit; what the head refuses.
@@ -110,13 +112,19 @@ class LogProbLoss(FromHidden, ABC):
         """Raises ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
 
     def _rows(self, x: Tensor) -> Tensor:
-        """`[B, S]`."""
+        """`[B, S]`, of 16-bit numbers in fp32."""
+        x = widened(x)
         return x.t() if self.sequence_first and x.dim() == 2 else x
 
 
 def _float(kept: Tensor, mask: Tensor | None) -> Tensor:
     """fp32 weights of tokens."""
     return kept.float() if mask is None else mask.float().where(kept, 0.0)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In fp32, or fp64 where it is that: sums of 16-bit log-probabilities lose their digits."""
+    return x.to(accumulation_dtype(x.dtype))
 
 
 def check_rows(shape: torch.Size) -> None:

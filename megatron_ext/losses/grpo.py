@@ -112,7 +112,7 @@ class GRPOLoss(LogProbLoss):
         self._check(log_probs.shape, advantages, mask, old_log_probs, reference_log_probs, sampling_log_probs)
         old = log_probs.detach() if old_log_probs is None else old_log_probs
         log_probs_BS, old_BS = self._rows(log_probs), self._rows(old)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         advantages_BS = advantages.unsqueeze(1) if advantages.dim() == 1 else counted(self._rows(advantages), mask_BS)
         ratio = pg.probability_ratio(log_probs_BS, old_BS, mask_BS, self.importance_sampling_level)
         loss_BS = self._token_loss(counted(log_probs_BS, mask_BS), ratio, advantages_BS)

@@ -24,7 +24,8 @@ def preference_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 def log_odds(mean_log_prob: Tensor) -> Tensor:
-    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`."""
+    """`log(p / (1 - p))` of `p = exp(mean_log_prob)`; of 1 that of the largest p below it, without gradient."""
+    mean_log_prob = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).tiny)
     return mean_log_prob - (-torch.expm1(mean_log_prob)).log()
 
 
@@ -56,9 +57,15 @@ class _PairLoss(LogProbLoss):
         check_number("sft_weight", self.sft_weight, "at least 0", self.sft_weight >= 0)
 
     def _of_pairs(
-        self, rewards_B: Tensor, losses_P: Tensor, log_probs_BS: Tensor, mask_BS: Tensor, count: Tensor | float | None
+        self,
+        rewards_B: Tensor,
+        losses_P: Tensor,
+        log_probs_BS: Tensor,
+        mask_BS: Tensor,
+        count: Tensor | float | None,
+        sft_count: Tensor | float | None,
     ) -> tuple[Tensor, Metrics]:
-        """The mean of the pairs that count, or their sum over `count`."""
+        """The mean of the pairs that count, or their sum over `count`; of the likelihood that of tokens."""
         some_P = torch.stack(split_pairs((mask_BS > 0).any(1), self.pairs)).all(0)
         total = some_P.sum() if count is None else count
 
@@ -73,7 +80,8 @@ class _PairLoss(LogProbLoss):
             "accuracy": mean((chosen_P > rejected_P).to(chosen_P.dtype)),
         }
         if self.sft_weight:
-            sft = -token_mean(*(split_pairs(x, self.pairs)[0] for x in (log_probs_BS, mask_BS)))
+            chosen_PS, mask_PS = (split_pairs(x, self.pairs)[0] for x in (log_probs_BS, mask_BS))
+            sft = -token_mean(chosen_PS, mask_PS, sft_count)
             loss = loss + self.sft_weight * sft
             metrics["sft_loss"] = sft.detach()
         return loss, metrics
@@ -84,8 +92,16 @@ class _PairLoss(LogProbLoss):
         mask: Tensor | None = None,
         reference_log_probs: Tensor | None = None,
         count: Tensor | float | None = None,
+        sft_count: Tensor | float | None = None,
     ) -> None:
         check_rows(shape)
+        if self.sft_weight and (count is None) != (sft_count is None):
+            given, missing = ("count", "sft_count") if sft_count is None else ("sft_count", "count")
+            raise ValueError(
+                f"{given} without {missing} with sft_weight {self.sft_weight}: the preference is divided by count, the "
+                f"pairs of all micro-batches, the likelihood by sft_count, the tokens of their chosen rows; pass both "
+                f"or neither"
+            )
         rows = shape[1 if self.sequence_first else 0]
         if rows % 2:
             raise ValueError(f"{rows} rows: they come in pairs of a chosen and a rejected one; add the missing row")
@@ -93,7 +109,7 @@ class _PairLoss(LogProbLoss):
 
     def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         return log_probs_BS, mask_BS
 
 
@@ -128,6 +144,7 @@ class DPOLoss(_PairLoss):
         mask: Tensor | None = None,
         reference_log_probs: Tensor | None = None,
         count: Tensor | float | None = None,
+        sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """The loss, and of all pairs the means of the rewards `beta (c - c_ref)` and of whether the chosen one's is
         larger.
@@ -137,8 +154,10 @@ class DPOLoss(_PairLoss):
             mask: which tokens count, or weights of them; None: all.
             reference_log_probs: of the reference policy; None: 0, a policy that holds all sequences equally likely.
             count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
+            sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
+                and ranks; None: those of this call. It goes together with `count`.
         """
-        self._check(log_probs.shape, mask, reference_log_probs)
+        self._check(log_probs.shape, mask, reference_log_probs, count, sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         average = self.average_log_prob or self.loss_type == "ipo"
@@ -151,7 +170,7 @@ class DPOLoss(_PairLoss):
             losses_P = (1 - self.beta * margin_P).relu()
         else:
             losses_P = preference_loss(self.beta * margin_P, self.label_smoothing)
-        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count)
+        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +185,19 @@ class SimPOLoss(_PairLoss):
     gamma: float = 0.5
 
     def from_log_probs(
-        self, log_probs: Tensor, mask: Tensor | None = None, count: Tensor | float | None = None
+        self,
+        log_probs: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+        sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
-        self._check(log_probs.shape, mask)
+        self._check(log_probs.shape, mask, count=count, sft_count=sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         rewards_B = self.beta * row_means(log_probs_BS, mask_BS)
         chosen_P, rejected_P = split_pairs(rewards_B, self.pairs)
         losses_P = preference_loss(chosen_P - rejected_P - self.gamma, self.label_smoothing)
-        return self._of_pairs(rewards_B, losses_P, log_probs_BS, mask_BS, count)
+        return self._of_pairs(rewards_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,17 +213,21 @@ class ORPOLoss(_PairLoss):
     sft_weight: float = 1.0
 
     def from_log_probs(
-        self, log_probs: Tensor, mask: Tensor | None = None, count: Tensor | float | None = None
+        self,
+        log_probs: Tensor,
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+        sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
-        self._check(log_probs.shape, mask)
+        self._check(log_probs.shape, mask, count=count, sft_count=sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         means_B = row_means(log_probs_BS, mask_BS)
         # A row without tokens has infinite odds; its pair does not count, and must bring no NaN.
         safe_B = means_B.where((mask_BS > 0).any(1), -1.0)
         chosen_P, rejected_P = split_pairs(log_odds(safe_B), self.pairs)
         losses_P = self.beta * preference_loss(chosen_P - rejected_P, self.label_smoothing)
-        return self._of_pairs(self.beta * means_B, losses_P, log_probs_BS, mask_BS, count)
+        return self._of_pairs(self.beta * means_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +268,7 @@ class KTOLoss(LogProbLoss):
         """
         self._check(log_probs.shape, desirable, mask, reference_log_probs)
         log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs.dtype)
+        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         desirable = desirable.bool()

@@ -139,6 +139,31 @@ def test_js_divergence():
         torch.testing.assert_close(grad, want_grad[..., own])
 
 
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "mixed", "jsd"])
+def test_ids_that_the_teacher_rules_out(divergence, zero):
+    """The same as at `exp(-100)`, with finite gradients."""
+    loss = TopKDistillationLoss(divergence=divergence, zero_outside_topk=zero)
+    logits = drawn(T, K)
+    logits[::2, 1] = -torch.inf
+    teacher = logits.log_softmax(-1)
+    found, want = [], []
+    for given, kept in ((teacher, found), (teacher.clamp(min=-100.0), want)):
+        z = drawn(T, V, seed=1).requires_grad_()
+        log_probs = z.log_softmax(-1)
+        student = log_probs[:, :K] if zero else log_probs[:, :K].log_softmax(-1)
+        value, _ = loss.from_log_probs(student, given, -(log_probs.exp() * log_probs).sum(-1))
+        kept += [value, torch.autograd.grad(value, z)[0]]
+    assert all(x.isfinite().all() for x in found)
+    torch.testing.assert_close(found, want)
+
+
+def test_16_bit_log_probabilities_are_added_up_in_fp32():
+    student, teacher = (drawn(T, K, seed=seed).log_softmax(-1).bfloat16() for seed in (0, 1))
+    found, _ = TopKDistillationLoss().from_log_probs(student, teacher)
+    assert found == TopKDistillationLoss().from_log_probs(student.float(), teacher.float())[0]
+
+
 def test_equal_distributions_are_0_apart():
     z = drawn(3, V, scale=3.0).float().requires_grad_()
     found = js_divergence(z, z.detach())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.losses import DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from megatron_ext.losses import DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from tests.losses.problems import B, S, check_rows, counts, drawn, rows
 from tests.ranks import ranks
 
@@ -113,6 +113,61 @@ def test_a_pair_without_tokens_does_not_count_and_parts_add_up(loss):
     assert (grad[[1, 4]] == 0).all()
     parts = [loss.from_log_probs(log_probs[[i, i + 3]], mask[[i, i + 3]], count=2)[0] for i in range(3)]
     torch.testing.assert_close(sum(parts), found)
+
+
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+@pytest.mark.parametrize("kind", [DPOLoss, SimPOLoss, ORPOLoss])
+def test_parts_with_a_likelihood_add_up(kind, pairs):
+    loss = kind(sft_weight=0.7, pairs=pairs)
+    log_probs = (drawn(6, S) - 3).requires_grad_()
+    mask = torch.ones(6, S)
+    mask[0, 2:] = mask[4, 1:] = 0
+    whole, whole_metrics = loss.from_log_probs(log_probs, mask)
+    places = [[2 * i, 2 * i + 1] if pairs == "interleaved" else [i, i + 3] for i in range(3)]
+    chosen = [chosen for chosen, _ in places]
+    counts = {"count": 3, "sft_count": mask[chosen].sum()}
+    parts = [loss.from_log_probs(log_probs[at], mask[at], **counts) for at in places]
+    total = sum(part for part, _ in parts)
+    torch.testing.assert_close(total, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(x, log_probs)[0] for x in (total, whole)))
+    for name, value in whole_metrics.items():
+        torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), value)
+    for given, missing in (("count", "sft_count"), ("sft_count", "count")):
+        with pytest.raises(ValueError, match=f"{given} without {missing} with sft_weight 0.7"):
+            loss.from_log_probs(log_probs, mask, **{given: counts[given]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_odds_of_certain_rows_are_finite(dtype):
+    """A row of log-probabilities 0, beside another one, and a pair of such."""
+    log_probs = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-1.0, -2.0], [0.0, 0.0]], dtype=dtype, requires_grad=True)
+    for own in ([0, 2], [2, 0], [1, 3], [0, 1, 2, 3]):
+        loss, metrics = ORPOLoss().from_log_probs(log_probs[own])
+        assert torch.stack([loss, *metrics.values()]).isfinite().all()
+        assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss, given, others",
+    [
+        (DPOLoss(sft_weight=0.5), (), ["reference_log_probs"]),
+        (SimPOLoss(), (), []),
+        (ORPOLoss(), (), []),
+        (KTOLoss(), (torch.tensor([True, False, True, False]),), ["reference_log_probs"]),
+        (GRPOLoss(beta=0.1), (torch.ones(4),), ["reference_log_probs", "old_log_probs", "sampling_log_probs"]),
+    ],
+    ids=lambda x: type(x).__name__ if hasattr(x, "tp_group") else "",
+)
+def test_16_bit_log_probabilities_are_added_up_in_fp32(loss, given, others):
+    def values(seed):
+        return (drawn(4, 300, scale=0.05, seed=seed) - 1).bfloat16()
+
+    per_token = {name: values(seed) for seed, name in enumerate(others, 1)} | {"mask": torch.ones(4, 300).bfloat16()}
+    found, metrics = loss.from_log_probs(values(0), *given, **per_token)
+    wide = {name: x.float() for name, x in per_token.items()}
+    want, want_metrics = loss.from_log_probs(values(0).float(), *given, **wide)
+    assert found == want
+    assert metrics == want_metrics
 
 
 def test_metrics():

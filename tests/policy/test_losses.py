@@ -1,12 +1,14 @@
 """Losses against their formulas, row by row in plain Python, and parts that add up."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DPOLoss, NLLLoss
 from megatron_ext.policy.losses import valid_counts
+from megatron_ext.policy.train_step import TrainSteps
 from tests.policy.problems import tiny_batch
 
 
@@ -215,6 +217,16 @@ def test_positive_examples():
     found = whole_loss(ClippedPGLoss(positive_example_nll_weight=0.5), log_probs, data)
     want = whole_loss(ClippedPGLoss(), log_probs, data) + 0.5 * sum(own) / len(own)
     assert found.item() == pytest.approx(want.item(), rel=1e-6)
+
+
+def test_positive_examples_are_refused_in_a_step_of_parts():
+    worker = Mock()
+    with pytest.raises(ValueError, match="positive_example_nll_weight is 0.5: .* use train"):
+        TrainSteps.begin_train_step(worker, ClippedPGLoss(positive_example_nll_weight=0.5))
+    worker._zero_grad.assert_not_called()
+    for loss_fn in (ClippedPGLoss(), lambda *_: None):
+        TrainSteps.begin_train_step(worker, loss_fn)
+        assert worker._open_step.loss_fn is loss_fn
 
 
 def test_metrics_of_a_generator_that_differs():
