@@ -271,7 +271,6 @@ class KTOLoss(LogProbLoss):
         mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
-        desirable = desirable.bool()
         sign_B = torch.where(desirable, 1.0, -1.0)
         weights_B = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
         baseline = kl.detach() if isinstance(kl, Tensor) else kl
@@ -299,4 +298,9 @@ class KTOLoss(LogProbLoss):
         if not isinstance(desirable, Tensor) or desirable.shape != (rows,):
             found: Any = tuple(desirable.shape) if isinstance(desirable, Tensor) else type(desirable).__name__
             raise ValueError(f"desirable is {found}: it must be a tensor with a bool for each of {rows} rows")
+        if desirable.dtype != torch.bool:
+            raise ValueError(
+                f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in "
+                f"desirable > 0"
+            )
         check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ext.head.options import one_of
 from megatron_ext.losses import policy_gradient as pg
+from megatron_ext.losses.from_hidden import check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 from megatron_ext.policy.loss_protocol import LossType, MetricNormalizer, token_weights
 
@@ -124,6 +125,7 @@ class ClippedPGLoss:
         self, log_probs_BS: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         mask_BS = token_weights(data)
+        self._check_shapes(mask_BS, data)
         means = _Means(mask_BS, data["sample_mask"], global_valid_seqs, global_valid_toks)
         reduce = means.of_tokens if self.token_level_loss else means.of_rows
         advantages_BS = counted(data["advantages"], mask_BS)
@@ -158,6 +160,12 @@ class ClippedPGLoss:
             "positive_nll_loss": nll.detach(),
             **metrics,
         }
+
+    def _check_shapes(self, mask_BS: Tensor, data: Mapping[str, Any]) -> None:
+        """Raises ValueError for what would be broadcast to the tokens, or cut."""
+        read = ["advantages", "generation_logprobs"] + ["prev_logprobs"] * self._reads_prev
+        read += ["reference_policy_logprobs"] * bool(self._kl_factor)
+        check_per_token(mask_BS.shape, **{name: data[name] for name in read if name in data})
 
     def _ratios(self, log_probs_BS: Tensor, prev_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies the advantages, and that clipped."""

@@ -185,6 +185,8 @@ def test_refused():
         DPOLoss().from_log_probs(three)
     with pytest.raises(ValueError, match=r"desirable is \(2,\)"):
         KTOLoss().from_log_probs(three, torch.ones(2).bool())
+    with pytest.raises(ValueError, match=r"desirable has dtype torch.int64: it must be torch.bool"):
+        KTOLoss().from_log_probs(three, torch.tensor([1, -1, 1]))
     for options, message in (
         ({"pairs": "alternating"}, "pairs is 'alternating'"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "only 'sigmoid' has it"),

@@ -219,6 +219,14 @@ def test_positive_examples():
     assert found.item() == pytest.approx(want.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"])
+def test_shapes_that_would_be_broadcast_are_refused(name):
+    log_probs, data = problem()
+    for wrong in (data[name][:, :1], data[name][:, 0], data[name][:1]):
+        with pytest.raises(ValueError, match=rf"{name} is \(.*: it must be a tensor \(6, "):
+            whole_loss(ClippedPGLoss(0.1), log_probs, {**data, name: wrong})
+
+
 def test_positive_examples_are_refused_in_a_step_of_parts():
     worker = Mock()
     with pytest.raises(ValueError, match="positive_example_nll_weight is 0.5: .* use train"):
