@@ -300,7 +300,6 @@ class KTOLoss(LogProbLoss):
             raise ValueError(f"desirable is {found}: it must be a tensor with a bool for each of {rows} rows")
         if desirable.dtype != torch.bool:
             raise ValueError(
-                f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in "
-                f"desirable > 0"
+                f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
         check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)

@@ -234,3 +234,16 @@ def test_models_without_our_attention():
     assert error(causal_lm_log_probs(other, tokens), expected) < 3e-6
     with pytest.raises(ValueError, match="use_attention"):
         causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))
+
+
+def test_an_adapted_head_is_read_through_logits():
+    """Its weight alone does not say what it does."""
+    model = make("llama")
+    assert head_rule(model) is not None
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model.lm_head.__class__ = Adapted
+    assert head_rule(model) is None
