@@ -104,7 +104,7 @@ class TopKDistillationLoss(FromHidden):
 
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, get_args(TopKDivergence))
-        check_number("mixed_kl_weight", self.mixed_kl_weight, "in [0, 1]", 0 <= self.mixed_kl_weight <= 1)
+        check_number("mixed_kl_weight", self.mixed_kl_weight, "in [0, 1]", lambda x: 0 <= x <= 1)
         check_beta(self.beta)
 
     def __call__(

@@ -4,7 +4,9 @@ Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -143,7 +145,19 @@ def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is {found}: it must be a tensor {tuple(shape)}, a number for each label")
 
 
-def check_number(name: str, value: float | None, rule: str, holds: bool) -> None:
-    """Raises ValueError unless `holds`."""
-    if not holds:
-        raise ValueError(f"{name} is {value!r}: it must be {rule}")
+def check_number(
+    name: str, value: Any, rule: str, holds: Callable[[float], bool] = lambda x: x == x, optional: bool = False
+) -> None:
+    """Raises ValueError unless `value` is a number for which `holds` is true, or, where `optional`, None."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
+        raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}")
+
+
+def at_least_0(x: float) -> bool:
+    return x >= 0
+
+
+def above_0(x: float) -> bool:
+    return x > 0

@@ -6,6 +6,7 @@ Legend: B rows, S positions.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from megatron_ext.head.options import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.from_hidden import LogProbLoss, Metrics, check_number, check_per_token, check_rows
+from megatron_ext.losses.from_hidden import (
+    LogProbLoss,
+    Metrics,
+    above_0,
+    at_least_0,
+    check_number,
+    check_per_token,
+    check_rows,
+)
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
@@ -29,6 +38,7 @@ _CORRECTIONS: dict[str, tuple[pg.Level, pg.Truncation | None]] = {
     "sequence_mask": ("sequence", "mask"),
     "sequence_mean_mask": ("token", "mean mask"),
 }
+_OPTIONAL = ("epsilon_high", "delta", "kl_input_clamp", "kl_output_clamp", "sampling_ratio_min", "sampling_ratio_max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,18 +84,28 @@ class GRPOLoss(LogProbLoss):
         one_of("kl_estimator", self.kl_estimator, pg.KL_ESTIMATORS)
         one_of("sampling_correction", self.sampling_correction, get_args(SamplingCorrection))
         for name in ("epsilon", "beta"):
-            check_number(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
+            check_number(name, getattr(self, name), "at least 0", at_least_0)
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            check_number(name, getattr(self, name), "above 0", getattr(self, name) > 0)
+            check_number(name, getattr(self, name), "above 0", above_0)
+        for name in _OPTIONAL:
+            check_number(name, getattr(self, name), "at least 0", at_least_0, optional=True)
+        low, high = self.sampling_ratio_min, self.sampling_ratio_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"sampling_ratio_min is {low} and sampling_ratio_max {high}: the lower bound must not be above; "
+                f"exchange them"
+            )
         if self.loss_type in ("cispo", "sapo") and self.importance_sampling_level == "sequence":
             raise ValueError(
                 f"importance_sampling_level is 'sequence' with loss_type {self.loss_type!r}, which weighs tokens; "
                 f"use 'token'"
             )
-        if self.loss_type == "dr_grpo" and not self.max_completion_length:
+        length = self.max_completion_length
+        counts = isinstance(length, Integral) and not isinstance(length, bool) and length > 0
+        if self.loss_type == "dr_grpo" and not counts:
             raise ValueError(
-                f"max_completion_length is {self.max_completion_length!r}: loss_type 'dr_grpo' divides by it; pass the "
-                f"most tokens that a row may have"
+                f"max_completion_length is {length!r}: loss_type 'dr_grpo' divides by it; pass the most tokens that a "
+                f"row may have, an int above 0"
             )
 
     def from_log_probs(

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.options import one_of
-from megatron_ext.losses.from_hidden import LogProbLoss, Metrics, check_number, check_per_token, check_rows
+from megatron_ext.losses.from_hidden import (
+    LogProbLoss,
+    Metrics,
+    above_0,
+    at_least_0,
+    check_number,
+    check_per_token,
+    check_rows,
+)
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
 
 Pairs = Literal["halves", "interleaved"]
@@ -53,8 +61,8 @@ class _PairLoss(LogProbLoss):
 
     def __post_init__(self) -> None:
         one_of("pairs", self.pairs, get_args(Pairs))
-        check_number("label_smoothing", self.label_smoothing, "in [0, 1)", 0 <= self.label_smoothing < 1)
-        check_number("sft_weight", self.sft_weight, "at least 0", self.sft_weight >= 0)
+        check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
+        check_number("sft_weight", self.sft_weight, "at least 0", at_least_0)
 
     def _of_pairs(
         self,
@@ -131,7 +139,7 @@ class DPOLoss(_PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
-        check_number("beta", self.beta, "above 0", self.beta > 0)
+        check_number("beta", self.beta, "above 0", above_0)
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ValueError(
                 f"label_smoothing is {self.label_smoothing} with loss_type {self.loss_type!r}: only 'sigmoid' has it; "
@@ -184,6 +192,11 @@ class SimPOLoss(_PairLoss):
     beta: float = 0.1
     gamma: float = 0.5
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("beta", self.beta, "above 0", above_0)
+        check_number("gamma", self.gamma, "a number")
+
     def from_log_probs(
         self,
         log_probs: Tensor,
@@ -211,6 +224,10 @@ class ORPOLoss(_PairLoss):
 
     beta: float = 0.1
     sft_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("beta", self.beta, "above 0", above_0)
 
     def from_log_probs(
         self,
@@ -245,6 +262,11 @@ class KTOLoss(LogProbLoss):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     average_log_prob: bool = False
+
+    def __post_init__(self) -> None:
+        check_number("beta", self.beta, "above 0", above_0)
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_number(name, getattr(self, name), "at least 0", at_least_0)
 
     def from_log_probs(
         self,

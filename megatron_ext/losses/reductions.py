@@ -27,5 +27,13 @@ def token_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> 
 
 
 def divide(x: Tensor, count: Tensor | float) -> Tensor:
-    """`x / count`, 0 where nothing counts."""
-    return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))
+    """`x / count`, 0 where nothing counts.
+
+    Raises:
+        ValueError: a count that is no tensor and negative; a tensor's value is not looked at, which would wait for it.
+    """
+    if isinstance(count, Tensor):
+        return x / count.clamp(min=1e-8)
+    if not count >= 0:
+        raise ValueError(f"count is {count}: it must be at least 0, the number of what counts")
+    return x / max(count, 1e-8)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.head.options import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.from_hidden import check_per_token
+from megatron_ext.losses.from_hidden import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 from megatron_ext.policy.loss_protocol import LossType, MetricNormalizer, token_weights
 
@@ -87,10 +87,10 @@ class ClippedPGLoss:
 
     def __post_init__(self) -> None:
         for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
-        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
-            raise ValueError(f"ratio_clip_c is {self.ratio_clip_c}: it must be above 1, or None for no such bound")
+            check_number(name, getattr(self, name), "at least 0", at_least_0)
+        check_number("ratio_clip_c", self.ratio_clip_c, "above 1", lambda x: x > 1, optional=True)
+        for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
+            check_number(name, getattr(self, name), "above 0", above_0, optional=True)
         one_of("reference_policy_kl_type", self.reference_policy_kl_type, get_args(pg.KLEstimator))
         self._check_levels()
         self._check_truncation()
@@ -253,20 +253,21 @@ class ClippedPGLoss:
             known = ", ".join(repr(x) for x in _TRUNCATIONS)
             raise ValueError(f"truncated_importance_sampling_type is {kind!r}: it must be one of {known}")
         if kind is None:
-            if high is not None:
-                raise ValueError(
-                    f"{name} is {high} and truncated_importance_sampling_type None: set the type, or leave both out"
-                )
+            for given, bound in ((name, high), (f"{name}_min", low)):
+                if bound is not None:
+                    raise ValueError(
+                        f"{given} is {bound} and truncated_importance_sampling_type None: set the type, or leave both "
+                        f"out"
+                    )
             return
         if not self.use_importance_sampling_correction:
             raise ValueError(
                 f"truncated_importance_sampling_type is {kind!r} without use_importance_sampling_correction: there are "
                 f"no weights to bound; set that to True"
             )
-        if high is None or high <= 0:
-            raise ValueError(
-                f"{name} is {high!r}: it must be positive with truncated_importance_sampling_type {kind!r}"
-            )
+        check_number(name, high, f"above 0 with truncated_importance_sampling_type {kind!r}", above_0)
+        check_number(f"{name}_min", low, "at least 0", at_least_0, optional=True)
+        assert high is not None
         if low is None and kind != "tis":
             raise ValueError(f"{name}_min is None: {kind!r} needs the lower bound too; set it")
         if low is not None and low > high:

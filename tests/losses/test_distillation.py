@@ -201,6 +201,8 @@ def test_refused():
         DistillationLoss(divergence="mixed")
     with pytest.raises(ValueError, match="mixed_kl_weight is 2"):
         TopKDistillationLoss(mixed_kl_weight=2)
+    with pytest.raises(ValueError, match="mixed_kl_weight is '0.5'"):
+        TopKDistillationLoss(mixed_kl_weight="0.5")
     with pytest.raises(ValueError, match=r"teacher_topk_logits has shape \(4, 3\)"):
         TopKDistillationLoss()(x, w, x, ids)
     with pytest.raises(ValueError, match=r"mask is \(3,\)"):

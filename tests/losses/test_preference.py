@@ -194,3 +194,34 @@ def test_refused():
     ):
         with pytest.raises(ValueError, match=message):
             DPOLoss(**options)
+
+
+@pytest.mark.parametrize(
+    "kind, wrong",
+    [
+        (DPOLoss, {"beta": "0.1"}),
+        (DPOLoss, {"sft_weight": None}),
+        (DPOLoss, {"label_smoothing": torch.nan}),
+        (SimPOLoss, {"beta": 0.0}),
+        (SimPOLoss, {"gamma": "half"}),
+        (SimPOLoss, {"gamma": torch.nan}),
+        (ORPOLoss, {"beta": -1.0}),
+        (ORPOLoss, {"beta": True}),
+        (KTOLoss, {"beta": 0}),
+        (KTOLoss, {"desirable_weight": -0.5}),
+        (KTOLoss, {"undesirable_weight": None}),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be(kind, wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=f"{name} is {value!r}: it must be"):
+        kind(**wrong)
+
+
+def test_a_count_below_0_is_refused():
+    log_probs = drawn(4, S) - 3
+    for count in (-1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match=f"count is {count}: it must be at least 0"):
+            DPOLoss().from_log_probs(log_probs, count=count)
+    assert DPOLoss().from_log_probs(log_probs, torch.zeros(4, S), count=0)[0] == 0
