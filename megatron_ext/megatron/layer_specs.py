@@ -87,7 +87,7 @@ class ExtSelfAttention(SelfAttention):
 
     def __init__(self, config, submodules: SelfAttentionSubmodules, *args, **kwargs):
         norm = Norm if config.qk_layernorm else IdentityOp
-        if config.qk_l2_norm:
+        if getattr(config, "qk_l2_norm", False):  # not in 0.14
             norm = L2Norm
         submodules = dataclasses.replace(submodules, q_layernorm=norm, k_layernorm=norm)
         super().__init__(config, submodules, *args, **kwargs)

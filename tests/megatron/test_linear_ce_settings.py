@@ -195,9 +195,7 @@ def test_refusals():
 
         patch(label_smoothing=0.1)
         try:
-            with pytest.raises(
-                ValueError, match="label_smoothing=0.1 .* patch with label_smoothing=0.0 and z_loss=0.0"
-            ):
+            with pytest.raises(ValueError, match="label_smoothing=0.1 .* patch with label_smoothing=0.0 and"):
                 run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
             patch(z_loss=0.1)
             with pytest.raises(ValueError, match="z_loss=0.1: .* gradients would not be those of log-probabilities"):
