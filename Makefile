@@ -54,8 +54,8 @@ WITHOUT := --ignore tests/megatron/test_attention.py \
 
 test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready)  ## Megatron-Core 0.14.0 and 0.15.3, transformers 4.51.3
 	set -e; for version in $(MEGATRONS); do \
-		.venvs/$$version/bin/python $(PYTEST) -m "not slow and not gpu" tests/megatron $(WITHOUT); done
-	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not slow and not gpu" tests/dtensor; done
+		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron $(WITHOUT); done
+	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
 # because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.

@@ -74,7 +74,7 @@ def test_interrupting_the_demo_ends_all_ranks(tmp_path):
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--device", "cpu", "--data", str(ROOT / "LICENSE")]
     seconds, output, left = interrupt_when("2/60", command, tmp_path / "log", tmp_path)
     assert not left
-    assert seconds < 25, output  # torchrun kills what has not ended after 30
+    assert seconds < 10, output
     assert "interrupted: all ranks have ended" in output
     assert "Traceback" not in output
 
@@ -86,7 +86,7 @@ def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
     seconds, output, left = interrupt_when("60/100000", command, tmp_path / "log", tmp_path)
     assert (tmp_path / "run" / "iter_0000050").exists()
     assert not left
-    assert seconds < 25, output  # torchrun kills what has not ended after 30
+    assert seconds < 10, output
 
 
 @pytest.mark.slow
