@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -14,6 +16,10 @@ def pytest_collection_modifyitems(config, items):
         gpu = [item for item in items if item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # the tests and what they import stay: the garbage collector need not look at them again and again
 
 
 @pytest.fixture(autouse=True)
