@@ -1,4 +1,5 @@
 import gc
+import os
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from tests.ranks import close_pools, prepare_process
 
 def pytest_configure(config):
     prepare_process()
+    # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_modifyitems(config, items):
