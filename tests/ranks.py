@@ -75,9 +75,9 @@ def _threads():
 
 
 class _Pool:
-    def __init__(self, world_size):
+    def __init__(self, world_size, preload=_PRELOAD):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(preload)
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)

@@ -11,12 +11,23 @@ BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 
 def keep(version: str, commit: str, name: str, found: dict) -> None:
-    """Add one configuration; results of another commit of the same version are dropped."""
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    """Add what was found in one configuration; results of another commit of the same version are dropped."""
+    kept = _kept()
     if kept.get(version, {}).get("commit") != commit:
         kept[version] = {"commit": commit, "found": {}}
-    kept[version]["found"][name] = found
+    before = kept[version]["found"].get(name, {})
+    kept[version]["found"][name] = found if found["stock"] else before | found
     KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def is_kept(version: str, commit: str, name: str, way: str) -> bool:
+    kept = _kept().get(version, {"commit": None})
+    found = kept["found"].get(name, {}) if kept["commit"] == commit else {}
+    return way in found or bool(found.get("stock"))
+
+
+def _kept() -> dict:
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
 def write(passed: Callable[[str, dict], bool], names: list[str]) -> None:
@@ -59,6 +70,9 @@ def _cell(found: dict, passed: Callable[[str, dict], bool], notes: list[str]) ->
             continue
         for way, result in one.items():
             if way == "stock":
+                continue
+            if "refused" in result:
+                said.setdefault(f"no {way} here: {result['refused']}", []).append(which)
                 continue
             asked += 1
             good += passed(way, result)
