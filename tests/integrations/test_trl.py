@@ -150,6 +150,21 @@ def test_from_hidden_states(softcap, scale, outputs):
     check_fused_head(ours._fused_head(None).apply, softcap, scale, outputs)
 
 
+def test_a_weight_of_another_dtype():
+    """TRL casts weight and bias to the hidden states' dtype; gradients come back in their own."""
+    x, w, b = torch.randn(7, 16).bfloat16(), torch.randn(50, 16), torch.randn(50)
+    targets, upstream = torch.randint(50, (7,)), torch.randn(7)
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    found = ours._fused_head(None).apply(*leaves, targets, 0.7, 32, None, 1.0, ("log_probs",))[0]
+    doubles = [t.to(torch.bfloat16).double().requires_grad_() for t in (x, w, b)]
+    wanted, _ = truth(nn.functional.linear(*doubles), targets, 0.7)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.06)  # logits are rounded to bf16
+    grads = torch.autograd.grad(found, leaves, upstream)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    for grad, want in zip(grads, torch.autograd.grad(wanted, doubles, upstream.double()), strict=True):
+        assert (grad.double() - want).norm() < 0.01 * want.norm()
+
+
 def test_what_is_left_to_theirs():
     calls = []
     head = ours._fused_head(SimpleNamespace(apply=lambda *given: calls.append(given)))

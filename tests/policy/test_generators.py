@@ -103,6 +103,35 @@ def test_refit_of_vllm(config):
     worker.shutdown()
 
 
+@pytest.mark.parametrize("method", ["policy_weights_load", "policy_weights_finish"])
+def test_weights_are_freed_when_vllm_fails(method):
+    """What the policy laid open would stay in memory; the engine's own error is what the caller sees."""
+
+    class Worker:
+        def prepare_weights_for_ipc(self):
+            return [], 1024.0
+
+        def prepare_refit_info(self):
+            return {"w": (torch.Size([3]), torch.float32)}
+
+        def get_weights_ipc_handles(self, keys, devices=None):
+            open_now[:] = keys
+            return {"CPU-here": None}
+
+    class Failing:
+        def collective_rpc(self, name, timeout=None, args=(), kwargs=None):
+            if name == "policy_device_id":
+                return ["CPU-here"]
+            assert open_now == ["w"]
+            if name == method:
+                raise RuntimeError("a worker of the engine died")
+
+    open_now = []
+    with pytest.raises(RuntimeError, match="a worker of the engine died"):
+        refit_vllm(Policy(Worker()), Failing())
+    assert open_now == []
+
+
 @ranks(3)
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""
