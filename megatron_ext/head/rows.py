@@ -60,7 +60,8 @@ def row_statistics(
             with_entropy: sum exp(z - m) (z - m);
             with_hits: 1 where the first column that reaches m is the target, else 0;
             with a softcap: its slope at the target, 0 if not owned.
-        exp_TV: written, any floating dtype: exp(z - m), 0 at the target and in the columns that do not count.
+        exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - m), 0 at the target and
+            in the columns that do not count.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
     """
@@ -78,7 +79,7 @@ def row_statistics(
     if softcap is not None:
         stats_KT[-1] = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0).squeeze(1)
     bias_V = None if bias_V is None else bias_V[:counted]
-    in_place = exp_TV is not None and exp_TV.dtype == dtype
+    in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)
     scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
@@ -100,10 +101,10 @@ def row_statistics(
         if with_entropy:
             stats_KT[3 + 2 * with_mean, rows] = _sums(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
-            exp_TV[rows, :counted] = exp
+            exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
     if exp_TV is not None:
         exp_TV[:, counted:] = 0
-        _write(exp_TV, target_T, 0.0)
+        _write(exp_TV, target_T.where(target_T < exp_TV.shape[1], -1), 0.0)
 
 
 def row_gradient(

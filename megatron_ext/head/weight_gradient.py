@@ -22,7 +22,8 @@ from megatron_ext.head.values import has_values
 # than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
 
-# Elements of a piece of the scaled hidden states.
+# Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
+# as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
 _SCALED = 1 << 25
 
 
@@ -52,8 +53,8 @@ class WeightGradient:
                 self._offset_D += (x_TD[at] * offset_T[at].unsqueeze(1)).sum(0)
         self._accumulate = accumulate
         self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
-        step = max(64, _SCALED // max(x_TD.shape[0], 1))
-        self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], step)]
+        step = x_TD.shape[1] if x_TD.is_cuda else max(64, _SCALED // max(x_TD.shape[0], 1))
+        self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], max(step, 1))]
         self._whole: Tensor | None = None
 
     def add(self, block: slice, g_TV: Tensor) -> None:
@@ -79,9 +80,13 @@ class WeightGradient:
                 else:
                     out_VD.copy_(sum_VD)
 
+    def release(self) -> None:
+        """Frees what is made again where it is needed: the scaled hidden states."""
+        self._whole = None
+
     def finish(self) -> None:
         """Adds the exact terms where `add` did not."""
-        self._whole = None
+        self.release()
         if self._rounds_once:
             return
         (columns, width), dtype = self._out_VD.shape, self._scale_T.dtype
@@ -102,12 +107,12 @@ class WeightGradient:
             sum_VD.addcmul_(self._counted_V[rows].unsqueeze(1), self._offset_D[part])
 
     def _scaled(self, part: slice) -> Tensor:
-        """`scale * x`, rounded once, by pieces of D: at large T and D a whole one would be a tensor too many."""
+        """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
         if self._whole is not None:
             return self._whole
         x_TD = self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
-        for rows in pieces(x_TD):
+        for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
             torch.mul(x_TD[rows], self._scale_T[rows].unsqueeze(1), out=out_TD[rows])
         if len(self._parts) == 1:
             self._whole = out_TD

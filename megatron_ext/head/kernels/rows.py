@@ -257,7 +257,7 @@ def row_statistics(
             stats_KT.stride(0),
             stats_KT.stride(1),
             kept.stride(0),
-            columns,
+            columns if exp_TV is None else exp_TV.shape[1],
             counted,
             1.0 if softcap is None else softcap,
             temperature,
