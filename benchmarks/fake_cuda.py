@@ -37,12 +37,13 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(torch.cuda, "device_of", return_value=nullcontext()),
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(passes, "_side", _kernels_of),
+        mock.patch.object(passes, "_side", kernels_of),
     ):
         yield group
 
 
-def _kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
+def kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
+    """Triton's kernels for one of the modules of plain passes, wherever `x` is."""
     return importlib.import_module(plain.__name__.replace(".head.", ".head.kernels."))
 
 

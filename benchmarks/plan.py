@@ -7,10 +7,12 @@ table in `megatron_ext/head/devices.py`: matrix products by whole waves of tiles
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
-from benchmarks.cases import Case
+from benchmarks import record
+from benchmarks.cases import GPU_CASES, Case
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext import linear_cross_entropy
@@ -112,3 +114,30 @@ def text(case: Case, cache: float, device: Device = DEVICES["H200"]) -> str:
         f"{peak / logits:.2f} bytes a logit; {len(found.launches)} launches"
     )
     return "\n".join(lines)
+
+
+def main(out: Path | None, device: Device) -> None:
+    """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
+    out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
+    origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
+    for case in CASES:
+        for cache in CACHES if case in (A, B) else CACHES[:1]:
+            print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
+            if out is not None:
+                record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
+
+
+def measured_beside(case: Case, cache: float, device: Device) -> str:
+    """What was measured on that device, if it was: its rows are in a file that is named for it."""
+    lines = []
+    for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv")):
+        for row in record.read(path):
+            if row.impl == f"ours, cache {cache:g}" and row.metric == "time" and _same_sizes(row.case, case):
+                lines.append(f"\nmeasured on {row.device}: {row.p50:.3f} ms")
+    return "".join(lines)
+
+
+def _same_sizes(name: str, case: Case) -> bool:
+    """Whether a measured case has the sizes of one rank of a planned one."""
+    sizes = {other.name: (other.tokens, other.width, other.columns) for other in GPU_CASES}
+    return sizes.get(name) == (case.tokens, case.width, case.columns)
