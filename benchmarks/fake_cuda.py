@@ -34,12 +34,16 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
     with (
         one_rank_of(ranks) as group,
         mock.patch.object(torch.Tensor, "is_cuda", True),
-        mock.patch.object(torch.cuda, "device_of", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "device_of", _no_device),
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(passes, "_side", kernels_of),
     ):
         yield group
+
+
+def _no_device(x: torch.Tensor) -> nullcontext:
+    return nullcontext()
 
 
 def kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
@@ -49,4 +53,4 @@ def kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
 
 def _place(x: torch.Tensor) -> int:
     """An address: different storages lie far apart."""
-    return (id(x.untyped_storage()._cdata) << 48) + x.storage_offset() * x.element_size()
+    return (x.untyped_storage()._cdata << 48) + x.storage_offset() * x.element_size()

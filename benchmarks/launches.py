@@ -23,12 +23,14 @@ aten = torch.ops.aten
 # The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.
 LEAST_SECONDS = 2e-6
 
+_SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
+
 _PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
 # Read some rows or elements of their input: as many as their result has, or the values they are given.
 _PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
 _PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
 _WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
-_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_, aten.lift}
+_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ class Plan:
 class Recorder(TorchDispatchMode):
     """Records what is launched while it is active into `plan`, as part of `phase`."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, ranks: int):
         super().__init__()
-        self.plan, self.phase = plan, "forward"
+        self.plan, self.ranks, self.phase = plan, ranks, "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +117,8 @@ class Recorder(TorchDispatchMode):
         if packet in _PRODUCTS:
             self._product(packet.__name__, args, results[0], read, written)
         else:
-            self._add(packet.__name__, [*tensors, *(x for x in new if not tensors)], read, written)
+            tensors += [x for x in new if not tensors]
+            self._add(packet.__name__, tensors, read, written, _SEVERAL.get(packet, 1))
 
     def _product(self, name: str, args: Any, out: Tensor, read: int, written: int) -> None:
         left, right = [x for x in args if isinstance(x, Tensor)][-2:]
@@ -137,14 +140,14 @@ class Recorder(TorchDispatchMode):
         name = kernel.__name__
         if name not in KERNELS:
             raise ValueError(f"the plan does not know what the kernel {name} reads and writes: add it to KERNELS")
-        read, written = KERNELS[name](arguments)
+        read, written = KERNELS[name](arguments | {"ranks": self.ranks})
         tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 2][:2]
         self._add(name.strip("_"), tensors, read, written, waves=grid[0] / self.plan.device.multiprocessors)
 
-    def _add(self, name: str, tensors: list[Tensor], read: int, written: int, **more: Any) -> None:
+    def _add(self, name: str, tensors: list[Tensor], read: int, written: int, launches: int = 1, **more: Any) -> None:
         seconds = 0.0
         if not more.get("is_collective"):
-            seconds = max((read + written) / self.plan.device.bytes_per_s, LEAST_SECONDS)
+            seconds = max((read + written) / self.plan.device.bytes_per_s, launches * LEAST_SECONDS)
         shapes = ", ".join(map(_shape, tensors))
         self.plan.launches.append(Launch(self.phase, name, shapes, read, written, seconds=seconds, **more))
 
@@ -152,26 +155,46 @@ class Recorder(TorchDispatchMode):
 @contextmanager
 def planned(device: Device, ranks: int) -> Iterator[tuple[Recorder, dist.ProcessGroup | None]]:
     """A recorder, and the group of one rank of `ranks`; tensors made inside are fake and say that they are on CUDA."""
-    recorder = Recorder(Plan(device))
+    recorder = Recorder(Plan(device), ranks)
     with cuda_rank_of(ranks, recorder.kernel) as group:
         yield recorder, group
 
 
-def _statistics(given: dict[str, Any]) -> tuple[int, int]:
-    """Logits are read once, and again where exponentials are kept of rows that do not fit into registers."""
-    logits = _bytes(given["z_ptr"])
-    kept = given["HAS_EXP"]
-    again = logits if kept and not given["WHOLE_ROW"] else 0
-    return logits + again, _bytes(given["exp_ptr"]) * kept + _bytes(given["stats_ptr"])
+def _whole_rows(given: dict[str, Any]) -> tuple[int, int]:
+    return _bytes(given["z_ptr"]), _bytes(given["exp_ptr"]) * given["HAS_EXP"] + _bytes(given["stats_ptr"])
+
+
+def _long_rows(given: dict[str, Any]) -> tuple[int, int]:
+    """Logits are read again where exponentials are kept of them."""
+    z_TV, kept = given["z_ptr"], given["kept_columns"]
+    return _bytes(z_TV) + _bytes(z_TV[:, :kept]), _whole_rows(given)[1]
 
 
 def _gradient(given: dict[str, Any]) -> tuple[int, int]:
     return _bytes(given["source_ptr"]), _bytes(given["out_ptr"])
 
 
+def _label_rows(given: dict[str, Any]) -> tuple[int, int]:
+    """Labels are taken to differ, and to be spread over the ranks; every row of dW with label smoothing."""
+    out_VD, x_TD = given["out_ptr"], given["x_ptr"]
+    tokens = -(-x_TD.shape[0] // given["ranks"])
+    rows = out_VD if given["EVERY_ROW"] else out_VD[:tokens]
+    return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows)
+
+
+def _finish_dx(given: dict[str, Any]) -> tuple[int, int]:
+    """A row of the weight for each token whose label is this rank's."""
+    product_TD, w_VD = given["product_ptr"], given["w_ptr"]
+    rows = -(-product_TD.shape[0] // given["ranks"]) * w_VD.shape[1] * w_VD.element_size()
+    return _bytes(product_TD) + rows, _bytes(given["out_ptr"])
+
+
 KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
-    "_statistics_kernel": _statistics,
-    "_gradient_kernel": _gradient,
+    "_whole_row_kernel": _whole_rows,
+    "_long_row_kernel": _long_rows,
+    "_row_gradient_kernel": _gradient,
+    "_label_rows_kernel": _label_rows,
+    "_finish_dx_kernel": _finish_dx,
 }
 
 

@@ -23,7 +23,7 @@ from megatron_ext.head import gradient, matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.passes import row_gradient, row_statistics
+from megatron_ext.head.passes import add_label_rows, finish_dx, row_gradient, row_statistics
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import block_room, cached_columns, pieces, product_chunks, tiles
 from megatron_ext.head.weight_gradient import WeightGradient
@@ -230,9 +230,10 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     if fused is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
     if need_db:
-        db_V.index_add_(0, target_T.clamp(min=0), grad.target)
+        common = counted_V = None
         if grad.offset is not None:
-            db_V += grad.offset.sum() * _counted(bias_V, columns, options, db_V)
+            common, counted_V = grad.offset.sum(0, True), _counted(bias_V, columns, options, db_V)
+        add_label_rows(db_V.unsqueeze(1), db_V.new_ones(tokens, 1), target_T, grad.target, common, counted_V)
         db_V = db_V.to(bias_V.dtype)
     return None if dx is None else dx.wait(), dw_VD, db_V
 
@@ -240,8 +241,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
 def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
     """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
-    inside = (target_T >= block.start) & (target_T < block.stop)
-    target_T = (target_T - block.start).where(inside, -1)
+    target_T = target_T - block.start
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
     g_TV = matmul.new_matrix(x_TD, tile.stop - tile.start, width)
     scale, slope, offset = grad.inside or (None, None, None)
@@ -279,19 +279,14 @@ def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passin
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
     else:
         out_TD = w_VD.new_empty(product_TD.shape)
-    target_T, value_T, scale_T = target_T[tile].clamp(min=0), grad.target[tile].unsqueeze(1), grad.scale[tile]
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
         counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
-    for rows in pieces(product_TD):
-        dx_TD = w_VD[target_T[rows]] * value_T[rows]
-        dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
-        if common_D is not None:
-            dx_TD.addcmul_(grad.offset[tile][rows].unsqueeze(1), common_D)
-        out_TD[rows] = dx_TD
+    offset_T = None if grad.offset is None else grad.offset[tile]
+    finish_dx(out_TD, product_TD, grad.scale[tile], target_T[tile], grad.target[tile], w_VD, offset_T, common_D)
     return out_TD
 
 

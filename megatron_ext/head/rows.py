@@ -104,7 +104,7 @@ def row_statistics(
             exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
     if exp_TV is not None:
         exp_TV[:, counted:] = 0
-        _write(exp_TV, target_T.where(target_T < exp_TV.shape[1], -1), 0.0)
+        _write(exp_TV, target_T, 0.0)
 
 
 def row_gradient(
@@ -133,7 +133,7 @@ def row_gradient(
 
     Args:
         source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
-        target_T: int64, the label's column, -1 where this shard does not own it.
+        target_T: int64, the label's column; a number that no column has where it is another's.
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
             finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
         out_TV: written, any floating dtype.
@@ -208,9 +208,11 @@ def _sums(x_TV: Tensor) -> Tensor:
 
 
 def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
-    """`value` in each owned target's column. Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while."""
-    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0)
-    out_TV.index_put_(at, torch.where(target_T >= 0, value_T, out_TV[at]))
+    """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
+    fp32 for the while."""
+    width = out_TV.shape[1]
+    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0, max=width - 1)
+    out_TV.index_put_(at, torch.where((target_T >= 0) & (target_T < width), value_T, out_TV[at]))
 
 
 def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
