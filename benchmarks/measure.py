@@ -113,9 +113,11 @@ def errors(results: Results, true: Results) -> tuple[float, float, float]:
     return loss, dx, dw
 
 
-def baselines(case: Case, true: Results, throughs: Iterable[torch.dtype | None]) -> Baselines:
-    """Plain PyTorch's errors, over as many shards as the case has ranks."""
-    inputs = shard_of(whole_inputs(case), case.unsharded, 0)
+def baselines(
+    case: Case, true: Results, throughs: Iterable[torch.dtype | None], inputs: Inputs | None = None
+) -> Baselines:
+    """Plain PyTorch's errors on `inputs` (those of `whole_inputs`), over as many shards as the case has ranks."""
+    inputs = inputs or shard_of(whole_inputs(case), case.unsharded, 0)
     return {
         through: errors(run_once(partial(plain, shards=case.ranks, through=through), inputs), true)
         for through in throughs
@@ -147,14 +149,6 @@ def measured_once(head: Head, inputs: Inputs) -> tuple[Results, Costs]:
     # One thread for the backward too: the meter sees the thread it was entered in.
     with torch.autograd.set_multithreading_enabled(False), measure() as costs:
         results = run_once(head, inputs)
-    if inputs.x_TD.is_cuda:  # the meter does not see inside kernels, CUDA's allocator does
-        torch.cuda.synchronize()
-        inputs.x_TD.grad = inputs.w_VD.grad = None
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run_once(head, inputs)
-        torch.cuda.synchronize()
-        costs.peak_bytes = torch.cuda.max_memory_allocated() - before
     return results, costs
 
 
@@ -171,8 +165,6 @@ def time_ms(step: Callable[[], object], device: str) -> float:
     barrier(device)
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
@@ -247,8 +239,7 @@ def measure_case(
         inputs.x_TD.grad = inputs.w_VD.grad = None
         found = parity(results, true, known[impl.through])
         rows += [(impl.name, metric, unit, [value]) for metric, unit, value in counts(case, costs)]
-        allocated = costs.peak_bytes if case.device == "cuda" else peak
-        rows.append((impl.name, "peak of the allocator", "MiB", [allocated / MIB]))
+        rows.append((impl.name, "peak of the allocator", "MiB", [peak / MIB]))
         rows.append((impl.name, "error / plain", "1", [found.worst]))
         reason = refusal(impl, found)
         if any_rank(reason is not None, case.device):
@@ -266,8 +257,6 @@ def measure_case(
 
 
 def barrier(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 

@@ -22,13 +22,13 @@ from megatron_ext.distributed.counting import count_collectives
 aten = torch.ops.aten
 
 
-def _addmm_flops(total, a, b, **_) -> int:
+def _addmm_flops(total, a, b, *_, **__) -> int:
     """Of shapes: what FlopCounterMode hands to a formula."""
     return 2 * a[0] * a[1] * b[1]
 
 
-# FlopCounterMode knows matmuls by their functional names only.
-_FORMULAS = {aten.addmm_: _addmm_flops}
+# FlopCounterMode knows matmuls by their functional names only, and takes addmm's `out_dtype` for a shape.
+_FORMULAS = {aten.addmm_: _addmm_flops, aten.addmm: _addmm_flops}
 
 
 @dataclass

@@ -44,7 +44,7 @@ def cache_figure(rows: list[Row], path: Path = FIGURE) -> Path:
             panels[0, column].set_title(name)
         panels[0, 0].set_ylabel("time, Megatron unfused = 1")
         panels[1, 0].set_ylabel("peak MiB, gradients included")
-        picture.supxlabel("cache: fraction of tokens whose exponentials are kept", fontsize=9.5)
+        picture.supxlabel("cache: fraction of the logits whose exponentials are kept", fontsize=9.5)
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.savefig(path, dpi=90)
     return path

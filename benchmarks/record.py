@@ -3,10 +3,11 @@
 import csv
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from datetime import date
 from importlib import metadata
@@ -76,9 +77,22 @@ def read(path: Path) -> list[Row]:
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Writes `rows`; those of cases that were not measured this time stay."""
-    rows = list(rows)
-    measured = {row.case for row in rows}
-    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    _replace(path, list(rows), lambda row: row.case)
+
+
+def add(path: Path, rows: Iterable[Row]) -> None:
+    """Writes `rows`; those of other cases and of other implementations stay."""
+    _replace(path, list(rows), lambda row: (row.case, row.impl))
+
+
+def file_name(device: str) -> str:
+    """What a device's file of results is called, without its ending."""
+    return re.sub(r"\W+", "-", device.lower())
+
+
+def _replace(path: Path, rows: list[Row], key: Callable[[Row], Hashable]) -> None:
+    measured = {key(row) for row in rows}
+    kept = [row for row in read(path) if key(row) not in measured] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -1,30 +1,31 @@
-"""`python -m benchmarks.run cpu` (or `gpu`): measures, writes benchmarks/results/*.csv, prints a table, draws.
+"""`python -m benchmarks.run cpu`: measures, writes benchmarks/results/*.csv, prints a table, draws.
 
-Exact counts at full size come first, from fake tensors; then the heads, all of one case by turns; then, on the CPU, a
-step of the layers, log-probabilities from logits and the memory of the policy worker: modules that also run alone.
-Every case's rows are written once it is measured.
+`gpu` is in gpu.py, `plan` in plan.py. On the CPU, exact counts at full size come first, from fake tensors; then the
+heads, all of one case by turns; then a step of the layers, log-probabilities from logits and the memory of the policy
+worker: modules that also run alone. Every case's rows are written once it is measured.
 """
 
 import argparse
 import os
-import re
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import cases, layer_step, log_probs, losses, plot, policy_memory, record
+from benchmarks import cases, gpu, layer_step, log_probs, losses, plan, plot, policy_memory, record
 from benchmarks.cases import Case
 from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
 from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
 from benchmarks.meter import one_rank_of
 from benchmarks.worlds import run_world
 from megatron_ext.emulation import megatron_on_cpu
+from megatron_ext.head.devices import DEVICES
 
 
 def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
@@ -45,7 +46,7 @@ def measure_world(case: Case, true_path: Path, known: Baselines, budget_s: float
     """On every rank of a world: all heads of one case."""
     true = torch.load(true_path, mmap=True, weights_only=False, map_location=case.device)
     impls, absent = available(case)
-    with megatron_on_cpu() if case.device == "cpu" else nullcontext():
+    with megatron_on_cpu():
         group = dist.group.WORLD if case.ranks > 1 else None
         rows, refused = measure_case(case, group, impls, true, known, budget_s)
     return rows, absent + refused
@@ -68,8 +69,7 @@ def counted(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def heads(options: argparse.Namespace) -> Iterator[Found]:
-    device = DEVICES[options.machine]
-    known = cases.cpu_cases(*(options.shape or ())) if device == "cpu" else cases.GPU_CASES
+    known = cases.cpu_cases(*(options.shape or ()))
     with tempfile.TemporaryDirectory() as folder:
         for case in known:
             true_path = Path(folder) / f"{case.tokens}-{case.width}-{case.vocab}.pt"
@@ -77,7 +77,7 @@ def heads(options: argparse.Namespace) -> Iterator[Found]:
                 torch.save(truth(whole_inputs(case)), true_path)
             throughs = {impl.through for impl in available(case)[0]}
             errors = baselines(case, torch.load(true_path, mmap=True, weights_only=False), throughs)
-            rows, remarks = run_world(case.ranks, device, measure_world, case, true_path, errors, options.seconds)
+            rows, remarks = run_world(case.ranks, "cpu", measure_world, case, true_path, errors, options.seconds)
             yield case.name, rows, remarks
 
 
@@ -101,7 +101,6 @@ def policy(options: argparse.Namespace) -> Iterator[Found]:
     yield policy_memory.CASE, policy_memory.measure_policy(**policy_memory.SIZES), []
 
 
-DEVICES = {"cpu": "cpu", "gpu": "cuda"}
 PARTS = {
     "counted": counted,
     "heads": heads,
@@ -110,27 +109,37 @@ PARTS = {
     "losses": losses_from_hidden_states,
     "policy": policy,
 }
-GPU_PARTS = ["heads"]
 
 
 def main() -> None:
     quiet()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("machine", choices=list(DEVICES))
-    parser.add_argument("--only", choices=list(PARTS), nargs="+", help="these parts (default: all of the machine)")
+    parser.add_argument("machine", choices=["cpu", "gpu", "plan"])
+    parser.add_argument("--only", choices=list(PARTS), nargs="+", help="cpu: these parts (default: all)")
     parser.add_argument("--seconds", type=float, default=10, help="for the times of one case (default: %(default)s)")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="CPU cases of other sizes")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="cpu: cases of other sizes")
+    parser.add_argument("--rehearse", action="store_true", help="gpu: the same program on a CPU, at toy sizes")
+    parser.add_argument("--device", choices=list(DEVICES), default="H200", help="plan: for this GPU")
     parser.add_argument("--out", type=Path, help="the CSV (default: benchmarks/results/, named for the machine)")
     options = parser.parse_args()
-    if options.machine == "gpu" and not torch.cuda.is_available():
-        parser.error("gpu: torch finds no CUDA device here; `make bench` measures on the CPU")
-    origin, began = record.Origin.here(DEVICES[options.machine]), time.perf_counter()
-    kind = "cpu" if options.machine == "cpu" else re.sub(r"\W+", "-", origin.device.lower())
-    out = options.out or record.RESULTS / f"{kind}.csv"
+    if options.machine == "plan":
+        return plan.main(options.out, DEVICES[options.device])
+    if options.machine == "gpu":
+        if options.rehearse:
+            if os.environ.get("TRITON_INTERPRET") != "1":  # Triton asks when it is imported
+                environment = {**os.environ, "TRITON_INTERPRET": "1"}
+                again = [sys.executable, "-m", "benchmarks.run", *sys.argv[1:]]
+                sys.exit(subprocess.run(again, env=environment).returncode)
+        elif not torch.cuda.is_available():
+            parser.error("gpu: torch finds no CUDA device here; `--rehearse` runs the same program on the CPU")
+        gpu.main(options.out, 0.0 if options.rehearse else options.seconds, options.rehearse)
+        return None
+    origin, began = record.Origin.here("cpu"), time.perf_counter()
+    out = options.out or record.RESULTS / "cpu.csv"
     rows = [origin.row("machine", "-", "load average", "1", [os.getloadavg()[0]])]
     record.write(out, rows)
     remarks: list[str] = []
-    parts = options.only or (list(PARTS) if options.machine == "cpu" else GPU_PARTS)
+    parts = options.only or list(PARTS)
     for part in parts:
         for case, found, said in PARTS[part](options):
             new = [origin.row(case, *row) for row in found]
@@ -143,8 +152,8 @@ def main() -> None:
     print("\n".join(remarks))
     print(f"{len(rows)} rows in {out}, {time.perf_counter() - began:.0f} s")
     if options.out is None and "heads" in parts and any(row.metric == plot.TIME for row in rows):
-        figure = plot.FIGURE if kind == "cpu" else plot.FIGURE.with_stem(f"{plot.FIGURE.stem}_{kind}")
-        print(f"drawn: {plot.cache_figure(record.read(out), figure)}")
+        print(f"drawn: {plot.cache_figure(record.read(out), plot.FIGURE)}")
+    return None
 
 
 if __name__ == "__main__":

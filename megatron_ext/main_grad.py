@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.torch_version import TorchVersion
+
+# torch before 2.13 cannot trace a product that is added with `out_dtype`.
+_FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"
 
 
 def buffer_of(weight: Tensor) -> Tensor:
@@ -47,7 +51,7 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
     elif left_TN.dtype == out_ND.dtype:
         out_ND.addmm_(left_TN.t(), right_TD)
     elif left_TN.is_cuda and out_ND.dtype == torch.float32:
-        if torch.compiler.is_compiling() or is_fake(out_ND):  # torch before 2.13 cannot trace the other
+        if torch.compiler.is_compiling() or (is_fake(out_ND) and not _FAKES_SUMS):
             out_ND.add_(torch.mm(left_TN.t(), right_TD, out_dtype=torch.float32))
         else:
             torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)

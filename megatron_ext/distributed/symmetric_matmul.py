@@ -54,8 +54,9 @@ def _lacking(group: ProcessGroup) -> str | None:
     peers = (peer for peer in range(torch.cuda.device_count()) if peer != own)
     if not all(torch.cuda.can_device_access_peer(own, peer) for peer in peers):
         return "its GPUs do not reach each other's memory"
-    if not hasattr(memory.enable_symm_mem_for_group, "__deprecated__"):  # older versions need to be told the group
-        memory.enable_symm_mem_for_group(group.group_name)
+    tell = getattr(memory, "enable_symm_mem_for_group", None)
+    if tell is not None and not hasattr(tell, "__deprecated__"):  # older versions need to be told the group
+        tell(group.group_name)
     return None
 
 

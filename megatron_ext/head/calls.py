@@ -60,7 +60,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this label get 0 and no gradient.
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
-        cache: fraction of tokens in [0, 1] whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
+        cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
             FLOPs and `cache * T * V / R` elements of memory; above 1: that many bytes at most; "auto": by free memory.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes.

@@ -23,9 +23,9 @@ from megatron_ext.head import gradient, matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.passes import row_gradient, row_statistics
+from megatron_ext.head.passes import add_label_rows, finish_dx, row_gradient, row_statistics
 from megatron_ext.head.rows import accumulation_dtype
-from megatron_ext.head.sizes import cached_tokens, chunks, column_blocks, pieces
+from megatron_ext.head.sizes import block_room, cached_columns, pieces, product_chunks, tiles
 from megatron_ext.head.weight_gradient import WeightGradient
 
 
@@ -83,16 +83,19 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
     mine_T = options.vocab.owns(labels_T) & (labels_T != options.ignore_index)
     target_T = (labels_T.long() - options.vocab.start).where(mine_T, -1)
     stats_KT = statistics.new_statistics(tokens, options, dtype, hidden_TD.device)
-    cached = cached_tokens(options, tokens, columns, hidden_TD) if keep else 0
-    exp_TV = matmul.new_matrix(hidden_TD, cached, columns)
+    later = _backward_bytes(weight_VD, tokens, options) if keep else weight_VD.nbytes // 4
+    cached = cached_columns(options, tokens, columns, hidden_TD, later) if keep else 0
+    exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
+    in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
-        for rows in chunks(span, cached, options.chunk_tokens, columns, hidden_TD.device):
-            kept = exp_TV[rows] if rows.stop <= cached else None
-            z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, kept)
+        for rows in product_chunks(span, options.chunk_tokens, columns, hidden_TD, later, in_place):
+            kept = exp_TV[rows] if cached else None
+            out_TV = kept if in_place else None
+            z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
             if kept is not None and _keeps_logits(options, x_TD):
-                if z_TV.dtype != kept.dtype:  # else they are in its memory
-                    kept.copy_(z_TV)
+                if not in_place:
+                    kept.copy_(z_TV[:, :cached])
                 kept = None
             row_statistics(
                 z_TV,
@@ -128,8 +131,13 @@ def _keeps_logits(options, x_TD) -> bool:
     Where forward has fp32 logits and keeps 16 bits of them (16-bit operands on CUDA), and a wide softcap leaves them
     large, that would cost more digits of the probabilities than it saves of the slope.
     """
-    rounds = x_TD.is_cuda and x_TD.element_size() == 2
-    return options.softcap is not None and (not rounds or options.softcap < 16)
+    return options.softcap is not None and (not matmul.widens(x_TD) or options.softcap < 16)
+
+
+def _backward_bytes(weight_VD, tokens, options) -> int:
+    """Bytes that backward will need for dx and dW and that nothing holds during forward."""
+    dw = 0 if options.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
+    return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
 
 
 class _Gradient(NamedTuple):
@@ -175,25 +183,29 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     tokens, columns = target_T.shape[0], weight_VD.shape[0]
     in_slices = sizes is not None and tokens > 0
-    # All ranks must decide alike whether to gather, and only a fraction of 1 keeps every token everywhere.
+    # All ranks must decide alike whether to gather, and only a fraction of 1 keeps all columns everywhere.
     if in_slices and (need_dw or options.cache != 1):
         gathered = collectives.start_all_gather(hidden_TD, options.group, sizes=sizes)
     else:
         gathered = collectives.Pending(hidden_TD)
 
     grad = _parts(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
-    as_kept = exp_TV.shape[0] == tokens and grad.inside is None  # E is G, and all of it is there
     w_VD = weight_VD.to(hidden_TD.dtype)
     fused = main_grad.buffer_of(ctx.parameter) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
     product_TD = dx_TD = dx = dw = None
-    for rows, block in _tiles(tokens, columns, as_kept, need_dw, options, hidden_TD):
-        g_TV = exp_TV if as_kept else _tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
+    cached, as_kept = exp_TV.shape[1], grad.inside is None
+    for rows, block in tiles(hidden_TD, tokens, columns, cached, as_kept, need_dw, options.chunk_tokens):
+        if as_kept and block.stop <= cached:
+            g_TV = exp_TV[rows, block]  # E is G
+        else:
+            g_TV = _tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         if need_dx:
-            last = block.stop == columns
             product_TD = matmul.add_product(product_TD, g_TV, w_VD[block])
-            if last:
+            if block.stop == columns:
+                if dw is not None:
+                    dw.release()
                 done_TD = _finished_dx(rows, product_TD, grad, target_T, w_VD, bias_V, options, in_slices)
                 product_TD = None
                 if dx_TD is None:
@@ -218,42 +230,25 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     if fused is not None:
         dw_VD = main_grad.finish(ctx.parameter, weight_VD.dtype)
     if need_db:
-        db_V.index_add_(0, target_T.clamp(min=0), grad.target)
+        common = counted_V = None
         if grad.offset is not None:
-            db_V += grad.offset.sum() * _counted(bias_V, columns, options, db_V)
+            common, counted_V = grad.offset.sum(0, True), _counted(bias_V, columns, options, db_V)
+        add_label_rows(db_V.unsqueeze(1), db_V.new_ones(tokens, 1), target_T, grad.target, common, counted_V)
         db_V = db_V.to(bias_V.dtype)
     return None if dx is None else dx.wait(), dw_VD, db_V
 
 
-def _tiles(tokens, columns, as_kept, need_dw, options, like) -> list[tuple[slice, slice]]:
-    """The rows and columns of the gradient matrix at a time.
-
-    All tokens by blocks of columns: each row of dW is written once, with no accumulator, and dx is summed in fp32.
-    Without dW, chunks of tokens with all their columns: dx needs no accumulator either.
-    """
-    if as_kept:
-        return [(slice(0, tokens), slice(0, columns))]
-    if need_dw or tokens == 0:
-        return [(slice(0, tokens), block) for block in column_blocks(tokens, columns, options.chunk_tokens, like)]
-    return [
-        (rows, slice(0, columns)) for rows in chunks(slice(0, tokens), 0, options.chunk_tokens, columns, like.device)
-    ]
-
-
 def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
-    """A tile of the gradient matrix: from the exponentials kept, and recomputed for the other tokens."""
-    cached, width = exp_TV.shape[0], block.stop - block.start
-    inside = (target_T >= block.start) & (target_T < block.stop)
-    target_T = (target_T - block.start).where(inside, -1)
+    """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
+    kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
+    target_T = target_T - block.start
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
     g_TV = matmul.new_matrix(x_TD, tile.stop - tile.start, width)
     scale, slope, offset = grad.inside or (None, None, None)
-    for rows in chunks(tile, cached, None, width, x_TD.device):
-        kept, out_TV = rows.stop <= cached, g_TV[rows.start - tile.start : rows.stop - tile.start]
+    room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
+    for rows in [tile] if kept else product_chunks(tile, None, width, x_TD, room):
+        out_TV = g_TV[rows.start - tile.start : rows.stop - tile.start]
         source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
-        if kept and grad.inside is None:
-            out_TV.copy_(source_TV)
-            continue
         row_gradient(
             source_TV,
             kept and not _keeps_logits(options, x_TD),
@@ -284,19 +279,14 @@ def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passin
         out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
     else:
         out_TD = w_VD.new_empty(product_TD.shape)
-    target_T, value_T, scale_T = target_T[tile].clamp(min=0), grad.target[tile].unsqueeze(1), grad.scale[tile]
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
         counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
-    for rows in pieces(product_TD):
-        dx_TD = w_VD[target_T[rows]] * value_T[rows]
-        dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
-        if common_D is not None:
-            dx_TD.addcmul_(grad.offset[tile][rows].unsqueeze(1), common_D)
-        out_TD[rows] = dx_TD
+    offset_T = None if grad.offset is None else grad.offset[tile]
+    finish_dx(out_TD, product_TD, grad.scale[tile], target_T[tile], grad.target[tile], w_VD, offset_T, common_D)
     return out_TD
 
 

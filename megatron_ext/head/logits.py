@@ -92,5 +92,5 @@ class LogitsHead(torch.autograd.Function):
 
 def _chunks(z: Tensor, options: HeadOptions, into_logits: bool = False) -> Iterator[slice]:
     """All tokens, by chunks; `into_logits`: the rows of each must be the logits' own memory."""
-    found = chunks(slice(0, tokens_of(z)), 0, options.chunk_tokens, z.shape[-1], z.device)
+    found = chunks(slice(0, tokens_of(z)), options.chunk_tokens, z.shape[-1])
     return in_runs(z, found, copy=not into_logits)

@@ -17,28 +17,38 @@ from megatron_ext.head.rows import accumulation_dtype
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
 
 _LINE_BYTES = 64
+# cuBLAS keeps to its fast kernels where rows begin at multiples of 16 bytes, and Triton loads as many at a time.
+_CUDA_MULTIPLE = 16
 
 
-def new_matrix(like: Tensor, tokens: int, columns: int) -> Tensor:
-    """A new `[tokens, columns]` for logits. On CPU its rows are one cache line longer than what they hold.
+def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
 
-    Rows a power of two apart, as vocabularies make them, fall into the same places of the cache: at 32768 columns the
-    three fp32 matmuls then take 10 % longer. The extra elements are zero: on processors with AMX oneDNN's bf16 matmul
-    reads past the end of a row and multiplies what it finds there by zero, which is NaN where that is NaN or infinite.
+    On CPU by one cache line: rows a power of two apart, as vocabularies make them, fall into the same places of the
+    cache, and at 32768 columns the three fp32 matmuls then take 10 % longer. The extra elements are zero: on processors
+    with AMX oneDNN's bf16 matmul reads past the end of a row and multiplies what it finds there by zero, which is NaN
+    where that is NaN or infinite. On CUDA up to a multiple of 16 elements, which nothing writes.
     """
     # Not where torch compiles, which takes no `out` with gaps; nor one column: before 2.11 torch.mm read such an `out`.
-    apart = not like.is_cuda and not torch.compiler.is_compiling() and columns != 1
-    line = _LINE_BYTES // like.element_size() if apart else 0
-    matrix = like.new_empty(tokens, columns + line)
-    if line:
+    more, dtype = 0, dtype or like.dtype
+    if columns != 1 and not torch.compiler.is_compiling():
+        more = -columns % _CUDA_MULTIPLE if like.is_cuda else _LINE_BYTES // dtype.itemsize
+    matrix = like.new_empty(tokens, columns + more, dtype=dtype)
+    if more and not like.is_cuda:
         matrix[:, columns:] = 0
     return matrix[:, :columns]
 
 
+def widens(x_TD: Tensor) -> bool:
+    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA."""
+    return x_TD.is_cuda and x_TD.element_size() == 2
+
+
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:
     """`x @ W.T`: fp32 on CUDA for 16-bit operands, else in their dtype, and then in `out_TV`'s memory if given."""
-    if x_TD.is_cuda and x_TD.element_size() == 2:
-        return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32)
+    if widens(x_TD):
+        out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
+        return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV
     return torch.mm(x_TD, w_VD.t(), out=out_TV)
 

@@ -57,7 +57,7 @@ class TopP(ReadOut):
     def chunks(self, tokens: int, device: torch.device) -> list[slice]:
         """A single one only where the whole rows of all tokens are no larger than a rank's part of a chunk."""
         found, ranks, limit = super().chunks(tokens, device), self.options.ranks, self.options.chunk_tokens
-        whole = sizes.chunks(slice(0, tokens), 0, limit and max(limit // ranks, 1), ranks * self.width, device)
+        whole = sizes.chunks(slice(0, tokens), limit and max(limit // ranks, 1), ranks * self.width)
         if len(found) == 1 < min(len(whole), tokens):
             found = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
         return found

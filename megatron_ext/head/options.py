@@ -28,7 +28,7 @@ class HeadOptions:
         softcap: logits become `softcap * tanh(logits / softcap)`; None: they stay.
         temperature: logits are divided by it, after the softcap.
         entropy, hits: further per-token read-outs: the entropy, and whether the label has the largest logit.
-        cache: fraction of tokens (0 to 1) whose exponentials are kept for backward; above 1: bytes; "auto".
+        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; above 1: bytes; "auto".
         chunk_tokens: tokens per chunk; None: chosen from the sizes.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
     """
@@ -59,7 +59,7 @@ class HeadOptions:
         if self.softcap is not None:
             _number("softcap", self.softcap, "above 0 and finite", _positive, "None turns it off")
         if self.cache != "auto":
-            _number("cache", self.cache, "at least 0 and finite", _at_least_0, 'a fraction of tokens, bytes, or "auto"')
+            _number("cache", self.cache, "at least 0 and finite", _at_least_0, 'a fraction, bytes, or "auto"')
         if self.chunk_tokens is not None and (_not_an_int(self.chunk_tokens) or self.chunk_tokens < 1):
             raise ValueError(
                 f"chunk_tokens is {self.chunk_tokens!r}: it must be a positive int; None lets the head choose"

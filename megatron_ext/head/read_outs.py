@@ -72,7 +72,7 @@ class ReadOut(ABC):
 
     def chunks(self, tokens: int, device: torch.device) -> list[slice]:
         """All tokens, by chunks."""
-        return chunks(slice(0, tokens), 0, self.options.chunk_tokens, self.width, device)
+        return chunks(slice(0, tokens), self.options.chunk_tokens, self.width)
 
     def exchange(self, stats_KT: Tensor, places_T: Tensor | None) -> Tensor:
         """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather. See `statistics.exchange`."""

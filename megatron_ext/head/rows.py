@@ -60,7 +60,8 @@ def row_statistics(
             with_entropy: sum exp(z - m) (z - m);
             with_hits: 1 where the first column that reaches m is the target, else 0;
             with a softcap: its slope at the target, 0 if not owned.
-        exp_TV: written, any floating dtype: exp(z - m), 0 at the target and in the columns that do not count.
+        exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - m), 0 at the target and
+            in the columns that do not count.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
     """
@@ -78,7 +79,7 @@ def row_statistics(
     if softcap is not None:
         stats_KT[-1] = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0).squeeze(1)
     bias_V = None if bias_V is None else bias_V[:counted]
-    in_place = exp_TV is not None and exp_TV.dtype == dtype
+    in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)
     scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
@@ -100,7 +101,7 @@ def row_statistics(
         if with_entropy:
             stats_KT[3 + 2 * with_mean, rows] = _sums(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
-            exp_TV[rows, :counted] = exp
+            exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
     if exp_TV is not None:
         exp_TV[:, counted:] = 0
         _write(exp_TV, target_T, 0.0)
@@ -132,7 +133,7 @@ def row_gradient(
 
     Args:
         source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
-        target_T: int64, the label's column, -1 where this shard does not own it.
+        target_T: int64, the label's column; a number that no column has where it is another's.
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
             finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
         out_TV: written, any floating dtype.
@@ -207,9 +208,11 @@ def _sums(x_TV: Tensor) -> Tensor:
 
 
 def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
-    """`value` in each owned target's column. Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while."""
-    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0)
-    out_TV.index_put_(at, torch.where(target_T >= 0, value_T, out_TV[at]))
+    """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
+    fp32 for the while."""
+    width = out_TV.shape[1]
+    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0, max=width - 1)
+    out_TV.index_put_(at, torch.where((target_T >= 0) & (target_T < width), value_T, out_TV[at]))
 
 
 def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:

@@ -9,20 +9,19 @@ Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard. G_TV
 one.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.head.sizes import column_blocks, pieces
-from megatron_ext.head.values import has_values
+from megatron_ext.head.passes import add_label_rows
+from megatron_ext.head.sizes import pieces
 
 # Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
 # than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
 
-# Elements of a piece of the scaled hidden states.
+# Elements of a piece of the scaled hidden states on CPU. On CUDA they are one: their product with G has as many tiles
+# as it can, in memory that dx's fp32 product has left or, while that is there, dW does not need in 16 bits.
 _SCALED = 1 << 25
 
 
@@ -52,8 +51,8 @@ class WeightGradient:
                 self._offset_D += (x_TD[at] * offset_T[at].unsqueeze(1)).sum(0)
         self._accumulate = accumulate
         self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
-        step = max(64, _SCALED // max(x_TD.shape[0], 1))
-        self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], step)]
+        step = x_TD.shape[1] if x_TD.is_cuda else max(64, _SCALED // max(x_TD.shape[0], 1))
+        self._parts = [slice(at, min(at + step, x_TD.shape[1])) for at in range(0, x_TD.shape[1], max(step, 1))]
         self._whole: Tensor | None = None
 
     def add(self, block: slice, g_TV: Tensor) -> None:
@@ -79,47 +78,35 @@ class WeightGradient:
                 else:
                     out_VD.copy_(sum_VD)
 
+    def release(self) -> None:
+        """Frees what is made again where it is needed: the scaled hidden states."""
+        self._whole = None
+
     def finish(self) -> None:
         """Adds the exact terms where `add` did not."""
-        self._whole = None
-        if self._rounds_once:
-            return
-        (columns, width), dtype = self._out_VD.shape, self._scale_T.dtype
-        for part in column_blocks(columns + self._x_TD.shape[0], width, None, self._scale_T):
-            out_VD = self._out_VD[:, part]
-            sum_VD = out_VD.to(dtype)  # itself if it is as wide
-            self._add_exact(sum_VD, slice(0, columns), part)
-            if sum_VD is not out_VD:
-                out_VD.copy_(sum_VD)
+        self.release()
+        if not self._rounds_once:
+            self._add_exact(self._out_VD, slice(0, self._out_VD.shape[0]), slice(0, self._x_TD.shape[1]))
 
-    def _add_exact(self, sum_VD: Tensor, rows: slice, part: slice) -> None:
+    def _add_exact(self, out_VD: Tensor, rows: slice, part: slice) -> None:
         inside_T = (self._target_T >= rows.start) & (self._target_T < rows.stop)
-        row_T, value_T = (self._target_T - rows.start).where(inside_T, 0), self._value_T.where(inside_T, 0.0)
-        x_TD = self._x_TD[:, part]
-        for at in _tokens(inside_T, x_TD):
-            sum_VD.index_add_(0, row_T[at], (x_TD[at] * value_T[at].unsqueeze(1)).to(sum_VD.dtype))
+        row_T = (self._target_T - rows.start).where(inside_T, -1)
+        common_D = counted_V = None
         if self._counted_V is not None:
-            sum_VD.addcmul_(self._counted_V[rows].unsqueeze(1), self._offset_D[part])
+            common_D, counted_V = self._offset_D[part], self._counted_V[rows]
+        add_label_rows(out_VD, self._x_TD[:, part], row_T, self._value_T, common_D, counted_V)
 
     def _scaled(self, part: slice) -> Tensor:
-        """`scale * x`, rounded once, by pieces of D: at large T and D a whole one would be a tensor too many."""
+        """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
         if self._whole is not None:
             return self._whole
         x_TD = self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
-        for rows in pieces(x_TD):
+        for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
             torch.mul(x_TD[rows], self._scale_T[rows].unsqueeze(1), out=out_TD[rows])
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD
-
-
-def _tokens(inside_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor]:
-    """The tokens of `inside_T` in pieces; all of them where their number is not known or the host would wait for it."""
-    if inside_T.is_cuda or not has_values(inside_T):
-        return pieces(x_TD)
-    found_N = inside_T.nonzero().squeeze(1)
-    return found_N.split(pieces(x_TD)[0].stop) if len(found_N) else []
 
 
 def _product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:

@@ -3,27 +3,14 @@
 import pytest
 import torch
 
-from megatron_ext.head import passes, rows
+from tests.head.as_on_cuda import cuda_branches
 from tests.head.problems import OPTIONS, Problem, error
 
 
 @pytest.fixture(autouse=True)
-def _as_on_cuda(monkeypatch):
-    """cuBLAS: sums in fp32, one rounding, or none with `out_dtype`. Triton's passes compute what the plain ones do."""
-    plain = torch.mm
-
-    def mm(x, y, out_dtype=None, out=None):
-        wide = torch.promote_types(x.dtype, torch.float32)
-        product = plain(x.to(wide), y.to(wide)).to(out_dtype or x.dtype)
-        return product if out is None else out.copy_(product)
-
-    def addmm(total, x, y, out_dtype, out):
-        return out.copy_(total + mm(x, y, out_dtype))
-
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(passes, "_side", lambda x: rows)
+def _as_on_cuda():
+    with cuda_branches(lambda plain: plain):  # Triton's passes compute what these do
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

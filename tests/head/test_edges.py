@@ -255,9 +255,11 @@ def test_masked_tokens_get_no_gradient_and_no_minus_zero():
     assert not (log_probs[0].signbit()).any()
 
 
-@pytest.mark.parametrize("cache, kept_bytes", [(0.25, 5 * 41 * 8), (5 * 41 * 8 + 7, 5 * 41 * 8), (10**9, 20 * 41 * 8)])
+@pytest.mark.parametrize(
+    "cache, kept_bytes", [(0.25, 20 * 10 * 8), (20 * 10 * 8 + 7, 20 * 10 * 8), (10**9, 20 * 41 * 8)]
+)
 def test_cache_bounds_what_is_kept(cache, kept_bytes):
-    """A fraction of the tokens, or a number of bytes; what is kept is all that autograd holds of vocabulary size."""
+    """A fraction of the columns, or a number of bytes; what is kept is all that autograd holds of vocabulary size."""
     problem, sizes = Problem(), []
     hidden, weight, _ = problem.mine(None)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
@@ -270,13 +272,14 @@ def test_auto_cache_looks_at_free_memory(monkeypatch):
     import os
 
     from megatron_ext.head.options import HeadOptions
-    from megatron_ext.head.sizes import cached_tokens
+    from megatron_ext.head.sizes import cached_columns
 
     options = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000))
     like = torch.empty(1)
-    assert cached_tokens(options, 10, 1000, like) == 10
+    assert cached_columns(options, 10, 1000, like) == 1000
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}[name])
-    assert cached_tokens(options, 10, 1000, like) == 10 * 4096 // 2 // 4000
+    assert cached_columns(options, 10, 1000, like) == 10 * 4096 // 2 // 40
+    assert cached_columns(options, 10, 1000, like, later=9 * 4096) == 4096 // 40
 
 
 @ranks(2)

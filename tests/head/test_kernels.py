@@ -2,18 +2,15 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from megatron_ext.head.kernels import blocks
+from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 
 ROOT = Path(__file__).parents[2]
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 # Columns of a rank at the sizes that count: V 128256 whole and in 8 shards, V 152064 in 8.
 SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008}
@@ -53,80 +50,81 @@ def test_the_head_itself_under_the_interpreter(tests):
 
 @pytest.mark.slow
 def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
-    ask = "import torch; from megatron_ext.head import passes; print(passes._side(torch.zeros(1)).__name__)"
+    ask = (
+        "import torch; from megatron_ext.head import passes; print(passes._side(torch.zeros(1), passes.rows).__name__)"
+    )
     for value, module in (("0", "megatron_ext.head.rows"), ("1", "megatron_ext.head.kernels.rows")):
         env = {**os.environ, "TRITON_INTERPRET": value}
         found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
         assert found.stdout.strip() == module, found.stderr
 
 
-def spilled_bytes(kernel, types: dict[str, str], constants: dict[str, object], warps: int, folder: Path) -> int:
-    """Bytes that Hopper's registers do not hold, as ptxas reports them."""
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    ptx = folder / "kernel.ptx"
-    ptx.write_text(compiled.asm["ptx"])
-    report = subprocess.run(
-        [PTXAS, "-v", "-arch=sm_90a", ptx, "-o", folder / "kernel.cubin"], capture_output=True, text=True, check=True
-    ).stderr
-    found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert found, report
-    return int(found[1]) + int(found[2])
+def launches(columns: int, dtype=torch.bfloat16, **options):
+    """Every launch of forward and backward on CUDA tensors, compiled for the arguments that the head gives it."""
+    from tests.head.as_on_cuda import cuda_branches, twin_of
+    from tests.head.hopper import recorded
+
+    hidden, weight = torch.zeros(16, 64, dtype=dtype), torch.zeros(columns, 64, dtype=dtype)
+    bias = torch.zeros(columns, dtype=dtype) if options.pop("bias", False) else None
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    labels, of_logits = torch.zeros(16, dtype=torch.int64), options.pop("of_logits", False)
+    with cuda_branches(twin_of), recorded() as found:
+        if of_logits:
+            loss = vocab_parallel_cross_entropy(hidden @ weight.t(), labels, **options)
+        else:
+            loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+        torch.autograd.grad(loss.sum(), leaves)
+    return found
 
 
-def test_all_kernels_are_compiled_below():
-    from megatron_ext.head.kernels import rows
-
-    kernels = {name for name in vars(rows) if name.endswith("_kernel")}
-    assert kernels == {"_statistics_kernel", "_gradient_kernel"}
+def by_name(found):
+    """The first launch of each kernel."""
+    return {launch.name.removeprefix("_").removesuffix("_kernel"): launch for launch in reversed(found)}
 
 
-# Logits as they come: fp32 out of a matmul, with exponentials kept in 16 bits; or the caller's, in 16 bits.
-@pytest.mark.skipif(interpreted, reason="interpreted kernels are not compiled; the ordinary run does")
-@pytest.mark.parametrize("logits", ["made", "given"])
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("shard", ["V128256", pytest.param("V128256/8", marks=pytest.mark.slow), "V152064/8"])
-def test_no_spills_on_hopper(shard, everything, logits, tmp_path):
-    from megatron_ext.head.kernels import rows
+EVERYTHING = {"bias": True, "softcap": 30.0, "temperature": 0.7, "label_smoothing": 0.1, "z_loss": 0.01}
+slow = partial(pytest.param, marks=pytest.mark.slow)
+compiled = pytest.mark.skipif(interpreted, reason="interpreted kernels are not compiled; the ordinary run does")
 
-    columns = SHARDS[shard]
-    z_type = "*fp32" if logits == "made" else "*bf16"
-    pointers = {"z_ptr": z_type, "exp_ptr": "*bf16", "out_ptr": "*bf16", "target_ptr": "*i64"}
-    integers = {"columns_all": "i32", "counted": "i32", "target_stride": "i32"}
-    floats = {"softcap": "fp32", "temperature": "fp32", "tiny": "fp32"}
 
-    def types_of(kernel, **more):
-        types = {}
-        for name in kernel.arg_names:
-            if name.endswith("_ptr"):
-                types[name] = {**pointers, **more}.get(name, "*fp32")
-            elif "stride" in name or name in integers:
-                types[name] = integers.get(name, "i64")
-            elif name in floats:
-                types[name] = floats[name]
-        return types
+@compiled
+@pytest.mark.parametrize("shard", ["V128256", *(slow(name) for name in ("V128256/8", "V152064/8"))])
+def test_instructions_on_hopper(shard):
+    """Of the launches of a plain loss: nothing spilled, loads of 16 bytes, two programs an SM and more, and as many
+    instructions an element as a pass at the speed of memory leaves room for (about 20 for 4 bytes read)."""
+    found = by_name(launches(SHARDS[shard], cache=0.5))
+    names = {"row_gradient", "label_rows", "finish_dx", "long_row" if shard == "V128256" else "whole_row"}
+    assert found.keys() == names
+    for launch in found.values():
+        used = launch.resources()
+        assert used["STACK"] == used["LOCAL"] == 0, (launch.name, used)
+        threads = 32 * launch.arguments["num_warps"]
+        assert 2 * threads * used["REG"] <= 65536 or threads == 1024, (launch.name, used)
+    for name in names - {"label_rows", "finish_dx"}:
+        loads = found[name].loads()
+        assert sum(width == 16 for width in loads) >= len(loads) - 4, (name, loads)
+    if shard == "V128256":
+        first, *_, second = found["long_row"].loops()
+        constants = found["long_row"].arguments
+        each = constants["STEPS"] * constants["LANES"] / 256
+        assert first <= 7.5 * each
+        assert second <= 6.5 * each, "with columns past the end; without, 4.5"
+    else:
+        constants = found["whole_row"].arguments
+        assert SHARDS[shard] > 0.9 * (lanes := constants["FIRST"] + constants["REST"])
+        assert len(found["whole_row"].instructions()) <= 12 * lanes / (32 * constants["num_warps"])
+    assert len(found["row_gradient"].instructions()) <= 11 * found["row_gradient"].arguments["BLOCK_V"] / 128
 
-    table = blocks.STATISTICS_AND_MORE if everything else blocks.STATISTICS
-    step, warps = blocks.sizes(table, columns, double=False)
-    flags = ("HAS_BIAS", "HAS_SOFTCAP", "WITH_MEAN", "WITH_ENTROPY", "WITH_HITS")
-    constants = dict.fromkeys(flags, everything) | {
-        "HAS_EXP": logits == "made",
-        "WHOLE_ROW": columns <= step,
-        "DTYPE": tl.float32,
-        "BLOCK_V": step,
-    }
-    kernel = rows._statistics_kernel
-    assert spilled_bytes(kernel, types_of(kernel), constants, warps, tmp_path) == 0
 
-    step, warps = blocks.sizes(blocks.GRADIENT, columns, double=False)
-    flags = ("HAS_SCALE", "HAS_SLOPE", "HAS_OFFSET", "HAS_VALUE", "HAS_BIAS", "HAS_SOFTCAP")
-    for source_is_exp in (False, True) if logits == "made" else (False,):
-        constants = dict.fromkeys(flags, everything) | {
-            "SOURCE_IS_EXP": source_is_exp,
-            "DTYPE": tl.float32,
-            "BLOCK_V": step,
-        }
-        kernel = rows._gradient_kernel
-        types = types_of(kernel, source_ptr="*bf16" if source_is_exp else z_type)
-        assert spilled_bytes(kernel, types, constants, warps, tmp_path) == 0
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["V128256", "V152064/8"])
+@pytest.mark.parametrize("of_logits", [False, True])
+def test_no_spills_on_hopper(shard, of_logits):
+    """With every option at once, from hidden states and from 16-bit logits."""
+    options = {k: v for k, v in EVERYTHING.items() if k != "bias" or not of_logits}
+    found = launches(SHARDS[shard], of_logits=of_logits, **options, **({} if of_logits else {"cache": 0.5}))
+    assert found
+    for launch in found:
+        used = launch.resources()
+        assert used["STACK"] == used["LOCAL"] == 0, (launch.name, used)

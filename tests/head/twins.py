@@ -1,4 +1,4 @@
-"""The Triton row passes against the plain ones. A module of its own: the interpreter is chosen when triton is imported.
+"""The Triton passes against the plain ones. A module of its own: the interpreter is chosen when triton is imported.
 
 `TRITON_INTERPRET=1 python -m tests.head.twins` runs the comparison on CPU, with `few` a small part of it and the head
 itself on the Triton passes; tests call `compare` on CUDA.
@@ -9,7 +9,9 @@ import sys
 
 import torch
 
+from megatron_ext.head import label_terms as plain_terms
 from megatron_ext.head import rows as plain
+from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import rows as twin
 from tests.head.problems import OPTIONS, Problem
 
@@ -57,6 +59,13 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     slack = {"rtol": tolerance(wide)["rtol"], "atol": tolerance(wide)["atol"] * max(1, columns**0.5)}
     torch.testing.assert_close(twin_stats, stats, **slack)
     torch.testing.assert_close(twin_exp, exp, **tolerance(dtype))
+    if seed % 3 == 0 and columns > 1:  # exponentials of the first columns alone, and nothing behind them
+        kept = columns * 5 // 8
+        for side in (plain, twin):
+            some, same_stats = torch.full_like(z, 7.0), torch.empty_like(stats)
+            side.row_statistics(z, target, same_stats, some[:, :kept], bias, counted, softcap, temperature, *flags[2:5])
+            torch.testing.assert_close(some[:, :kept], exp[:, :kept], **tolerance(dtype))
+            assert (some[:, kept:] == 7.0).all()
 
     shift = stats[0].where(stats[0] > -torch.inf, 0.0)
     for is_exp, (has_scale, has_slope, has_offset, has_value) in zip(
@@ -88,23 +97,69 @@ def cases():
             yield dtype, columns, counted, flags
 
 
-def main(device: str = "cpu") -> None:
-    done = 0
-    for seed, (dtype, columns, counted, flags) in enumerate(cases()):
-        compare(device, dtype, columns, counted, flags, seed)
-        done += 1
-    print(f"{done} comparisons")
+def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, int], smoothed: bool) -> None:
+    """Labels that come often, once, and not at all; dW in the dtype of x and wider; dx where its product is, too."""
+    tokens, rows, width = shape
+    generator = torch.Generator().manual_seed(tokens)
+    wide = plain.accumulation_dtype(dtype)
+
+    def draw(*shape, to=wide):
+        return torch.randn(*shape, generator=generator).to(device, to)
+
+    x, value = draw(tokens, width, to=dtype), draw(tokens)
+    target = torch.randint(-1, rows, (tokens,), generator=generator).to(device)
+    target[tokens // 3 :: 2] = rows - 1
+    common, counted = (draw(width), (draw(rows) > 0).to(wide)) if smoothed else (None, None)
+    for of in {dtype, wide}:
+        out = draw(rows, width + 3, to=of)[:, :width]
+        found = []
+        for side in (plain_terms, twin_terms, twin_terms):
+            found.append(out.clone())
+            side.add_label_rows(found[-1], x, target, value, common, counted)
+        torch.testing.assert_close(found[1], found[0], **tolerance(of))
+        assert found[1].equal(found[2]), "the same bits in each run"
+        if not smoothed:
+            untouched = torch.ones(rows, dtype=torch.bool, device=device).index_fill_(0, target[target >= 0], False)
+            assert found[1][untouched].equal(out[untouched])
+
+    product, scale, weight = draw(tokens, width), draw(tokens), draw(rows, width, to=dtype)
+    offset = draw(tokens) if smoothed else None
+    results = []
+    for side in (plain_terms, twin_terms):
+        for within in (False, True):
+            product_of = product.clone()
+            out = product_of.view(dtype).view(-1)[: product.numel()].view(product.shape)
+            out = out if within else weight.new_empty(product.shape)
+            side.finish_dx(out, product_of, scale, target, value, weight, offset, common)
+            results.append(out)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], **tolerance(dtype))
+    assert results[2].equal(results[3])
+
+
+SHAPES = [(1, 1, 1), (150, 11, 40), (0, 5, 8), (9, 70, 2050)]  # tokens, rows, width
+
+
+def main(device: str = "cpu", every: int = 1) -> None:
+    """All comparisons, or one of `every` so many."""
+    terms = [(compare_label_terms, case) for case in itertools.product(DTYPES, SHAPES, (False, True))]
+    passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]
+    chosen = [*terms, *passes][::every]
+    for check, case in chosen:
+        check(device, *case)
+    print(f"{len(chosen)} comparisons")
 
 
 def few() -> None:
     """Every flag at once in each dtype, and the head with every option at once: values and gradients."""
     for seed, dtype in enumerate(DTYPES):
         compare("cpu", dtype, 37, 30, (True,) * 6, seed)
+        compare_label_terms("cpu", dtype, (150, 11, 40), smoothed=seed % 2 == 0)
     problem = Problem((3,), options=OPTIONS["all"])
     for what, cache in (("loss", 0), ("loss", 1), ("log_probs", 0.5)):
         results, grads = problem.ours(what, None, cache=cache)
         torch.testing.assert_close([*results, *grads], [x for kind in problem.truth(what) for x in kind])
-    print(f"{len(DTYPES) + 3} comparisons")
+    print(f"{2 * len(DTYPES) + 3} comparisons")
 
 
 if __name__ == "__main__":

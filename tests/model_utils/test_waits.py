@@ -28,7 +28,7 @@ from tests.waits import NoWait
 def on_gpus(monkeypatch):
     """All tensors say that they are on a GPU, and are checked there."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(passes, "_twin", lambda: None)  # Triton cannot run on them
+    monkeypatch.setattr(passes, "_twin", lambda plain: None)  # Triton cannot run on them
     for module in (checks, nucleus, rows, sampling_checks, top_k_filter):
         monkeypatch.setattr(module, "has_values", lambda x: True)
 

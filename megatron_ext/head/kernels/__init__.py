@@ -1,1 +1,1 @@
-"""Triton twins of the two row passes. No autograd: `passes.py` chooses between them and plain PyTorch."""
+"""Triton twins of the modules of the same names. No autograd: `passes.py` chooses between them and plain PyTorch."""

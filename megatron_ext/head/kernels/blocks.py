@@ -1,25 +1,45 @@
-"""How many columns a program works on at a time, and with how many warps: the one table of tuned sizes.
+"""How many columns a program works on at a time, and with how many warps: the one place of tuned sizes.
 
-The statistics pass keeps a whole row in registers where it fits, without spilling: one read, one write. Wider rows are
-walked through twice, the second time to write the exponentials, when the row's maximum is known.
+A row of logits takes 32 to 40 elements of each thread, whose registers hold 64 numbers: two programs of 16 warps share
+an SM then, and one computes while the other's row is on its way.
 """
 
-# (widest shard in columns, columns per step, warps), the first that fits; fp64 takes half the columns.
+from typing import Any
+
+# (widest row in columns, columns per step, warps), the first that fits; fp64 takes half the columns.
 Table = tuple[tuple[int, int, int], ...]
-_UP_TO_16K = (
-    (1024, 1024, 4),
-    (2048, 2048, 4),
-    (4096, 4096, 8),
-    (8192, 8192, 16),
-    (16384, 16384, 32),
-)
-STATISTICS: Table = (*_UP_TO_16K, (32768, 32768, 32), (1 << 31, 4096, 8))
-# With sums for smoothing, entropy or hits, a bias or a softcap a row takes more registers.
-STATISTICS_AND_MORE: Table = (*_UP_TO_16K, (1 << 31, 4096, 8))
-GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 2048, 4))
+GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
+# Rows of hidden size, 8 elements a thread.
+WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))
+
+# Widest row that is read once; narrower with sums for smoothing, entropy or hits, a bias or a softcap: more registers.
+_WHOLE_ROW, _WHOLE_ROW_AND_MORE = 40960, 16384
+_SMALLEST = 1024  # columns, by 4 warps
 
 
 def sizes(table: Table, columns: int, double: bool) -> tuple[int, int]:
-    """(columns per step, warps) for a shard of `columns` columns."""
+    """(columns per step, warps) for rows of `columns` columns."""
     step, warps = next((step, warps) for widest, step, warps in table if columns <= widest)
     return (max(step // 2, 16), warps) if double else (step, warps)
+
+
+def whole_row(columns: int, counted: int, more: bool, double: bool) -> tuple[dict[str, Any], int] | None:
+    """Constants of the kernel that reads a row once, and its warps; None for rows that are too wide for it.
+
+    A row is a power of two and the rest of it: lanes for the next power of two would be up to half idle.
+    """
+    if columns > (_WHOLE_ROW_AND_MORE if more else _WHOLE_ROW) // (2 if double else 1):
+        return None
+    first, rest = 1 << (columns.bit_length() - 1) if columns else 0, 0
+    if first < columns:
+        rest = max(1 << (columns - first - 1).bit_length(), _SMALLEST)
+    if first < _SMALLEST or rest > first // 4:
+        first, rest = max(1 << (columns - 1).bit_length() if columns else 0, _SMALLEST), 0
+    warps = min(max(first // 1024 * (2 if double else 1), 4), 32)
+    return {"FIRST_WHOLE": first <= counted, "FIRST": first, "REST": rest}, warps
+
+
+def long_row(more: bool, double: bool) -> tuple[dict[str, Any], int]:
+    """Constants of the kernel that reads a row twice, and its warps: 32 elements a thread, 16 with `more`."""
+    steps, lanes, warps = (2, 1024, 4) if more else (4, 2048, 8)
+    return {"STEPS": steps // 2 if double else steps, "LANES": lanes}, warps

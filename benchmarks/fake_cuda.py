@@ -1,0 +1,56 @@
+"""The head's CUDA path on fake tensors, on any machine: they say that they are on CUDA, and kernels are not run.
+
+PyTorch built without CUDA has fake CUDA tensors too, but can neither index nor fill them, and gives them no autograd.
+So these are fake CPU tensors that answer `is_cuda` with True, which is what the head asks; nothing is computed either
+way.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from benchmarks.meter import one_rank_of
+from megatron_ext.head import passes, rows
+
+Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
+
+
+@contextmanager
+def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup | None]:
+    """As `meter.one_rank_of`. Where a Triton kernel would start, `launched(kernel, grid, arguments)` is called."""
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool = False, **more: Any) -> None:
+        named = dict(zip(kernel.arg_names, arguments, strict=False)) | more
+        launched(kernel, tuple(grid(named) if callable(grid) else grid), named)
+
+    with (
+        one_rank_of(ranks) as group,
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "device_of", _no_device),
+        mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
+        mock.patch.object(JITFunction, "run", run),
+        mock.patch.object(passes, "_side", kernels_of),
+    ):
+        yield group
+
+
+def _no_device(x: torch.Tensor) -> nullcontext:
+    return nullcontext()
+
+
+def kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
+    """Triton's kernels for one of the modules of plain passes, wherever `x` is."""
+    return importlib.import_module(plain.__name__.replace(".head.", ".head.kernels."))
+
+
+def _place(x: torch.Tensor) -> int:
+    """An address: different storages lie far apart."""
+    return (x.untyped_storage()._cdata << 48) + x.storage_offset() * x.element_size()

@@ -1,0 +1,214 @@
+"""Every launch of a piece of code on the CUDA path, in order, from running it on fake tensors: what each one reads,
+writes and computes, and an estimate of its time.
+
+Operators of PyTorch are seen by a dispatch mode, Triton kernels where they would start. An operator reads its inputs
+and writes its results once; what a kernel reads is written beside its name in `KERNELS`; an unknown one is refused.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from benchmarks.fake_cuda import cuda_rank_of
+from megatron_ext.head.devices import Device, product_seconds, waves
+
+aten = torch.ops.aten
+# The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.
+LEAST_SECONDS = 2e-6
+
+_SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
+
+_PRODUCTS = {aten.mm, aten.addmm, aten.addmm_}
+# Read some rows or elements of their input: as many as their result has, or the values they are given.
+_PICKING = {aten.index, aten.index_select, aten.gather, aten.embedding}
+_PLACING = {aten.index_put_, aten._index_put_impl_, aten.index_add_, aten.scatter_, aten.scatter_add_}
+_WRITING_ONLY = {aten.copy_, aten.fill_, aten.zero_}
+_NO_LAUNCH = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach, aten.detach_}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: bytes from and to memory, and an estimate of its time."""
+
+    phase: str  # forward or backward
+    name: str
+    shapes: str
+    read: int
+    written: int
+    flops: int = 0
+    waves: float = 0.0
+    seconds: float = 0.0
+    is_collective: bool = False
+
+
+@dataclass
+class Plan:
+    """What a run launches; `peak_bytes` beyond its inputs."""
+
+    device: Device
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The estimates' sum. Collectives are not in it: they run beside the products."""
+        return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def elementwise_bytes(self) -> int:
+        """Read and written by all that is no matrix product and no collective."""
+        return sum(
+            launch.read + launch.written for launch in self.launches if not launch.flops and not launch.is_collective
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Records what is launched while it is active into `plan`, as part of `phase`."""
+
+    def __init__(self, plan: Plan, ranks: int):
+        super().__init__()
+        self.plan, self.ranks, self.phase = plan, ranks, "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if func.namespace in ("c10d", "_c10d_functional"):
+            sent = [x for x in tree_iter(args) if isinstance(x, Tensor)]
+            self._add(packet.__name__, sent, sum(map(_bytes, sent)), 0, is_collective=True)
+        elif func.namespace == "aten" and packet not in _NO_LAUNCH:
+            self._operator(func, packet, args, kwargs, out)
+        return out
+
+    def _operator(self, func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
+        given = list(zip(func._schema.arguments, args, strict=False))
+        given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
+        read = written = 0
+        results = [x for x in tree_iter(out) if isinstance(x, Tensor)]
+        changed: set[int] = set()
+        for one, value in given:
+            for x in (x for x in tree_iter(value) if isinstance(x, Tensor)):
+                writes = one.alias_info is not None and one.alias_info.is_write
+                changed |= {id(x)} if writes else set()
+                if packet in _PLACING and writes:
+                    continue
+                written += _bytes(x) if writes else 0
+                if not (writes and (one.is_out or packet in _WRITING_ONLY)):
+                    read += _bytes(x)
+        if not changed and func.is_view:
+            return
+        alias = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        new = [x for x in results if id(x) not in changed]
+        if not changed and new and all(id(x.untyped_storage()) in alias for x in new):
+            return  # a view, or what was as wanted already
+        written += sum(map(_bytes, new))
+        if packet in _PICKING:
+            read = 2 * written  # the elements, and at most as much for their places
+        if packet in _PLACING:
+            values = sum(_bytes(x) for x in tree_iter(args[2:]) if isinstance(x, Tensor))
+            read, written = read + values, values
+        tensors = [x for _, x in given if isinstance(x, Tensor)]
+        if packet in _PRODUCTS:
+            self._product(packet.__name__, args, results[0], read, written)
+        else:
+            tensors += [x for x in new if not tensors]
+            self._add(packet.__name__, tensors, read, written, _SEVERAL.get(packet, 1))
+
+    def _product(self, name: str, args: Any, out: Tensor, read: int, written: int) -> None:
+        left, right = [x for x in args if isinstance(x, Tensor)][-2:]
+        (m, k), n = left.shape, right.shape[1]
+        self.plan.launches.append(
+            Launch(
+                self.phase,
+                name,
+                f"{_shape(left)} @ {_shape(right)} -> {_dtype(out)}",
+                read,
+                written,
+                2 * m * n * k,
+                waves(self.plan.device, m, n),
+                max(product_seconds(self.plan.device, m, n, k, read + written), LEAST_SECONDS),
+            )
+        )
+
+    def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        name = kernel.__name__
+        if name not in KERNELS:
+            raise ValueError(f"the plan does not know what the kernel {name} reads and writes: add it to KERNELS")
+        read, written = KERNELS[name](arguments | {"ranks": self.ranks})
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 2][:2]
+        self._add(name.strip("_"), tensors, read, written, waves=grid[0] / self.plan.device.multiprocessors)
+
+    def _add(self, name: str, tensors: list[Tensor], read: int, written: int, launches: int = 1, **more: Any) -> None:
+        seconds = 0.0
+        if not more.get("is_collective"):
+            seconds = max((read + written) / self.plan.device.bytes_per_s, launches * LEAST_SECONDS)
+        shapes = ", ".join(map(_shape, tensors))
+        self.plan.launches.append(Launch(self.phase, name, shapes, read, written, seconds=seconds, **more))
+
+
+@contextmanager
+def planned(device: Device, ranks: int) -> Iterator[tuple[Recorder, dist.ProcessGroup | None]]:
+    """A recorder, and the group of one rank of `ranks`; tensors made inside are fake and say that they are on CUDA."""
+    recorder = Recorder(Plan(device), ranks)
+    with cuda_rank_of(ranks, recorder.kernel) as group:
+        yield recorder, group
+
+
+def _whole_rows(given: dict[str, Any]) -> tuple[int, int]:
+    return _bytes(given["z_ptr"]), _bytes(given["exp_ptr"]) * given["HAS_EXP"] + _bytes(given["stats_ptr"])
+
+
+def _long_rows(given: dict[str, Any]) -> tuple[int, int]:
+    """Logits are read again where exponentials are kept of them."""
+    z_TV, kept = given["z_ptr"], given["kept_columns"]
+    return _bytes(z_TV) + _bytes(z_TV[:, :kept]), _whole_rows(given)[1]
+
+
+def _gradient(given: dict[str, Any]) -> tuple[int, int]:
+    return _bytes(given["source_ptr"]), _bytes(given["out_ptr"])
+
+
+def _label_rows(given: dict[str, Any]) -> tuple[int, int]:
+    """Labels are taken to differ, and to be spread over the ranks; every row of dW with label smoothing."""
+    out_VD, x_TD = given["out_ptr"], given["x_ptr"]
+    tokens = -(-x_TD.shape[0] // given["ranks"])
+    rows = out_VD if given["EVERY_ROW"] else out_VD[:tokens]
+    return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows)
+
+
+def _finish_dx(given: dict[str, Any]) -> tuple[int, int]:
+    """A row of the weight for each token whose label is this rank's."""
+    product_TD, w_VD = given["product_ptr"], given["w_ptr"]
+    rows = -(-product_TD.shape[0] // given["ranks"]) * w_VD.shape[1] * w_VD.element_size()
+    return _bytes(product_TD) + rows, _bytes(given["out_ptr"])
+
+
+KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+    "_whole_row_kernel": _whole_rows,
+    "_long_row_kernel": _long_rows,
+    "_row_gradient_kernel": _gradient,
+    "_label_rows_kernel": _label_rows,
+    "_finish_dx_kernel": _finish_dx,
+}
+
+
+def _bytes(x: Tensor) -> int:
+    """Of the elements that there are: those of an expanded dimension are the same ones."""
+    count = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count * x.element_size()
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def _shape(x: Tensor) -> str:
+    return f"{_dtype(x)}[{'x'.join(map(str, x.shape))}]"

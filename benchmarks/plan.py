@@ -1,0 +1,143 @@
+"""`python -m benchmarks.run plan`: what the head would launch on a GPU, launch by launch, and how long that might take.
+
+The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
+table in `megatron_ext/head/devices.py`: matrix products by whole waves of tiles, all else by its bytes.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from benchmarks import record
+from benchmarks.cases import GPU_CASES, Case
+from benchmarks.launches import Launch, Plan, planned
+from benchmarks.meter import measure
+from megatron_ext import linear_cross_entropy
+from megatron_ext.head.devices import DEVICES, Device
+
+A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
+B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
+CASES = [
+    A,
+    B,
+    Case("16384 x 4096 x 131072, one rank of 8", 16384, 4096, 131072, 8, torch.bfloat16),
+    Case("2048 x 4096 x 131072", 2048, 4096, 131072, 1, torch.bfloat16),
+    Case("8192 x 5120 x 151936, one rank of 4", 8192, 5120, 151936, 4, torch.bfloat16),
+    Case("4096 x 4096 x 50257", 4096, 4096, 50257, 1, torch.bfloat16),
+    Case("8192 x 2048 x 131072", 8192, 2048, 131072, 1, torch.bfloat16),
+    Case("8192 x 2048 x 131072, one rank of 8", 8192, 2048, 131072, 8, torch.bfloat16),
+    Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
+]
+CACHES = (1, 0.5, 0)
+MILLISECONDS = "planned time"
+
+Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
+
+
+def plan(case: Case, cache: float, device: Device = DEVICES["H200"]) -> tuple[Plan, int]:
+    """Forward and backward of one rank, and the peak of bytes beyond the inputs, both gradients in it."""
+    with planned(device, case.ranks) as (recorder, group):
+        x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
+        w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
+        labels_T = torch.empty(case.tokens, dtype=torch.int64)
+        upstream_T = torch.empty(case.tokens)
+        with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
+            loss = linear_cross_entropy(x_TD, w_VD, labels_T, group, cache=cache)
+            recorder.phase = "backward"
+            torch.autograd.grad(loss, [x_TD, w_VD], upstream_T)  # `backward` would copy fake gradients into `.grad`
+    return recorder.plan, costs.peak_bytes
+
+
+def floor_seconds(case: Case, cache: float, device: Device) -> float:
+    """The products alone at the device's rate: 6 to 8 NVH."""
+    return (8 - 2 * cache) * case.nvh / device.flops
+
+
+def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
+    """Launches that repeat, as one that has all their bytes and time, and their number."""
+    for _, same in groupby(_by_turns(list(launches)), key=lambda launch: (launch.phase, launch.name, launch.shapes)):
+        found = list(same)
+        totals = {
+            name: sum(getattr(launch, name) for launch in found)
+            for name in ("read", "written", "flops", "waves", "seconds")
+        }
+        yield replace(found[0], **totals), len(found)
+
+
+def _by_turns(launches: list[Launch]) -> list[Launch]:
+    """The loop over chunks repeats a product and what follows it: each kind of them together, where it first stood."""
+    first: dict[tuple[str, str, str], int] = {}
+    for at, launch in enumerate(launches):
+        first.setdefault((launch.phase, launch.name, launch.shapes), at)
+    return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
+
+
+def rows(case: Case, cache: float, device: Device = DEVICES["H200"]) -> list[Row]:
+    """What is committed: totals, then a row for each kind of launch, in order."""
+    found, peak = plan(case, cache, device)
+    impl, logits = f"ours, cache {cache:g}, {device.name}", case.tokens * case.columns
+    floor = floor_seconds(case, cache, device)
+    made: list[Row] = [
+        (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
+        (impl, "floor", "ms", [floor * 1e3]),
+        (impl, "above the floor", "%", [(found.seconds / floor - 1) * 100]),
+        (impl, "beside the products / (T V / R)", "bytes", [found.elementwise_bytes / logits]),
+        (impl, "peak / (T V / R)", "bytes", [peak / logits]),
+        (impl, "launches", "1", [float(len(found.launches))]),
+    ]
+    for at, (launch, times) in enumerate(folded(found.launches), 1):
+        shapes = launch.shapes.replace(",", " ")
+        name = f"{at:02d} {launch.phase}: {launch.name} {shapes}" + (f" x{times}" if times > 1 else "")
+        made.append((impl, name, "ms", [launch.seconds * 1e3]))
+    return made
+
+
+def text(case: Case, cache: float, device: Device = DEVICES["H200"]) -> str:
+    """The launches of one case, for reading."""
+    found, peak = plan(case, cache, device)
+    floor = floor_seconds(case, cache, device)
+    lines = [f"{case.name}, cache {cache:g}, {device.name}", "     ms      GB read  written   TFLOP  waves  launch"]
+    for launch, times in folded(found.launches):
+        count = f" x{times}" if times > 1 else ""
+        lines.append(
+            f"{launch.seconds * 1e3:8.3f} {launch.read / 1e9:10.3f} {launch.written / 1e9:8.3f} "
+            f"{launch.flops / 1e12:7.2f} {launch.waves / times:6.2f}  {launch.phase} {launch.name}{count} "
+            f"{launch.shapes}"
+        )
+    logits = case.tokens * case.columns
+    lines.append(
+        f"{found.seconds * 1e3:8.3f} in all, {(found.seconds / floor - 1) * 100:.1f} % above the floor of "
+        f"{floor * 1e3:.3f}; {found.elementwise_bytes / logits:.2f} bytes a logit beside the products; peak "
+        f"{peak / logits:.2f} bytes a logit; {len(found.launches)} launches"
+    )
+    return "\n".join(lines)
+
+
+def main(out: Path | None, device: Device) -> None:
+    """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
+    out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
+    origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
+    for case in CASES:
+        for cache in CACHES if case in (A, B) else CACHES[:1]:
+            print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
+            if out is not None:
+                record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
+
+
+def measured_beside(case: Case, cache: float, device: Device) -> str:
+    """What was measured on that device, if it was: its rows are in a file that is named for it."""
+    lines = []
+    for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv")):
+        for row in record.read(path):
+            if row.impl == f"ours, cache {cache:g}" and row.metric == "time" and _same_sizes(row.case, case):
+                lines.append(f"\nmeasured on {row.device}: {row.p50:.3f} ms")
+    return "".join(lines)
+
+
+def _same_sizes(name: str, case: Case) -> bool:
+    """Whether a measured case has the sizes of one rank of a planned one."""
+    sizes = {other.name: (other.tokens, other.width, other.columns) for other in GPU_CASES}
+    return sizes.get(name) == (case.tokens, case.width, case.columns)

@@ -1,0 +1,64 @@
+"""A CPU in the place of a GPU, for rehearsals: everything runs, only clocks and memory counters say nothing.
+
+Tensors say that they are on CUDA, matrix products round as cuBLAS does, and Triton's kernels run under its interpreter.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.fake_cuda import kernels_of
+from benchmarks.gpu import Machine
+from megatron_ext.emulation import megatron_on_cpu
+from megatron_ext.head import passes
+
+_mm, _addmm = torch.mm, torch.addmm
+
+
+class Event:
+    """As `torch.cuda.Event`, of this process's clock."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later: "Event") -> float:
+        return (later.at - self.at) * 1e3
+
+
+def mm(
+    x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums in fp32 (fp64 for fp64), one rounding, or none with `out_dtype`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    product = _mm(x.to(wide), y.to(wide)).to(out_dtype or x.dtype)
+    return product if out is None else out.copy_(product)
+
+
+def addmm(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, out_dtype: Any = None, **more: Any) -> torch.Tensor:
+    """`torch.addmm`, which on CPU knows no `out_dtype`."""
+    if out_dtype is None:
+        return _addmm(total, x, y, **more)
+    return more["out"].copy_(total + mm(x, y, out_dtype))
+
+
+@contextmanager
+def stood_in_for_cuda() -> Iterator[Machine]:
+    """While it is open this process takes the CUDA path. TRITON_INTERPRET must be 1 since it began."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
+    with ExitStack() as stack:
+        for where, name, what in (
+            (torch, "mm", mm),
+            (torch, "addmm", addmm),
+            (torch.Tensor, "is_cuda", True),
+            (torch.cuda, "device_of", lambda x: nullcontext()),
+            (passes, "_side", kernels_of),
+        ):
+            stack.enter_context(mock.patch.object(where, name, what))
+        stack.enter_context(megatron_on_cpu())
+        yield Machine("cpu", Event, lambda: None, lambda: None, lambda: 0, lambda: 0, lambda: None)

@@ -1,0 +1,196 @@
+"""`add_label_rows` and `finish_dx` in Triton: the same arguments and results as in `megatron_ext.head.label_terms`.
+
+Every number is summed by one program in an order that the labels decide, so results are the same bits from run to run,
+and nothing is read back to the host.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.kernels import blocks
+
+
+@triton.jit
+def _label_rows_kernel(
+    out_ptr,
+    x_ptr,
+    sorted_ptr,
+    order_ptr,
+    bounds_ptr,
+    value_ptr,
+    common_ptr,
+    counted_ptr,
+    out_stride,
+    x_stride,
+    width,
+    EVERY_ROW: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """One row of `out` and some of its columns: that of a run of equal labels, or with EVERY_ROW any."""
+    at = tl.program_id(0)
+    if EVERY_ROW:
+        row, first, stop = at, tl.load(bounds_ptr + at), tl.load(bounds_ptr + at + 1)
+    else:
+        row, first, stop = tl.load(sorted_ptr + at), at, tl.load(bounds_ptr + at)
+        before = tl.load(sorted_ptr + tl.maximum(at - 1, 0))
+        if (row < 0) | ((at > 0) & (before == row)):
+            return
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < width
+    out_ptr += row.to(tl.int64) * out_stride
+    total = tl.load(out_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+    if EVERY_ROW:
+        common = tl.load(common_ptr + columns, mask=inside, other=0.0)
+        total += tl.load(counted_ptr + at) * common
+    for start in range(first, stop, AHEAD):
+        for ahead in tl.static_range(AHEAD):  # independent loads, on their way together
+            there = start + ahead < stop
+            token = tl.load(order_ptr + start + ahead, mask=there, other=0).to(tl.int64)
+            value = tl.load(value_ptr + token, mask=there, other=0.0)
+            x = tl.load(x_ptr + token * x_stride + columns, mask=inside & there, other=0.0)
+            total += value * x.to(DTYPE)
+    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish_dx_kernel(
+    out_ptr,
+    product_ptr,
+    scale_ptr,
+    target_ptr,
+    value_ptr,
+    w_ptr,
+    offset_ptr,
+    common_ptr,
+    out_stride,
+    product_stride,
+    w_stride,
+    width,
+    HAS_OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < width
+    target = tl.load(target_ptr + token)
+    owned = target >= 0
+    value = tl.load(value_ptr + token, mask=owned, other=0.0)
+    w = tl.load(w_ptr + target * w_stride + columns, mask=inside & owned, other=0.0).to(DTYPE)
+    product = tl.load(product_ptr + token * product_stride + columns, mask=inside, other=0.0).to(DTYPE)
+    dx = value * w + tl.load(scale_ptr + token) * product
+    if HAS_OFFSET:
+        dx += tl.load(offset_ptr + token) * tl.load(common_ptr + columns, mask=inside, other=0.0)
+    tl.store(out_ptr + token * out_stride + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_label_rows(
+    out_VD: Tensor,
+    x_TD: Tensor,
+    target_T: Tensor,
+    value_T: Tensor,
+    common_D: Tensor | None,
+    counted_V: Tensor | None,
+) -> None:
+    """At most T rows are read and written, all of them only with `common`. See `megatron_ext.head.label_terms`.
+
+    A stable sort on the device brings the tokens of a row together, in their own order.
+    """
+    (tokens, width), rows = x_TD.shape, out_VD.shape[0]
+    every_row = common_D is not None
+    programs = rows if every_row else tokens
+    if programs == 0 or width == 0:
+        return
+    with torch.cuda.device_of(out_VD):  # Triton launches on the current device, wherever the tensors are
+        sorted_T, order_T = torch.sort(target_T.int(), stable=True)
+        asked = torch.arange(rows + 1, device=out_VD.device, dtype=torch.int32) if every_row else sorted_T
+        bounds = torch.searchsorted(sorted_T, asked, right=not every_row, out_int32=True)
+        x_TD, block_d, warps = _rowwise(x_TD), *blocks.sizes(blocks.WIDTH, width, value_T.dtype == torch.float64)
+        _label_rows_kernel[(programs, triton.cdiv(width, block_d))](
+            out_VD,
+            x_TD,
+            sorted_T,
+            order_T,
+            bounds,
+            value_T.contiguous(),
+            value_T if common_D is None else common_D.contiguous(),
+            value_T if counted_V is None else counted_V.contiguous(),
+            out_VD.stride(0),
+            x_TD.stride(0),
+            width,
+            EVERY_ROW=every_row,
+            DTYPE=_sum_type(value_T),
+            BLOCK_D=block_d,
+            AHEAD=8,
+            num_warps=warps,
+        )
+
+
+def finish_dx(
+    out_TD: Tensor,
+    product_TD: Tensor,
+    scale_T: Tensor,
+    target_T: Tensor,
+    value_T: Tensor,
+    w_VD: Tensor,
+    offset_T: Tensor | None,
+    common_D: Tensor | None,
+) -> None:
+    """dx from the product, in one launch. See `megatron_ext.head.label_terms.finish_dx`."""
+    if product_TD.numel() == 0:
+        return
+    scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), _rowwise(w_VD)
+    offset_T = scale_T if offset_T is None else offset_T.contiguous()
+    width = product_TD.shape[1]
+    block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
+
+    def run(out_TD: Tensor, rows: slice) -> None:
+        _finish_dx_kernel[(out_TD.shape[0], triton.cdiv(width, block_d))](
+            out_TD,
+            product_TD[rows],
+            scale_T[rows],
+            target_T[rows],
+            value_T[rows],
+            w_VD,
+            offset_T[rows],
+            scale_T if common_D is None else common_D.contiguous(),
+            out_TD.stride(0),
+            product_TD.stride(0),
+            w_VD.stride(0),
+            width,
+            HAS_OFFSET=common_D is not None,
+            DTYPE=_sum_type(scale_T),
+            BLOCK_D=block_d,
+            num_warps=warps,
+        )
+
+    with torch.cuda.device_of(out_TD):
+        if out_TD.dtype == product_TD.dtype or out_TD.data_ptr() != product_TD.data_ptr():
+            run(out_TD, slice(0, out_TD.shape[0]))
+            return
+        # In the product's own memory, with half of its element size: a launch reads rows n to 2n and writes where rows
+        # n/2 to n were, which earlier ones have read. The first rows wait aside.
+        aside_TD = torch.empty_like(out_TD[:_ASIDE])
+        run(aside_TD, slice(0, _ASIDE))
+        start = _ASIDE
+        while start < out_TD.shape[0]:
+            rows = slice(start, min(2 * start, out_TD.shape[0]))
+            run(out_TD[rows], rows)
+            start = rows.stop
+        out_TD[:_ASIDE] = aside_TD
+
+
+_ASIDE = 64
+
+
+def _sum_type(x: Tensor) -> tl.dtype:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _rowwise(x_ND: Tensor) -> Tensor:
+    """`x_ND` with neighbouring columns next to each other in memory."""
+    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

@@ -1,0 +1,97 @@
+"""What a logit goes through in Triton before anything else: bias, softcap, temperature.
+
+A number without a type would arrive in fp32, so softcap and temperature are told theirs.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# exp of it is 0 in every dtype, and 0 times it is 0, where 0 * -inf would be NaN.
+FAR = tl.constexpr(-1e4)
+
+
+@triton.jit
+def exp(x):
+    """e^x. In fp32 by the hardware's 2^x, which takes what is below 2^-126 for 0: one instruction where `tl.exp`, which
+    keeps it, takes four."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def tanh(x):
+    """tanh, a series near 0, where the quotient cancels: to fp32's precision, and in fp64 to an absolute 1e-16."""
+    e = exp(-2.0 * tl.abs(x))
+    quotient = (1.0 - e) / (1.0 + e)
+    s = x * x
+    series = -1382.0 / 155925 + s * (21844.0 / 6081075 + s * (-929569.0 / 638512875))
+    series = 1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835 + s * series))))
+    return tl.where(tl.abs(x) < 0.15, x * series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def bend(x):
+    """1 - tanh^2, to fp32's precision where tanh is near 1."""
+    e = exp(-2.0 * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def raw(z_ptr, bias_ptr, columns, inside, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """The logits of some columns of one token with their bias; with MASKED -inf where not `inside`."""
+    if MASKED:
+        z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(DTYPE)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+    else:
+        z = tl.load(z_ptr + columns).to(DTYPE)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + columns).to(DTYPE)
+    return z
+
+
+@triton.jit
+def transformed(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+    """`softcap * tanh(z / softcap) / temperature`."""
+    if HAS_SOFTCAP:
+        z = softcap * tanh(z / softcap)
+    if HAS_TEMPERATURE:
+        z = z / temperature
+    return z
+
+
+@triton.jit
+def logits(
+    z_ptr,
+    bias_ptr,
+    columns,
+    counted,
+    softcap,
+    temperature,
+    MASKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The logits of some columns of one token, transformed; with MASKED -inf from column `counted` on."""
+    inside = columns < counted
+    z = raw(z_ptr, bias_ptr, columns, inside, MASKED, HAS_BIAS, DTYPE)
+    z = transformed(z, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    if MASKED and HAS_SOFTCAP:
+        z = tl.where(inside, z, float("-inf"))
+    return z
+
+
+def rowwise(x_ND: Tensor) -> Tensor:
+    """`x_ND` with neighbouring columns next to each other in memory."""
+    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
+
+
+def writable(out_TV: Tensor) -> Tensor:
+    """`out_TV`, which the head made itself with neighbouring columns next to each other."""
+    assert out_TV.shape[1] <= 1 or out_TV.stride(1) == 1, "outputs are made by the head, columns next to each other"
+    return out_TV

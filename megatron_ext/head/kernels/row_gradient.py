@@ -1,0 +1,147 @@
+"""`row_gradient` in Triton: the same arguments and results as in `megatron_ext.head.rows`.
+
+One program has some columns of one token. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the host
+and nothing is allocated, so it can be captured in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.kernels import blocks
+from megatron_ext.head.kernels.logits import FAR, bend, exp, raw, rowwise, transformed, writable
+
+
+@triton.jit
+def _row_gradient_kernel(
+    source_ptr,
+    target_ptr,
+    shift_ptr,
+    scale_ptr,
+    slope_ptr,
+    offset_ptr,
+    value_ptr,
+    out_ptr,
+    bias_ptr,
+    source_stride,
+    target_stride,
+    out_stride,
+    columns_all,
+    counted,
+    softcap: tl.float64,
+    temperature: tl.float64,
+    tiny: tl.float64,
+    SOURCE_IS_EXP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SLOPE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = columns < counted
+    target = tl.load(target_ptr + token * target_stride).to(tl.int32)
+    shift = tl.load(shift_ptr + token)
+    source_ptr += token * source_stride
+    if SOURCE_IS_EXP:
+        e = tl.load(source_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+        u = e
+        if HAS_SLOPE or HAS_SOFTCAP:
+            u = tl.log(tl.maximum(e, tl.full([], tiny, DTYPE)))
+        if HAS_SOFTCAP:
+            bent = (u + shift) * (temperature / softcap)
+            slope_here = 1.0 - bent * bent
+    else:
+        z = raw(source_ptr, bias_ptr, columns, inside, True, HAS_BIAS, DTYPE)
+        if HAS_SOFTCAP:
+            slope_here = bend(z / softcap)
+        u = transformed(z, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE) - shift
+        e = exp(u)
+    grad = e
+    if HAS_SLOPE:
+        near = tl.maximum(u, FAR)
+        grad = e * (tl.load(scale_ptr + token) + tl.load(slope_ptr + token) * near)
+    elif HAS_SCALE:
+        grad = e * tl.load(scale_ptr + token)
+    if HAS_OFFSET:
+        offset = tl.load(offset_ptr + token)
+        if SOURCE_IS_EXP:
+            grad += offset
+        else:
+            grad += tl.where(u > float("-inf"), offset, 0.0)
+    if HAS_SOFTCAP:
+        grad = tl.where(u > float("-inf"), grad * slope_here, 0.0)
+    value = tl.zeros([], DTYPE)
+    if HAS_VALUE:
+        value = tl.load(value_ptr + token)
+    grad = tl.where(columns == target, value, grad)
+    if HAS_OFFSET or HAS_SOFTCAP:
+        grad = tl.where(inside, grad, 0.0)
+    tl.store(out_ptr + token * out_stride + columns, grad.to(out_ptr.dtype.element_ty), mask=columns < columns_all)
+
+
+def row_gradient(
+    source_TV: Tensor,
+    source_is_exp: bool,
+    target_T: Tensor,
+    shift_T: Tensor,
+    scale_T: Tensor | None,
+    slope_T: Tensor | None,
+    offset_T: Tensor | None,
+    value_T: Tensor | None,
+    out_TV: Tensor,
+    bias_V: Tensor | None,
+    counted: int,
+    softcap: float | None,
+    temperature: float,
+) -> None:
+    """The gradient of each logit, in one launch. See `megatron_ext.head.rows.row_gradient`."""
+    tokens, columns = source_TV.shape
+    if tokens == 0 or columns == 0:
+        return
+    source_TV = rowwise(source_TV)
+    double = shift_T.dtype == torch.float64
+    block_v, warps = blocks.sizes(blocks.GRADIENT, columns, double)
+    writable(out_TV)
+
+    def or_shift(x_T: Tensor | None) -> Tensor:
+        return shift_T.contiguous() if x_T is None else x_T.contiguous()
+
+    with torch.cuda.device_of(source_TV):  # Triton launches on the current device, wherever the tensors are
+        _row_gradient_kernel[(tokens, triton.cdiv(columns, block_v))](
+            source_TV,
+            target_T,
+            shift_T.contiguous(),
+            or_shift(scale_T),
+            or_shift(slope_T),
+            or_shift(offset_T),
+            or_shift(value_T),
+            out_TV,
+            shift_T if bias_V is None else bias_V.contiguous(),
+            source_TV.stride(0),
+            target_T.stride(0),
+            out_TV.stride(0),
+            columns,
+            counted,
+            1.0 if softcap is None else softcap,
+            temperature,
+            torch.finfo(shift_T.dtype).tiny,
+            SOURCE_IS_EXP=source_is_exp,
+            HAS_SCALE=scale_T is not None,
+            HAS_SLOPE=slope_T is not None,
+            HAS_OFFSET=offset_T is not None,
+            HAS_VALUE=value_T is not None,
+            HAS_BIAS=bias_V is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_TEMPERATURE=temperature != 1.0,
+            DTYPE=tl.float64 if double else tl.float32,
+            BLOCK_V=block_v,
+            num_warps=warps,
+        )

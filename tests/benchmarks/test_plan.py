@@ -1,0 +1,117 @@
+"""The plan's committed rows are what the code launches now, its budgets hold, and its arithmetic is right."""
+
+import os
+
+import pytest
+import torch
+
+from benchmarks import plan, record
+from benchmarks.fake_cuda import cuda_rank_of
+from benchmarks.launches import planned
+from megatron_ext import linear_log_probs
+from megatron_ext.head.devices import DEVICES, product_seconds, waves
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1",
+    reason="interpreted kernels are not launched; the ordinary run does",
+)
+H200 = DEVICES["H200"]
+BESIDE, PEAK, ABOVE = "beside the products / (T V / R)", "peak / (T V / R)", "above the floor"
+
+
+def committed(case, cache):
+    rows = record.read(record.RESULTS / "plan.csv")
+    return {row.metric: row.p50 for row in rows if (row.case, row.impl) == (case.name, f"ours, cache {cache:g}, H200")}
+
+
+@pytest.mark.parametrize(
+    "case, cache",
+    [
+        (plan.B, 1),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(plan.A, 1), (plan.B, 0.5), (plan.B, 0)]),
+    ],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
+def test_the_committed_rows_are_what_the_code_launches(case, cache):
+    """FLOPs and collectives are the head's, and so is the promised peak: dx and dW at 4 bytes an element, and E."""
+    made, peak = plan.plan(case, cache)
+    logits = case.tokens * case.columns
+    assert sum(launch.flops for launch in made.launches) == (8 - 2 * cache) * case.nvh
+    assert sum(launch.is_collective for launch in made.launches) == (2 if case.ranks > 1 else 0)
+    assert peak <= 4 * case.width * (case.columns + case.tokens) + (2 * cache + 0.35) * logits
+    rows = committed(case, cache)
+    assert rows, "`python -m benchmarks.run plan` writes them"
+    for metric, value in (
+        (plan.MILLISECONDS, made.seconds * 1e3),
+        (BESIDE, made.elementwise_bytes / logits),
+        (PEAK, peak / logits),
+    ):
+        assert rows[metric] == pytest.approx(value, rel=1e-4), f"{metric}: run `python -m benchmarks.run plan`"
+
+
+@pytest.mark.parametrize("case", plan.CASES, ids=lambda case: case.name)
+def test_products_are_near_their_floor(case):
+    """Chunks and blocks fill waves and do not read the weight too often: the products take little more than alone."""
+    for cache in plan.CACHES if case in (plan.A, plan.B) else plan.CACHES[:1]:
+        rows = committed(case, cache)
+        products = sum(value for name, value in rows.items() if " @ " in name)
+        assert products <= (1.01 if cache == 1 else 1.03) * rows["floor"], (case.name, cache)
+
+
+def test_what_is_recorded():
+    """A product by its operands and result, elementwise work by what it touches, views and new memory not at all."""
+    with planned(H200, 1) as (recorder, _), torch.no_grad(), recorder:
+        x, w = torch.empty(256, 64, dtype=torch.bfloat16), torch.empty(512, 64, dtype=torch.bfloat16)
+        z = torch.mm(x, w.t(), out_dtype=torch.float32)
+        z.mul_(2.0)
+        z[:, :128].copy_(x[:, :1].expand(256, 128))
+        w[torch.empty(7, dtype=torch.int64)]
+    product, scaled, copied, picked = recorder.plan.launches
+    assert (product.read, product.written) == (2 * 64 * (256 + 512), 4 * 256 * 512)
+    assert (product.flops, product.waves) == (2 * 256 * 512 * 64, 4 / 132)
+    assert (scaled.read, scaled.written) == (4 * 256 * 512, 4 * 256 * 512)
+    assert (copied.read, copied.written) == (2 * 256, 4 * 256 * 128)
+    assert (picked.read, picked.written) == (2 * 2 * 7 * 64, 2 * 7 * 64)
+
+
+def test_every_kernel_is_known_whatever_the_options():
+    with planned(H200, 1) as (recorder, _), recorder, torch.autograd.set_multithreading_enabled(False):
+        x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.empty(50257, 32, dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.empty(50257, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.empty(64, dtype=torch.int64)
+        found = linear_log_probs(x, w, labels, None, bias=bias, softcap=30.0, cache=0.5, return_entropy=True)
+        sum(found).backward(torch.empty(64))
+    assert {"mm", "addmm"} <= {launch.name for launch in recorder.plan.launches}
+
+
+def test_an_unknown_kernel_is_refused():
+    import triton
+
+    @triton.jit
+    def _new_kernel(x_ptr):
+        pass
+
+    with planned(H200, 1), pytest.raises(ValueError, match="does not know what the kernel _new_kernel"):
+        _new_kernel[(1,)](torch.empty(1))
+
+
+def test_rows_of_the_kept_matrix_begin_at_16_bytes():
+    """At any vocabulary: cuBLAS and Triton leave their fast paths where they do not."""
+    from megatron_ext.head.matmul import new_matrix
+
+    with cuda_rank_of(1, lambda *launch: None):
+        for dtype in (torch.bfloat16, torch.float32):
+            matrix = new_matrix(torch.empty(1, dtype=dtype), 4, 50257)
+            assert matrix.shape == (4, 50257)
+            assert matrix.stride() == (50272, 1)
+        assert new_matrix(torch.empty(1), 4, 64).is_contiguous()
+
+
+def test_waves():
+    """One more column of tiles costs a wave where it begins one; a full device runs at its rate."""
+    assert waves(H200, 11 * 128, 12 * 256) == 1
+    full = product_seconds(H200, 132 * 128, 16 * 256, 4096, 0)
+    assert full == pytest.approx(2 * 132 * 128 * 16 * 256 * 4096 / 790e12)
+    assert product_seconds(H200, 132 * 128, 256, 4096, 0) * 1.9 < product_seconds(H200, 133 * 128, 256, 4096, 0)
+    assert product_seconds(H200, 128, 256, 64, 43 * 10**9) == pytest.approx(0.01)

@@ -1,0 +1,120 @@
+"""The head's CUDA branches on the CPU: tensors that say they are on a GPU, and cuBLAS's rounding.
+
+The passes may be the plain ones, Triton's kernels under the interpreter, or Triton's kernels compiled and not run.
+"""
+
+import importlib
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from benchmarks.stand_in import addmm, mm
+from megatron_ext.head import passes
+
+
+def twin_of(plain):
+    """The module of Triton's kernels for one of plain passes."""
+    return importlib.import_module(plain.__name__.replace(".head.", ".head.kernels."))
+
+
+@contextmanager
+def _all_replaced(*replaced):
+    with ExitStack() as stack:
+        for where, name, what in replaced:
+            stack.enter_context(mock.patch.object(where, name, what))
+        yield
+
+
+@contextmanager
+def cuda_branches(side=None):
+    """Every tensor says that it is on a GPU. `side`: gives the passes for a plain module; None: the head chooses."""
+    replaced = [(torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda", True)]
+    if side is not None:
+        replaced.append((passes, "_side", lambda x, plain: side(plain)))
+    with _all_replaced(*replaced):
+        yield
+
+
+class _Stream:
+    def wait_stream(self, other):
+        pass
+
+
+class _Graph:
+    """Instead of a CUDA graph: runs again what was captured, operators and kernels, on the same memory."""
+
+    def __init__(self):
+        self.again = []
+
+    def replay(self):
+        for run in self.again:
+            run()
+
+
+class _Capture(TorchDispatchMode):
+    def __init__(self, graph):
+        super().__init__()
+        self.again = graph.again
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+
+        def again():
+            for old, new in zip(tree_iter(out), tree_iter(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+        self.again.append(again)
+        return out
+
+
+@contextmanager
+def _captured(graph):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def launch(kernel, *args, **kwargs):
+        def again():
+            with _disable_current_modes():
+                run(kernel, *args, **kwargs)
+
+        graph.again.append(again)
+        again()
+
+    with _Capture(graph), _all_replaced((InterpretedFunction, "run", launch)):
+        yield
+
+
+@contextmanager
+def rehearsal(branches=True):
+    """A CPU in place of a GPU: CUDA's branches and rounding, Triton's kernels interpreted, stand-ins for streams,
+    graphs and memory counters. `branches`: False where torch's compiler looks at the devices itself."""
+    cuda = {
+        "synchronize": lambda: None,
+        "set_sync_debug_mode": lambda mode: None,
+        "Stream": _Stream,
+        "current_stream": _Stream,
+        "stream": lambda stream: nullcontext(),
+        "CUDAGraph": _Graph,
+        "graph": _captured,
+        "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
+        "memory_stats_as_nested_dict": lambda device=None: {},
+    }
+    replaced = [(torch.cuda, name, what) for name, what in cuda.items()]
+    if not branches:
+        with _all_replaced(*replaced):
+            yield
+        return
+    # With these the head takes Triton's passes for tensors on a GPU, as it does there.
+    choice = [
+        (torch.version, "cuda", "12.8"),
+        (passes, "_interpreted", lambda: False),
+        (passes, "_twin", passes._twin.__wrapped__),
+    ]
+    with cuda_branches(), _all_replaced(*replaced, *choice):
+        yield
