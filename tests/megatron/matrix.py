@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{one.name}: {state} ({time.monotonic() - started:.0f} s)", flush=True)
         if options.steps == STEPS:
             matrix_table.keep(version, commit, one.name, found)
-            matrix_table.write(passed, [one.name for one in CONFIGURATIONS])
+            matrix_table.write(passed, [one.name for one in CONFIGURATIONS], WAYS)
     while pools:
         pools.pop().kill()
     return 1 if failed else 0

@@ -64,11 +64,12 @@ def test_the_table_counts_and_says_why():
             },
         },
     }
-    table = matrix_table.table(kept, matrix.passed, ["gpt-tp2-tied-mtp0", "gpt-tp2-tied-mtp1", "gpt-pp2-tied-mtp0"])
+    names = ["gpt-tp2-tied-mtp0", "gpt-tp2-tied-mtp1", "gpt-pp2-tied-mtp0"]
+    table = matrix_table.table(kept, matrix.passed, names, ("patch", "spec"))
     assert table.splitlines() == [
         "| | 0.2.0 (PyPI) | 0.19.0 (abc) |",
         "|---|---|---|",
-        "| gpt-tp2 | 1 of 2; note 1 (tied mtp0), 2 (tied mtp1) | 2 of 2 |",
+        "| gpt-tp2 | 1 of 2; note 1 (tied mtp0), 2 (tied mtp1) | 2 of 2, 2 not run |",
         "| gpt-pp2 | not run | not run |",
         "",
         "1. spec: `TypeError: no`",
