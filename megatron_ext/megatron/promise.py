@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.module_calls import Hooks, calling
@@ -90,13 +90,19 @@ class Terms:
         return (positions, *self.hidden.shape[1:-1], self.columns)
 
     def read(self, compute: Callable[[Tensor, Tensor], Any]) -> Any:
-        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered."""
+        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered.
 
-        def forward(hidden: Tensor) -> Any:
-            return compute(*_operands(self, hidden)), None
+        The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
+        """
+        structure = None
+
+        def forward(hidden: Tensor) -> tuple:
+            nonlocal structure
+            leaves, structure = tree_flatten(compute(*_operands(self, hidden)))
+            return tuple(leaves)
 
         with calling(self.layer, forward, self.hooks):
-            return self.layer(self.hidden)[0]
+            return tree_unflatten(self.layer(self.hidden), structure)  # type: ignore[arg-type]
 
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
