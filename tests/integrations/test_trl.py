@@ -115,6 +115,29 @@ def test_from_logits(dtype, k):
         torch.testing.assert_close(grad, dz.where(mask.unsqueeze(-1) > 0, 0.0).to(dtype))
 
 
+def test_masks_of_rows():
+    """Of the shape of the ids, or a number for each token; a 0 anywhere leaves the token out."""
+    z, index = torch.randn(2, 3, 40, requires_grad=True), torch.randint(40, (2, 3, 3))
+    wanted, _ = truth(z.detach(), index)
+    of_tokens = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    for mask in (of_tokens, of_tokens.unsqueeze(-1).expand(2, 3, 3).clone()):
+        mask[..., 2] = 1
+        if mask.dim() == 3:
+            mask[0, 2, 1] = 0
+        kept = mask != 0 if mask.dim() == 2 else (mask != 0).all(-1)
+        found = ours.selective_log_softmax(z, index, row_mask=mask)
+        torch.testing.assert_close(found.double(), wanted.where(kept.unsqueeze(-1), 0.0), rtol=0, atol=5e-6)
+        (grad,) = torch.autograd.grad(found.sum(), z)
+        assert torch.equal(grad.abs().sum(-1) > 0, kept)
+    for given, wrong in (
+        (index, torch.ones(2, 3, 2)),
+        (index[..., 0], torch.ones(3)),
+        (index[..., 0], torch.ones(2, 3, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"row_mask has shape .* a number for each token, \(2, 3\)"):
+            ours.selective_log_softmax(z, given, row_mask=wrong)
+
+
 def check_fused_head(apply, softcap, scale, outputs):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((7, 16), (50, 16), (50,))]
     doubles = [x.detach().double().requires_grad_() for x in leaves]
