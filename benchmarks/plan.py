@@ -32,7 +32,8 @@ CASES = [
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
 CACHES = (1, 0.5, 0)
-MILLISECONDS = "planned time"
+MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
+BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
 
@@ -82,11 +83,11 @@ def rows(case: Case, cache: float, device: Device = DEVICES["H200"]) -> list[Row
     floor = floor_seconds(case, cache, device)
     made: list[Row] = [
         (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
-        (impl, "floor", "ms", [floor * 1e3]),
-        (impl, "above the floor", "%", [(found.seconds / floor - 1) * 100]),
-        (impl, "beside the products / (T V / R)", "bytes", [found.elementwise_bytes / logits]),
-        (impl, "peak / (T V / R)", "bytes", [peak / logits]),
-        (impl, "launches", "1", [float(len(found.launches))]),
+        (impl, FLOOR, "ms", [floor * 1e3]),
+        (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
+        (impl, BESIDE, "bytes", [found.elementwise_bytes / logits]),
+        (impl, PEAK, "bytes", [peak / logits]),
+        (impl, LAUNCHES, "1", [float(len(found.launches))]),
     ]
     for at, (launch, times) in enumerate(folded(found.launches), 1):
         shapes = launch.shapes.replace(",", " ")
@@ -113,6 +114,22 @@ def text(case: Case, cache: float, device: Device = DEVICES["H200"]) -> str:
         f"{floor * 1e3:.3f}; {found.elementwise_bytes / logits:.2f} bytes a logit beside the products; peak "
         f"{peak / logits:.2f} bytes a logit; {len(found.launches)} launches"
     )
+    return "\n".join(lines)
+
+
+def summary(path: Path) -> str:
+    """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
+    metrics = (MILLISECONDS, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
+    lines = [
+        "| T x D x V | cache | ms | floor | above, % | bytes a logit beside products | peak bytes a logit | launches |"
+    ]
+    lines.append("|" + "---|" * 8)
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in record.read(path):
+        found.setdefault((row.case, row.impl.split(", ")[1].removeprefix("cache ")), {})[row.metric] = row.p50
+    for (case, cache), totals in found.items():
+        numbers = [f"{totals[metric]:.2f}" for metric in metrics[:-1]] + [f"{totals[LAUNCHES]:.0f}"]
+        lines.append(f"| {case} | {cache} | {' | '.join(numbers)} |")
     return "\n".join(lines)
 
 

@@ -45,4 +45,4 @@ def test_the_rehearsal(tmp_path):
     assert "no such package" in found["fails", NOT_MEASURED].unit
     assert "its time does not count" in found["wrong", NOT_MEASURED].unit
     assert ("wrong", "time") not in found
-    assert rows() == found
+    assert rows() == found, "what is measured is not measured again"

@@ -1,6 +1,8 @@
 """Async tensor parallelism: when it is chosen, who says so where it is not, and the numbers of both ways."""
 
+import importlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +148,25 @@ def test_every_rank_decides_alike():
                 assert why_unavailable(group) == expected
             assert not counts
     symmetric_matmul._found.clear()
+
+
+@pytest.mark.parametrize("torch_has", ["a function to tell", "a deprecated one", "none"])
+def test_torch_is_told_of_a_group_where_it_must_be(torch_has, monkeypatch):
+    """Not from 2.13 on, where telling it warns; and where the function is gone nothing is lacking."""
+    memory, told = importlib.import_module("torch.distributed._symmetric_memory"), []
+
+    def tell(name):
+        told.append(name)
+
+    if torch_has == "a deprecated one":
+        tell.__deprecated__ = "there is no need to call it"
+    monkeypatch.setattr(memory, "enable_symm_mem_for_group", tell)
+    if torch_has == "none":
+        monkeypatch.delattr(memory, "enable_symm_mem_for_group")
+    for name, answer in (("is_available", True), ("current_device", 0), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert symmetric_matmul._lacking(SimpleNamespace(group_name="0")) is None
+    assert told == (["0"] if torch_has == "a function to tell" else [])
 
 
 @pytest.mark.gpu

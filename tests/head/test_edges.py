@@ -282,6 +282,23 @@ def test_auto_cache_looks_at_free_memory(monkeypatch):
     assert cached_columns(options, 10, 1000, like, later=9 * 4096) == 4096 // 40
 
 
+def test_auto_cache_takes_no_more_than_what_is_free_on_cuda(monkeypatch):
+    """Free memory of the device and whole free blocks of the allocator; what backward needs besides stays free."""
+    from megatron_ext.head.options import HeadOptions
+    from megatron_ext.head.sizes import cached_columns
+
+    options, like = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000)), torch.empty(1, dtype=torch.bfloat16)
+    stats = {"reserved_bytes": 9000, "active_bytes": 4000, "inactive_split_bytes": 1000}
+    nested = {name: {"all": {"current": number}} for name, number in stats.items()}
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6000, 100000))
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
+    assert cached_columns(options, 10, 1000, like) == (6000 + 4000) // 2 // 20
+    assert cached_columns(options, 10, 1000, like, later=7000) == 3000 // 20
+    assert cached_columns(options, 10, 1000, like, later=20000) == 0
+    assert cached_columns(options, 10, 100, like) == 100
+
+
 @ranks(2)
 def test_deterministic_and_alike_on_all_ranks():
     """Bit-equal from run to run, and the loss on both ranks."""
