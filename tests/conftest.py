@@ -1,19 +1,46 @@
+import gc
+import os
+import sys
+
+if "--rehearse" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported
+
 import pytest
 import torch
 
 from tests.ranks import close_pools, prepare_process
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rehearse",
+        action="store_true",
+        help="with -m gpu: the head's GPU tests on the CPU, line by line, with Triton's interpreter and toy sizes",
+    )
+
+
 def pytest_configure(config):
     prepare_process()
+    # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped."""
-    if not torch.cuda.is_available():
-        gpu = [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests marked `gpu` run wherever there is a CUDA device; elsewhere they are left out of the run, not skipped, but
+    for those that can be rehearsed, where that is asked for."""
+    if torch.cuda.is_available():
+        return
+
+    def runs(item):
+        gpu = item.get_closest_marker("gpu")
+        return gpu is None or (config.getoption("rehearse") and item.get_closest_marker("rehearsed") is not None)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # the tests and what they import stay: the garbage collector need not look at them again and again
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +54,15 @@ def _as_users_run(request):
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
+    rehearsed = None if torch.cuda.is_available() else request.node.get_closest_marker("rehearsed")
     torch.use_deterministic_algorithms(False)
-    yield
+    if rehearsed is None:
+        yield
+    else:
+        from tests.head.as_on_cuda import rehearsal
+
+        with rehearsal(**rehearsed.kwargs):
+            yield
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

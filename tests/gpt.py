@@ -9,6 +9,7 @@ By default weights depend on parameter names alone, never on how the model is sh
 model at every size of tensor, pipeline and expert parallelism, and for every spec that names its parameters alike.
 """
 
+import inspect
 import multiprocessing
 import weakref
 import zlib
@@ -202,7 +203,14 @@ def set_weights(model, seed: int = 0) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    state = model.sharded_state_dict()
+    last_of_many = getattr(model, "post_process", False) and not model.pre_process
+    if last_of_many and getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
+        # The output layer has a weight that nobody uses, and Megatron's sharded_state_dict insists that it has none.
+        unused, model.output_layer.weight = model.output_layer.weight, None
+        state = model.sharded_state_dict()
+        model.output_layer.weight = unused
+    else:
+        state = model.sharded_state_dict()
     apply_factories(state)
     for shard in nested_values(state):
         if not isinstance(shard, ShardedTensor):
@@ -226,10 +234,19 @@ def causal_mask(seq: int) -> Tensor:
     return torch.ones(seq, seq, dtype=torch.bool).triu(1)[None, None]
 
 
+def own_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This context-parallel rank's part of [B, S, ...] tensors, cut by Megatron itself."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    if "is_hybrid_cp" not in inspect.signature(get_batch_on_this_cp_rank).parameters:  # before 0.18
+        return get_batch_on_this_cp_rank(batch)
+    part = get_batch_on_this_cp_rank(batch | {"cu_seqlens": None}, is_hybrid_cp=False)
+    return {name: part[name] for name in batch}
+
+
 def forward_step(microbatches: Iterator[Tensor], model):
     """What Megatron's schedules call: runs `model` on the next [micro_batch, seq + 1] token ids."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     tokens_BS = next(microbatches)
     size, seq = tokens_BS.shape[0], tokens_BS.shape[1] - 1
@@ -239,7 +256,7 @@ def forward_step(microbatches: Iterator[Tensor], model):
         "position_ids": torch.arange(seq).expand(size, seq),
     }
     if parallel_state.get_context_parallel_world_size() > 1:
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = own_part(batch)
         mask = None
     else:
         mask = causal_mask(seq)

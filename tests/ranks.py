@@ -7,6 +7,7 @@ a hang nor a crash outlives its test. So is one whose ranks have gathered thread
 """
 
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -19,7 +20,7 @@ from datetime import timedelta
 
 import pytest
 
-TIMEOUT_S = 60  # longer than any test may take; a slow one says @ranks(..., timeout_s=...)
+TIMEOUT_S = 120  # longer than any test may take beside others; a slow one says @ranks(..., timeout_s=...)
 # Imported once, before the ranks are forked.
 _PRELOAD = [
     "torch.distributed.tensor",
@@ -47,6 +48,7 @@ def _work(rank, world_size, store, jobs, replies):
     import torch.distributed as dist
 
     prepare_process()
+    gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -73,9 +75,9 @@ def _threads():
 
 
 class _Pool:
-    def __init__(self, world_size):
+    def __init__(self, world_size, preload=_PRELOAD):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(preload)
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)

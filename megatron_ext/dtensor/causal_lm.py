@@ -11,21 +11,16 @@ W context-parallel ranks.
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import UNSHARDED, group_size
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
-from megatron_ext.dtensor.decoder import output_head_path, text_model
-from megatron_ext.dtensor.output_head import HeadRule, head_rule
+from megatron_ext.dtensor.output_reading import KNOWN, LOGITS, PLAIN, Read, local_shard, read_out
 from megatron_ext.head import (
     linear_cross_entropy,
     linear_log_probs,
@@ -33,24 +28,10 @@ from megatron_ext.head import (
     sampled_log_probs,
 )
 from megatron_ext.head.calls import token_log_probs, vocab_parallel_cross_entropy
-from megatron_ext.head.checks import or_refuse
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
-_HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
-_RULE = "_megatron_ext_head_rule"
-
-
-def register(model: nn.Module, rule: HeadRule | None) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward.
-
-    Args:
-        rule: `head_rule(model)` from before it was sharded.
-    """
-    model.__dict__[_RULE] = rule
-    model.__dict__[_HEAD] = functools.partial(_through_head, model)
-    register_fsdp_forward_method(model, _HEAD)
 
 
 def causal_lm_loss(
@@ -90,7 +71,8 @@ def causal_lm_loss(
         ValueError: arguments that don't fit each other. What the head refuses on one rank is raised on every one.
 
     Warns:
-        Once a class of models: its logits are made, because what its forward does to them is not known here.
+        Once a class of models: its logits are made, because what its forward does to them is not known here, or
+            because it or its head has hooks, which reading hidden states would leave out.
     """
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(
@@ -140,7 +122,7 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
     Returns:
         `[B, S - 1]`, fp32, differentiable. Communicates one collective at several ranks; backward none.
     """
-    logits, group, vocab = _local(vocab_parallel_logits, -1)
+    logits, group, vocab = local_shard(vocab_parallel_logits, -1)
     log_probs = token_log_probs(logits[:, :-1], input_ids[:, 1:], group, vocab=vocab)
     assert isinstance(log_probs, Tensor)
     return log_probs
@@ -175,7 +157,7 @@ def causal_lm_sampled_log_probs(
 
     fused, unfused = both(linear_sampled_log_probs, linear_log_probs), both(sampled_log_probs, token_log_probs)
     read = Read(temperature, fused, unfused, 1 + with_plain)
-    return _on_whole_sequences(model, read, tokens_BS, None, None, cu_seqlens, _PLAIN)
+    return _on_whole_sequences(model, read, tokens_BS, None, None, cu_seqlens, PLAIN)
 
 
 def causal_lm_from_logits(
@@ -203,28 +185,7 @@ def causal_lm_from_logits(
         return read(logits, beside_BP, **shard)
 
     made = Read(1.0, None, of_logits, columns=(columns,))
-    return _on_whole_sequences(model, made, tokens_BS, None, None, cu_seqlens, _LOGITS, beside)[0]
-
-
-# Which heads `_on_whole_sequences` reads from hidden states: all that are known, those that are a matrix, none.
-_KNOWN, _PLAIN, _LOGITS = "known", "plain", "logits"
-
-
-class Read(NamedTuple):
-    """A function of the fused head, and the same of logits; both take a temperature.
-
-    They give `results` tensors, each a number of a position, or `columns` numbers.
-    """
-
-    temperature: float
-    hidden: Callable[..., Any] | None
-    logits: Callable[..., Any]
-    results: int = 1
-    columns: tuple[int, ...] = ()
-
-    def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
-        """That of the results together."""
-        return (self.results, *labels_BP.shape, *self.columns)
+    return _on_whole_sequences(model, made, tokens_BS, None, None, cu_seqlens, LOGITS, beside)[0]
 
 
 def _on_whole_sequences(
@@ -234,13 +195,11 @@ def _on_whole_sequences(
     labels_BS: Tensor | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    fused: str = _KNOWN,
+    fused: str = KNOWN,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """`beside`: with `_LOGITS`, what the function needs of each position."""
+    """`beside`: with `LOGITS`, what the function needs of each position."""
     hook = sequence_hook(model)
-    through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
-    rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
@@ -263,16 +222,10 @@ def _on_whole_sequences(
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
     tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
-    if rule is None and fused == _KNOWN:
-        _say_once(type(model).__name__.removeprefix("FSDP"))
-    if fused == _LOGITS:
+    if fused == LOGITS:
         given = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
-        own = read._replace(logits=functools.partial(read.logits, beside_BP=given))
-        found, fault = _through_logits(model, own, tokens_BP, labels_BP, **inputs)
-    elif rule is None or (fused == _PLAIN and not _is_plain(model, rule)):
-        found, fault = _through_logits(model, read, tokens_BP, labels_BP, **inputs)
-    else:
-        found, fault = through_head(rule, read, tokens_BP, labels_BP, **inputs)
+        read = read._replace(logits=functools.partial(read.logits, beside_BP=given))
+    found, fault = read_out(model, read, fused, tokens_BP, labels_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 
@@ -292,88 +245,3 @@ def _check(
             f"cu_seqlens with a batch of {tokens_BS.shape[0]}{masked}: packed documents lie in one row, and padding is "
             f"a document of its own; pass tokens [1, S] alone"
         )
-
-
-@functools.cache
-def _say_once(model: str) -> None:
-    warnings.warn(
-        f"what {model} does to its logits is not known here: log-probabilities come through its logits, which takes "
-        f"memory of the vocabulary's size for each token",
-        stacklevel=2,
-    )
-
-
-def _through_logits(
-    model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """As `_through_head`, by way of the logits that the model makes."""
-    logits, group, vocab = _local(model(input_ids=tokens_BP, **inputs).logits, -1)
-    return or_refuse(
-        lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
-        read.shape(labels_BP),
-        logits,
-    )
-
-
-def _is_plain(model: nn.Module, rule: HeadRule) -> bool:
-    """Whether logits are a product with the head's weight, over a number."""
-    head: Any = model.get_submodule(output_head_path(model))
-    return rule.softcap is None and head.bias is None
-
-
-def _tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _through_head(
-    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
-) -> tuple[tuple[Tensor, ...], ValueError | None]:
-    """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
-    text = text_model(model)
-    hidden = text(input_ids=tokens_BP, **inputs)[0]
-    head: Any = model.get_submodule(output_head_path(model))
-    weight, group, vocab = _local(head.weight, 0)
-    if isinstance(hidden, DTensor):
-        hidden = hidden.to_local()
-    in_slices = hidden.shape[1] != tokens_BP.shape[1]
-    if in_slices and group is UNSHARDED:
-        raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
-    # The head's "sequence" layout has slices of dim 0.
-    if in_slices:
-        hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
-    fused = read.hidden
-    assert fused is not None
-    found, fault = or_refuse(
-        lambda: _tuple(
-            fused(
-                hidden.to(weight.dtype),
-                weight,
-                labels_BP,
-                tp_group=group,
-                hidden_layout="sequence" if in_slices else "replicated",
-                bias=None if head.bias is None else _local(head.bias, 0)[0],
-                vocab=vocab,
-                softcap=rule.softcap,
-                temperature=read.temperature / rule.scale,
-            )
-        ),
-        read.shape(labels_BP),
-        weight,
-    )
-    # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
-    return tuple((x.t() if in_slices else x).clone() for x in found), fault
-
-
-def _local(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
-    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are."""
-    size = x.shape[dim]
-    if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
-        local = x.to_local() if isinstance(x, DTensor) else x
-        return local, UNSHARDED, VocabShard(0, size, size)
-    if x.device_mesh.ndim != 1:
-        raise ValueError(
-            f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
-        )
-    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
-    start = min(longest * x.device_mesh.get_local_rank(), size)
-    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)

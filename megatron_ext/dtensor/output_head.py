@@ -18,6 +18,9 @@ _PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1
 # Of classes that wrap a whole causal LM, those that hand its logits on as they are.
 _TRANSPARENT = ("Gemma3ForConditionalGeneration",)
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
+
 
 class HeadRule(NamedTuple):
     """The logits are `softcap * tanh(x / softcap)` of `x = scale * (hidden @ weight.T)`, or `x` itself."""
@@ -42,6 +45,24 @@ def head_rule(model: nn.Module) -> HeadRule | None:
         return None
     # A scale before the head would leave its bias alone, one behind it would not.
     return None if rule is not None and rule.scale != 1 and head.bias is not None else rule
+
+
+def is_hooked(model: nn.Module) -> bool:
+    """Whether someone else's hooks wait for a call of the model or of its head, which reading hidden states leaves out.
+
+    Those of torch's and transformers' parallelism, and ours, are about parameters and layouts.
+    """
+    path = output_head_path(model)
+    modules = {model, model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)}
+    hooks = [hook for module in modules for kind in _HOOKS for hook in vars(module)[kind].values()]
+    return any(not _module_of(hook).startswith(_OWN_HOOKS) for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    """Where the function of a hook is from: of a method or a partial, too."""
+    while (inner := getattr(hook, "func", None) or getattr(hook, "__func__", None)) is not None:
+        hook = inner
+    return str(getattr(hook, "__module__", ""))
 
 
 def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from megatron_ext.dtensor import causal_lm
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.output_head import head_rule
+from megatron_ext.dtensor.output_reading import register
 from megatron_ext.dtensor.plans import Plan, choose_plan
 
 
@@ -193,5 +193,5 @@ def _shard(
         layers[i] = checkpoint_wrapper(layer) if activation_checkpointing else layer
         fully_shard(layers[i], mesh=dp_mesh, mp_policy=inner_policy, offload_policy=offload_policy)
     fully_shard(model, mesh=dp_mesh, mp_policy=mp_policy, offload_policy=offload_policy)
-    causal_lm.register(model, rule)
+    register(model, rule)
     return model

@@ -29,7 +29,8 @@ def megatron_on_cpu() -> Iterator[None]:
 
     Megatron needs its local layers here (no Apex, no Transformer Engine): `transformer_impl="local"`, no gradient
     accumulation fusion, no persistent layer norm, no masked softmax fusion. Compiled functions run as plain Python
-    inside; what `torch.compile` decorates there compiles as soon as it is called outside.
+    inside; what `torch.compile` decorates there compiles as soon as it is called outside. Mamba layers train in plain
+    PyTorch where `mamba_ssm` is not installed (Megatron asks for `einops`), without packed sequences.
 
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda".

@@ -63,6 +63,30 @@ def _hybrid_stack(module: ModuleType) -> Replacements:
         yield module, {"TENorm": _FinalNorm}
 
 
+def _mamba_mixer(module: ModuleType) -> Replacements:
+    """Without mamba_ssm, whose kernels need a GPU, there is no class and no function at all."""
+    if module.HAVE_MAMBA_SSM:
+        return
+    from megatron_ext.emulation import state_space
+
+    class Norm(state_space.GatedRMSNorm):
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+            """Cut over the tensor-parallel ranks, as the heads are."""
+            state = self.state_dict(prefix="", keep_vars=True)
+            return module.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+    yield (
+        module,
+        {
+            "HAVE_MAMBA_SSM": True,
+            "RMSNormGated": state_space.GatedRMSNorm,
+            "ExtendedRMSNorm": Norm,
+            "mamba_chunk_scan_combined": state_space.mamba_chunk_scan_combined,
+            "mamba_split_conv1d_scan_combined": state_space.mamba_split_conv1d_scan_combined,
+        },
+    )
+
+
 def _mixture_of_experts(module: ModuleType) -> Replacements:
     """It asks whether this function is None, but defines it only where Transformer Engine is installed."""
     yield module, {"te_general_gemm": getattr(module, "te_general_gemm", None)}
@@ -118,6 +142,7 @@ MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18
     "megatron.core.ssm.mamba_block": _hybrid_stack,
+    "megatron.core.ssm.mamba_mixer": _mamba_mixer,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,

@@ -65,6 +65,7 @@ class Divergence(ReadOut):
         out_tV[:, counted:] = 0
         apart_t, *sides = (x[rows] for x in saved)
         g_t = grad[rows].double() / self.options.temperature
+        silent_t1 = (g_t == 0).unsqueeze(1)  # whose logits may be NaN, which 0 times is NaN
         # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
         q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:
@@ -75,7 +76,7 @@ class Divergence(ReadOut):
                 pulled = (q * pulled).where(q != 0, 0.0)  # an infinite divergence left out has a g of 0
             else:
                 pulled = student.exp_().mul_(q_scale_t1[at]) - teacher.exp_().mul_(p_scale_t1[at])
-            out_tV[at, :counted] = pulled
+            out_tV[at, :counted] = pulled.masked_fill_(silent_t1[at], 0)
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """What is weighed by, as a logarithm, and what is weighed."""

@@ -159,11 +159,12 @@ class JensenShannon(ReadOut):
         out_tV[:, counted:] = 0
         apart_t, *normalisers = (x[rows] for x in saved)
         scale_t = (1 - self.beta) * grad[rows].double() / self.options.temperature
+        counts_t1 = (scale_t != 0).unsqueeze(1)  # others may have NaN, which 0 times is NaN
         for at in blocks(out_tV) if counted else []:
             student, _, mixture = self._log_probs(both, normalisers, at)
             p = student.exp()
             pulled = p * (student - mixture - apart_t[at].to(wide).unsqueeze(1)) * scale_t[at].to(wide).unsqueeze(1)
-            out_tV[at, :counted] = pulled.where(p > 0, 0.0)
+            out_tV[at, :counted] = pulled.where((p > 0) & counts_t1[at], 0.0)
 
     def _log_probs(self, logits: Logits, normalisers: list[Tensor], at: slice) -> list[Tensor]:
         """Of the student, the teacher and the mixture."""

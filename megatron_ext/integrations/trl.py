@@ -24,19 +24,23 @@ def selective_log_softmax(
 ) -> Tensor:
     """Log-probabilities of the ids `index`, `[...]` or `[..., K]`, under logits `[..., V]`, divided by the temperature.
 
-    `row_mask`, of the shape of `index`: 0 where a result is not wanted; it is 0, without a gradient.
+    `row_mask`, of the shape of `index`, or a number for each token: results of tokens that have a 0 in it are 0,
+    without a gradient.
 
     Returns:
         The shape of `index`, fp32 (fp64 for fp64); TRL's own has the logits' dtype on CPU. Nothing of vocabulary size
         is saved beside the logits.
 
     Raises:
-        ValueError: what `megatron_ext.token_log_probs` and `megatron_ext.head.gather_log_probs` refuse.
+        ValueError: a `row_mask` of another shape; what `megatron_ext.token_log_probs` and
+            `megatron_ext.head.gather_log_probs` refuse.
     """
+    if row_mask is not None:
+        row_mask = _of_tokens(row_mask, index, logits)
     if index.dim() == logits.dim():
         picked = head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature)
         assert isinstance(picked, Tensor)
-        return picked if row_mask is None else picked.where(row_mask != 0, 0.0)
+        return picked if row_mask is None else picked.where(row_mask.unsqueeze(-1), 0.0)
     found = head.token_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature, loss_mask=row_mask)
     assert isinstance(found, Tensor)
     return found
@@ -50,6 +54,8 @@ def selective_log_softmax_and_entropy(
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`selective_log_softmax` of one id a token, and the entropy of each distribution, in one pass."""
+    if row_mask is not None:
+        row_mask = _of_tokens(row_mask, index, logits)
     log_probs, entropy = head.token_log_probs(
         _plain(logits),
         index,
@@ -59,6 +65,18 @@ def selective_log_softmax_and_entropy(
         return_entropy=True,
     )
     return log_probs, entropy if entropy_requires_grad else entropy.detach()
+
+
+def _of_tokens(row_mask: Tensor, index: Tensor, logits: Tensor) -> Tensor:
+    """Which tokens have no 0 in the mask, `[...]`."""
+    if row_mask.shape == logits.shape[:-1]:
+        return row_mask != 0
+    if row_mask.shape != index.shape:
+        raise ValueError(
+            f"row_mask has shape {tuple(row_mask.shape)}, index {tuple(index.shape)}: it must have the same, or a "
+            f"number for each token, {tuple(logits.shape[:-1])}"
+        )
+    return (row_mask != 0).all(-1)
 
 
 def _plain(logits: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Legend: `[...]` leading dims of the tokens, D hidden size, V vocabulary, R ranks
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,10 +18,19 @@ from megatron_ext.head import (
     linear_js_divergence,
     linear_kl_divergence,
 )
+from megatron_ext.head.checks import check_floating
 from megatron_ext.head.jensen_shannon import check_beta
 from megatron_ext.head.options import one_of
-from megatron_ext.losses.from_hidden import FromHidden, Metrics, check_number, check_per_token, widened
-from megatron_ext.losses.reductions import token_mean
+from megatron_ext.losses.from_hidden import (
+    FromHidden,
+    Metrics,
+    check_number,
+    check_per_token,
+    fault_of,
+    refuse,
+    widened,
+)
+from megatron_ext.losses.reductions import check_count, token_mean
 
 Divergence = Literal["forward", "reverse", "jsd"]
 TopKDivergence = Literal["forward", "reverse", "mixed", "jsd"]
@@ -63,10 +73,14 @@ class DistillationLoss(FromHidden):
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
-        heads = hidden, weight, teacher_hidden, teacher_weight
-        if self.divergence == "jsd":
-            return self._mean(linear_js_divergence(*heads, self.beta, **self._head()), mask, count)
-        return self._mean(linear_kl_divergence(*heads, self.divergence, **self._head()), mask, count)
+
+        def head(own: Tensor) -> Tensor:
+            heads = hidden, own, teacher_hidden, teacher_weight
+            if self.divergence == "jsd":
+                return linear_js_divergence(*heads, self.beta, **self._head())
+            return linear_kl_divergence(*heads, self.divergence, **self._head())
+
+        return _mean(head, weight, self._token_shape(hidden), mask, count)
 
     def from_logits(
         self,
@@ -76,15 +90,16 @@ class DistillationLoss(FromHidden):
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """The same from logits, or log-probabilities, `[..., V/R]` of each."""
+        check_floating("student_logits", student_logits)
         options: dict[str, Any] = {"tp_group": self.tp_group, "vocab": self.vocab}
         options |= {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-        if self.divergence == "jsd":
-            return self._mean(js_divergence(student_logits, teacher_logits, self.beta, **options), mask, count)
-        return self._mean(kl_divergence(student_logits, teacher_logits, self.divergence, **options), mask, count)
 
-    def _mean(self, found: Tensor, mask: Tensor | None, count: Tensor | float | None) -> tuple[Tensor, Metrics]:
-        check_per_token(found.shape, mask=mask)
-        return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
+        def head(own: Tensor) -> Tensor:
+            if self.divergence == "jsd":
+                return js_divergence(own, teacher_logits, self.beta, **options)
+            return kl_divergence(own, teacher_logits, self.divergence, **options)
+
+        return _mean(head, student_logits, student_logits.shape[:-1], mask, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +142,20 @@ class TopKDistillationLoss(FromHidden):
 
         Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2.
         """
-        if teacher_topk_logits.shape != teacher_topk_indices.shape:
-            raise ValueError(
-                f"teacher_topk_logits has shape {tuple(teacher_topk_logits.shape)}, teacher_topk_indices "
-                f"{tuple(teacher_topk_indices.shape)}: both must be [..., K], a value for each id"
+
+        def head(own: Tensor) -> Any:
+            return linear_gather_log_probs(
+                hidden, own, teacher_topk_indices, **self._head(), return_entropy=self.needs_entropy
             )
-        check_per_token(teacher_topk_indices.shape[:-1], mask=mask)
-        found = linear_gather_log_probs(
-            hidden, weight, teacher_topk_indices, **self._head(), return_entropy=self.needs_entropy
-        )
+
+        fault = fault_of(_check_top_k, teacher_topk_logits, teacher_topk_indices, mask, count)
+        if fault is not None:
+            refuse(fault, head, weight)
+        found = head(weight)
         student, entropy = found if isinstance(found, tuple) else (found, None)
         if not self.zero_outside_topk:
             student = student.log_softmax(-1)
-        teacher = (teacher_topk_logits.to(student.dtype) / self.temperature).log_softmax(-1)
+        teacher = _where_counted(teacher_topk_logits.to(student.dtype) / self.temperature, mask).log_softmax(-1)
         return self.from_log_probs(student, teacher, entropy, mask, count)
 
     @property
@@ -163,11 +179,11 @@ class TopKDistillationLoss(FromHidden):
         """
         if self.needs_entropy and entropy is None:
             raise ValueError("entropy is None: zero_outside_topk with a reverse KL needs the student's; pass it")
-        student, teacher = widened(student), widened(teacher)
+        check_per_token(student.shape[:-1], mask=mask)
+        student, teacher = (_where_counted(widened(x), mask) for x in (student, teacher))
         # An id that the teacher rules out: 0 times infinity otherwise, which is NaN.
         teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
         found = self._divergence(student, teacher, entropy)
-        check_per_token(found.shape, mask=mask)
         return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
     def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
@@ -188,3 +204,37 @@ class TopKDistillationLoss(FromHidden):
         if self.divergence == "reverse":
             return reverse
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse
+
+
+def _mean(
+    head: Callable[[Tensor], Tensor],
+    columns: Tensor,
+    shape: torch.Size,
+    mask: Tensor | None,
+    count: Tensor | float | None,
+) -> tuple[Tensor, Metrics]:
+    """That of `head(columns)`, of the shape given, which is asked once the rest fits; see `refuse`."""
+    fault = fault_of(_check_mean, shape, mask, count)
+    if fault is not None:
+        refuse(fault, head, columns)
+    found = head(columns)
+    return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
+
+
+def _check_mean(shape: torch.Size, mask: Tensor | None, count: Tensor | float | None) -> None:
+    check_per_token(shape, mask=mask)
+    check_count(count)
+
+
+def _check_top_k(logits: Tensor, indices: Tensor, mask: Tensor | None, count: Tensor | float | None) -> None:
+    if logits.shape != indices.shape:
+        raise ValueError(
+            f"teacher_topk_logits has shape {tuple(logits.shape)}, teacher_topk_indices {tuple(indices.shape)}: both "
+            f"must be [..., K], a value for each id"
+        )
+    _check_mean(indices.shape[:-1], mask, count)
+
+
+def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`[..., K]`, 0 at tokens that do not count: NaN that stands there would be times 0 in the gradient, NaN again."""
+    return x if mask is None else x.where(mask.unsqueeze(-1) > 0, 0.0)

@@ -5,16 +5,18 @@ Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import linear_log_probs
+from megatron_ext.head.checks import check_floating
 from megatron_ext.head.options import Cache, Layout
 from megatron_ext.head.rows import accumulation_dtype
 
@@ -50,6 +52,13 @@ class FromHidden:
             "chunk_tokens": self.chunk_tokens,
             "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
         }
+
+    def _token_shape(self, hidden: Tensor) -> torch.Size:
+        """That of one number for each token: of all ranks', with the sequence layout."""
+        check_floating("hidden", hidden)
+        shape = hidden.shape[:-1]
+        slices = group_size(tensor_parallel_group(self.tp_group)) if self.hidden_layout == "sequence" else 1
+        return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +96,30 @@ class LogProbLoss(FromHidden, ABC):
                 before its mask (`advantages`, `desirable`), by keyword all else.
 
         Raises:
-            ValueError: shapes that do not fit; what the head refuses.
+            ValueError: shapes that do not fit; what the head refuses. On every rank of `tp_group`, also what one of
+                them alone is given, but for labels of another shape, and for a mask of another shape with
+                `skip_ignored`: the ranks would not agree on how many tokens there are.
         """
-        self._check(labels.shape, *given, mask=mask, **others)
-        mask = _float(labels != self.ignore_index, mask)
-        log_probs = linear_log_probs(
-            hidden,
-            weight,
-            labels,
-            **self._head(),
-            ignore_index=self.ignore_index,
-            softcap=self.softcap,
-            cache=self.cache,
-            skip_ignored=self.skip_ignored,
-            loss_mask=mask if self.skip_ignored else None,
-        )
-        assert isinstance(log_probs, Tensor)
-        return self.from_log_probs(log_probs, *given, mask=mask, **others)
+        fault = fault_of(self._check, labels.shape, *given, mask=mask, **others)
+        if mask is None or (isinstance(mask, Tensor) and mask.shape == labels.shape):
+            mask = _float(labels != self.ignore_index, mask)
+
+        def head(own: Tensor) -> Any:
+            return linear_log_probs(
+                hidden,
+                own,
+                labels,
+                **self._head(),
+                ignore_index=self.ignore_index,
+                softcap=self.softcap,
+                cache=self.cache,
+                skip_ignored=self.skip_ignored,
+                loss_mask=mask if self.skip_ignored else None,
+            )
+
+        if fault is not None:
+            refuse(fault, head, weight)
+        return self.from_log_probs(head(weight), *given, mask=mask, **others)
 
     @abstractmethod
     def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:
@@ -117,6 +133,31 @@ class LogProbLoss(FromHidden, ABC):
         """`[B, S]`, of 16-bit numbers in fp32."""
         x = widened(x)
         return x.t() if self.sequence_first and x.dim() == 2 else x
+
+    def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and weights of tokens, 1 without a mask, `[B, S]`."""
+        log_probs_BS = self._rows(log_probs)
+        return log_probs_BS, torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
+
+
+def fault_of(check: Callable[..., None], *args: Any, **kwargs: Any) -> ValueError | None:
+    """What `check` raises of these arguments."""
+    try:
+        check(*args, **kwargs)
+    except ValueError as fault:
+        return fault
+    return None
+
+
+def refuse(fault: ValueError, head: Callable[[Tensor], Any], columns: Tensor) -> NoReturn:
+    """Raises `fault` on this rank, and on those of the group what the head says of a rank that refused its arguments.
+
+    `head(columns)` is the call that they are in, of this rank's weight `[V/R, D]` or logits `[..., V/R]`. With one of
+    no width instead the head tells them, in the exchange that they wait in.
+    """
+    with suppress(ValueError):
+        head(columns[..., :0])
+    raise fault from None
 
 
 def _float(kept: Tensor, mask: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from megatron_ext.losses.from_hidden import (
     check_per_token,
     check_rows,
 )
-from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
+from megatron_ext.losses.reductions import check_count, counted, divide, row_means, token_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 SamplingCorrection = Literal[
@@ -129,10 +129,9 @@ class GRPOLoss(LogProbLoss):
             sampling_log_probs: those of the generator, where they differ from `old_log_probs`.
             count: what the sum is divided by instead of this call's tokens, or rows: of all micro-batches and ranks.
         """
-        self._check(log_probs.shape, advantages, mask, old_log_probs, reference_log_probs, sampling_log_probs)
+        self._check(log_probs.shape, advantages, mask, old_log_probs, reference_log_probs, sampling_log_probs, count)
         old = log_probs.detach() if old_log_probs is None else old_log_probs
-        log_probs_BS, old_BS = self._rows(log_probs), self._rows(old)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
+        (log_probs_BS, mask_BS), old_BS = self._inputs(log_probs, mask), self._rows(old)
         advantages_BS = advantages.unsqueeze(1) if advantages.dim() == 1 else counted(self._rows(advantages), mask_BS)
         ratio = pg.probability_ratio(log_probs_BS, old_BS, mask_BS, self.importance_sampling_level)
         loss_BS = self._token_loss(counted(log_probs_BS, mask_BS), ratio, advantages_BS)
@@ -204,6 +203,7 @@ class GRPOLoss(LogProbLoss):
                 f"advantages is {found}: it must be a tensor with a number for each of {rows} rows, or for each label, "
                 f"{tuple(shape)}"
             )
+        check_count(count)
         check_per_token(
             shape,
             mask=mask,

@@ -21,7 +21,7 @@ from megatron_ext.losses.from_hidden import (
     check_per_token,
     check_rows,
 )
-from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
+from megatron_ext.losses.reductions import check_count, divide, row_means, row_sums, token_mean
 
 Pairs = Literal["halves", "interleaved"]
 
@@ -110,15 +110,12 @@ class _PairLoss(LogProbLoss):
                 f"pairs of all micro-batches, the likelihood by sft_count, the tokens of their chosen rows; pass both "
                 f"or neither"
             )
+        check_count(count)
+        check_count(sft_count, "sft_count")
         rows = shape[1 if self.sequence_first else 0]
         if rows % 2:
             raise ValueError(f"{rows} rows: they come in pairs of a chosen and a rejected one; add the missing row")
         check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)
-
-    def _inputs(self, log_probs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
-        return log_probs_BS, mask_BS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,9 +285,8 @@ class KTOLoss(LogProbLoss):
             count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
                 have a token that counts.
         """
-        self._check(log_probs.shape, desirable, mask, reference_log_probs)
-        log_probs_BS = self._rows(log_probs)
-        mask_BS = torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
+        self._check(log_probs.shape, desirable, mask, reference_log_probs, kl, count)
+        log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
         sign_B = torch.where(desirable, 1.0, -1.0)
@@ -324,4 +320,5 @@ class KTOLoss(LogProbLoss):
             raise ValueError(
                 f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
+        check_count(count)
         check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)

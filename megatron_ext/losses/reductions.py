@@ -32,8 +32,11 @@ def divide(x: Tensor, count: Tensor | float) -> Tensor:
     Raises:
         ValueError: a count that is no tensor and negative; a tensor's value is not looked at, which would wait for it.
     """
-    if isinstance(count, Tensor):
-        return x / count.clamp(min=1e-8)
-    if not count >= 0:
-        raise ValueError(f"count is {count}: it must be at least 0, the number of what counts")
-    return x / max(count, 1e-8)
+    check_count(count)
+    return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))
+
+
+def check_count(count: Tensor | float | None, name: str = "count") -> None:
+    """Raises ValueError for a number below 0 or NaN; a tensor's value is not looked at."""
+    if count is not None and not isinstance(count, Tensor) and not count >= 0:
+        raise ValueError(f"{name} is {count}: it must be at least 0, the number of what counts")

@@ -1,7 +1,5 @@
 """Within one call of a model: its output layer promises logits, and its loss redeems the promise by the fused head."""
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,17 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megatron_ext
 from megatron_ext.head.training import TrainingLoss, linear_training_loss, training_loss_of_logits
 from megatron_ext.megatron import model_seams, multi_token_prediction, z_loss_log
+from megatron_ext.megatron.callers import caller_outside
 from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
 from megatron_ext.megatron.head_settings import HeadSettings
 from megatron_ext.megatron.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.module_calls import attribute, calling, split_hooks
-from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits, tp_group
-
-# Frames of these folders pass a request for logits on; the next frame outside is who asks.
-_PASSING = tuple(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (megatron_ext, torch))
+from megatron_ext.megatron.promise import PromisedLogits, Terms, check_graph, promise_logits, tp_group
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
@@ -101,7 +96,10 @@ class Region:
 
     def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
-        made = logits.terms.made if isinstance(logits, PromisedLogits) else logits
+        try:
+            made = _made(logits)
+        except ValueError as fault:
+            return self.refused(fault, labels)
         if made is not None:
             self.counters.stock_losses += 1
             if self.settings.changed_loss() is None:
@@ -109,13 +107,17 @@ class Region:
         try:
             found = self.redeemed(labels, logits) if made is None else self.of_made(labels, made)
         except ValueError as fault:
-            self.faults.append(fault)
-            return torch.zeros(labels.shape, device=labels.device)
+            return self.refused(fault, labels)
         if found.hits is not None and isinstance(logits, PromisedLogits):
             logits.terms.hits = labels, found.hits
         if found.z_loss is not None:
             z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
         return found.loss
+
+    def refused(self, fault: ValueError, labels: Tensor) -> Tensor:
+        """Losses in the place of those that cannot be; the fault is raised when the region ends."""
+        self.faults.append(fault)
+        return torch.zeros(labels.shape, device=labels.device)
 
     def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss:
         """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
@@ -139,7 +141,8 @@ class Region:
             )
             return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
 
-        found = terms.read(compute)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
+            found = terms.read(compute)
         self.counters.losses_fused += 1
         return found
 
@@ -175,6 +178,15 @@ class Region:
         )
 
 
+def _made(logits: Tensor) -> Tensor | None:
+    """The logits where they exist."""
+    if not isinstance(logits, PromisedLogits):
+        check_graph(logits)
+        return logits
+    logits.check_own()
+    return None if logits.terms.made is None else logits.logits()
+
+
 def _batch_first(found: TrainingLoss) -> TrainingLoss:
     return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
 
@@ -208,7 +220,5 @@ def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
 
 def _who_asks() -> str:
     """ "file:line" of the code that uses a promise as logits."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PASSING):
-        frame = frame.f_back
+    frame, _ = caller_outside(torch)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

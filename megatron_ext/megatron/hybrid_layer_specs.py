@@ -2,8 +2,8 @@
 
 For `HybridModel(hybrid_stack_spec=...)` and for Megatron-LM's `--spec megatron_ext.megatron.hybrid_layer_specs
 hybrid_stack_spec`. Layers of a pattern like "M*-E": `*` attention, `-` MLP, `E` experts, all on our linear layers,
-norms and attention; `M` Mamba-2, whose projections are our layers and whose kernels are `mamba_ssm`'s. Other letters
-are refused when the model is built.
+norms and attention; `M` Mamba-2, whose projections are our layers and whose kernels are `mamba_ssm`'s, or under the
+emulation plain PyTorch. Other letters are refused when the model is built.
 
 As a layer spec of GPTModel it reaches neither the word embeddings nor the output layer
 (`megatron_ext.substitute_tensor_parallel()` does). The final norm is Transformer Engine's; where that is not installed,

@@ -3,7 +3,8 @@
 `gpt_layer_spec` and `gpt_moe_layer_spec` are `ModuleSpec` objects, ready for `GPTModel(transformer_layer_spec=...)` and
 for Megatron-LM's `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm,
 norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too.
-For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`.
+For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused
+head and its options in a spec.
 
 A layer spec does not reach three modules of a GPTModel: the word embeddings and the output layer, which it takes from
 `megatron.core.tensor_parallel` (`megatron_ext.substitute_tensor_parallel()` puts ours there), and the final norm.

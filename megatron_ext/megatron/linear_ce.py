@@ -8,7 +8,8 @@ fused head. All the rest of the model is Megatron's own code.
 The patched `forward` takes one argument more, `return_logprobs_for_linear_ce_fusion`, and answers it from the losses;
 and `output_processor` where Megatron's does not (see `output_processors`).
 
-The patch sits on the classes or on single models; `unpatch_...` puts the original objects back.
+The patch sits on the classes or on single models; `unpatch_...` puts the original objects back. A model's own settings
+come before those of its layer spec (see `spec_head`), and these before those of the classes.
 """
 
 import inspect
@@ -94,8 +95,19 @@ def patch_models(settings: HeadSettings, model: Any = None) -> None:
     _guard_megatron()
 
 
+def patch_for_specs() -> None:
+    """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
+    if not wrapping.models_are_wrapped():
+        versions.warn_if_untested()
+        wrapping.wrap_models(_MAKES, None)
+        _guard_megatron()
+
+
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched."""
+    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched.
+
+    With that of the classes go the heads that layer specs name.
+    """
     if model is None:
         wrapping.unwrap_models()
     else:
@@ -140,7 +152,7 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             results = original(self, *args, **kwargs)
             if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
                 region.quiet = True
-                return results.logits()
+                return results.logits().contiguous()
             return results
 
     return method

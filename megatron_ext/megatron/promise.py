@@ -4,7 +4,11 @@ A promise passes for the logits `[S, B, V/R]` and holds what they would be made 
 for per-token losses, an output processor for what else it reads out of hidden states. Multiplied or divided by a number
 it is a promise of scaled logits; views of the same shape, `detach`, `contiguous` and `transpose(0, 1)` leave a promise.
 Whoever asks anything else of it (a dump to disk, an operation of a later Megatron) is given real logits: then they
-exist, and the loss is taken from them.
+exist, and the loss is taken from them. Changed in place, also through a transpose, they stay changed.
+
+An `autograd.Function` is the one way past this: PyTorch neither tells its argument of the call nor lets its backward
+find the logits. So a promise is a leaf that requires gradients: what a Function makes of it is known by its graph and
+refused, and so is a gradient that comes back to the leaf. What C++ reads (a collective) are real values.
 
 Redeemed or made, the output layer is called once as a module, with the hooks that sharded data parallelism put on it:
 they gather its weight before, and again in backward.
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_ext.distributed.groups import group_size, tensor_parallel_group
 from megatron_ext.megatron.module_calls import Hooks, calling
@@ -33,6 +37,7 @@ _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _PRODUCTS = (Tensor.mul, torch.mul)
 _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 
@@ -50,6 +55,7 @@ class Terms:
         with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
             also where who asks for them does so under `no_grad`.
         hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
+        batch_outermost: the logits lie in memory as `[B, S, V/R]`.
     """
 
     layer: Any
@@ -62,6 +68,7 @@ class Terms:
     made: Tensor | None = None
     hits: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     with_grad: bool = field(default_factory=torch.is_grad_enabled)
+    batch_outermost: bool = False
 
     @property
     def columns(self) -> int:
@@ -83,13 +90,19 @@ class Terms:
         return (positions, *self.hidden.shape[1:-1], self.columns)
 
     def read(self, compute: Callable[[Tensor, Tensor], Any]) -> Any:
-        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered."""
+        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered.
 
-        def forward(hidden: Tensor) -> Any:
-            return compute(*_operands(self, hidden)), None
+        The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
+        """
+        structure = None
+
+        def forward(hidden: Tensor) -> tuple:
+            nonlocal structure
+            leaves, structure = tree_flatten(compute(*_operands(self, hidden)))
+            return tuple(leaves)
 
         with calling(self.layer, forward, self.hooks):
-            return self.layer(self.hidden)[0]
+            return tree_unflatten(self.layer(self.hidden), structure)  # type: ignore[arg-type]
 
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
@@ -105,7 +118,8 @@ class Terms:
                 calling(self.layer, forward, self.hooks),
             ):
                 logits = self.layer(self.hidden)[0]
-                self.made = logits if self.scale == 1.0 else logits * self.scale
+                logits = logits if self.scale == 1.0 else logits * self.scale
+                self.made = logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
         return self.made
 
 
@@ -127,16 +141,35 @@ class PromisedLogits(Tensor):
         shape = terms.shape
         if batch_first:
             shape = (shape[1], shape[0], *shape[2:])
-        element = terms.hidden.detach().new_zeros((), dtype=terms.dtype)
-        promise = element.expand(shape).as_subclass(cls)  # one element of memory, whatever the shape
+        # One element of memory, whatever the shape; it shows itself where somebody reads it all the same.
+        element = terms.hidden.detach().new_full((), float("nan"), dtype=terms.dtype)
+        promise = element.expand(shape).as_subclass(cls)
         promise.terms, promise.batch_first, promise.detached = terms, batch_first, detached
+        if _requires_grad(promise):
+            with torch._C.DisableTorchFunctionSubclass():
+                promise.requires_grad_().register_hook(_refuse_function)
         return promise
 
     def logits(self) -> Tensor:
-        """The real ones."""
+        """The real ones; transposed or detached they share memory, as of any tensor.
+
+        Raises:
+            ValueError: an `autograd.Function` made this promise.
+        """
+        self.check_own()
         logits = self.terms.logits()
-        logits = logits.transpose(0, 1).contiguous() if self.batch_first else logits
+        logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
+
+    def check_own(self) -> None:
+        """Refuse what an `autograd.Function` made of a promise: its backward would be left out.
+
+        Raises:
+            ValueError: that is so.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if _GRAD_FN(self) is not None:
+                _refuse_function()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PromisedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -153,10 +186,20 @@ class PromisedLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         promise = next((x for x in args if isinstance(x, PromisedLogits)), None)
+        if promise is not None:
+            promise.check_own()
         kept = None if promise is None or promise.terms.made is not None else _kept(promise, func, args, kwargs)
         if kept is not None:
             return kept
         args, kwargs = tree_map(lambda x: x.logits() if isinstance(x, PromisedLogits) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        with torch.overrides.enable_reentrant_dispatch():  # so that logits which are made here have a gradient
+            args, kwargs = tree_map(
+                lambda x: x.logits().detach() if isinstance(x, PromisedLogits) else x, (args, kwargs or {})
+            )
         return func(*args, **kwargs)
 
 
@@ -209,6 +252,30 @@ def _gathered(weight: DTensor) -> Tensor:
     return whole
 
 
+def check_graph(logits: Tensor) -> None:
+    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there.
+
+    Raises:
+        ValueError: that is so.
+    """
+    nodes = [logits.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:  # which grows meanwhile
+        if isinstance(getattr(node, "variable", None), PromisedLogits):
+            _refuse_function()
+        before = {source for source, _ in getattr(node, "next_functions", ())} - seen
+        nodes += before
+        seen |= before
+
+
+def _refuse_function(gradient: Tensor | None = None) -> None:
+    raise ValueError(
+        "an autograd.Function was applied to logits that the fused head has not made, where its backward would be "
+        "left out: apply it to logits.clone(), which makes them, or take the fused head out "
+        "(unpatch_gpt_model_forward_for_linear_ce_fusion)"
+    )
+
+
 def _requires_grad(promise: PromisedLogits) -> bool:
     terms, layer = promise.terms, promise.terms.layer
     parts = (terms.hidden, terms.weight, layer.weight, layer.bias)
@@ -220,6 +287,9 @@ def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> Prom
     terms = promise.terms
     if promise is args[0] and not kwargs:
         if func in _SAME and all(x.shape == promise.shape for x in args[1:]):
+            turned = promise.batch_first != terms.batch_outermost and 1 not in promise.shape[:2]
+            if func is Tensor.contiguous and turned:
+                terms = replace(terms, batch_outermost=promise.batch_first, hits=None)  # a copy
             detached = promise.detached or func in (Tensor.detach, torch.detach)
             return PromisedLogits.of(terms, promise.batch_first, detached)
         if func in (Tensor.view, Tensor.reshape, torch.reshape) and _same_shape(promise, args[1:]):

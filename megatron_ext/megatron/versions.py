@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import megatron.core
 
+from megatron_ext.megatron.callers import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 # `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
@@ -45,9 +46,10 @@ def warn_if_untested() -> None:
     version = megatron_version()
     if not is_tested(version):
         warnings.warn(
-            f"megatron_ext is tested with Megatron-Core {TESTED[0]} to {TESTED[-1]}, this is {version}: the fused head "
-            f"goes in where it finds a model's output layer and compute_language_model_loss()",
-            stacklevel=4,
+            f"megatron_ext is tested with Megatron-Core {TESTED[0]} to {TESTED[-1]}, and this is {version}: before you "
+            f"rely on the fused head, compare the losses of a few steps with and without it; fusion_report() of "
+            f"megatron_ext.megatron.fusion_report says what was fused",
+            stacklevel=caller_outside()[1],
         )
 
 

@@ -5,6 +5,7 @@ so that wrapping again with other settings wraps the original.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,12 @@ from megatron_ext.megatron import model_seams
 from megatron_ext.megatron.head_settings import HeadSettings
 
 Make = Callable[[Any, HeadSettings], Any]  # from an original and settings to what stands in its place
+ClassMake = Callable[[Any, HeadSettings | None], Any]  # None: for the models alone whose spec names settings
 _FUTURE = "__init_subclass__"
+HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 
 
-def wrapper(original: Any, make: Make, settings: HeadSettings) -> Any:
+def wrapper(original: Any, make: Make | ClassMake, settings: Any) -> Any:
     made: Any = functools.wraps(original)(make(original, settings))
     made.original, made.settings = original, settings
     return made
@@ -28,15 +31,37 @@ def original_of(function: Any) -> Any:
 
 
 def settings_of(model: Any, name: str) -> HeadSettings:
-    """Those that the method of the model was wrapped with; the usual ones if it was not."""
-    candidates = (vars(model).get(name), getattr(type(model), name, None))
-    return next((found for f in candidates if (found := getattr(f, "settings", None)) is not None), HeadSettings())
+    """Those of the model's own patch, of its spec, of its class's patch; the usual ones if there is none."""
+    own, of_class = (getattr(f, "settings", None) for f in (vars(model).get(name), getattr(type(model), name, None)))
+    return own or settings_of_spec(model) or of_class or HeadSettings()
 
 
-def replace(owner: Any, name: str, make: Make, settings: HeadSettings) -> None:
+def settings_of_spec(model: Any) -> HeadSettings | None:
+    """Those that the layer spec names which the model was built from; None if it names none."""
+    return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
+
+
+def by_spec(make: Make) -> ClassMake:
+    """`make` for the method of a class: settings of a model's spec come before those of the class."""
+
+    def made(original: Any, usual: HeadSettings | None) -> Any:
+        fused = functools.cache(functools.partial(make, original))
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settings = settings_of_spec(self) or usual
+            return (original if settings is None else fused(settings))(self, *args, **kwargs)
+
+        if usual is not None:
+            method.__signature__ = inspect.signature(fused(usual))  # type: ignore[attr-defined]
+        return method
+
+    return made
+
+
+def replace(owner: Any, name: str, make: Make | ClassMake, settings: HeadSettings | None) -> None:
     """Put a wrapper in the place of `owner.name`; one made for the same settings stays."""
     current = vars(owner)[name]
-    if getattr(current, "settings", None) != settings:
+    if not hasattr(current, "settings") or current.settings != settings:
         setattr(owner, name, wrapper(original_of(current), make, settings))
 
 
@@ -46,12 +71,15 @@ def restore(owner: Any, name: str) -> None:
         setattr(owner, name, original_of(current))
 
 
-def wrap_models(makes: dict[str, Make], settings: HeadSettings) -> None:
-    """Wrap the methods of every language model, and of those whose classes are made later."""
+def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
+    """Wrap the methods of every language model, and of those whose classes are made later.
+
+    `settings`: None for the models alone whose spec names settings.
+    """
 
     def wrap(kind: type) -> None:
         for name in model_seams.methods(kind):
-            replace(kind, name, makes[name], settings)
+            replace(kind, name, by_spec(makes[name]), settings)
 
     def created(kind: type, **arguments: Any) -> None:
         super(LanguageModule, kind).__init_subclass__(**arguments)

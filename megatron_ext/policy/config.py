@@ -99,6 +99,11 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     precision = _required(config, "precision", "config")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
+    if (config.get("reward_model_cfg") or {}).get("enabled"):
+        raise ValueError(
+            "reward_model_cfg.enabled is True: this policy is a causal language model, and has no head for rewards; "
+            "score with transformers' AutoModelForSequenceClassification, and leave reward_model_cfg out"
+        )
     parallel = config.get(parallel_key) or {}
     for key in _ONLY_ONE if parallel_key == "megatron_cfg" else (*_MEGATRONS, *_ONLY_ONE):
         if parallel.get(key) is not None and (size := _positive(parallel, key, parallel_key)) > 1:

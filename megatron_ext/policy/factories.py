@@ -1,6 +1,7 @@
 """Where a policy's model comes from."""
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,10 @@ from megatron_ext.dtensor.decoder import import_transformers
 
 
 class ModelFactories(NamedTuple):
-    """A function that makes the model with its weights, one for a model of the same shapes, and its config if known."""
+    """A function that makes the model with its weights, one for a model of the same shapes, and its config if known.
+
+    Both models know what their sources say of where a row ends (`generation_config.eos_token_id`).
+    """
 
     make: Callable[[], nn.Module]
     make_empty: Callable[[], nn.Module]
@@ -42,7 +46,12 @@ def model_factories(source: Any) -> ModelFactories:
                     f"the model in {source} cannot be loaded ({error}); its config.json and safetensors must be whole"
                 ) from error
 
-        return ModelFactories(load, lambda: from_config(config), config)
+        def empty() -> nn.Module:
+            model = from_config(config)
+            model.generation_config.eos_token_id = _stops_of_folder(source, model.generation_config)
+            return model
+
+        return ModelFactories(load, empty, config)
     if isinstance(source, transformers.PretrainedConfig):
 
         def build() -> nn.Module:
@@ -55,3 +64,18 @@ def model_factories(source: Any) -> ModelFactories:
             f"that makes a model"
         )
     return ModelFactories(source, source, None)
+
+
+def _stops_of_folder(folder: str, own: Any) -> Any:
+    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json says; else `own`'s.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if not os.path.isfile(os.path.join(folder, "generation_config.json")):
+        return own.eos_token_id
+    try:
+        found = type(own).from_pretrained(folder).eos_token_id
+    except Exception as error:  # of many kinds: JSON, the operating system, settings that exclude each other
+        raise ValueError(f"{folder}/generation_config.json cannot be read ({error}); mend or remove it") from error
+    return own.eos_token_id if found is None else found

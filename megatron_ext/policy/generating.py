@@ -41,6 +41,7 @@ class Generating(Refitting):
                 with torch.random.fork_rng(devices=[]):
                     generator = model_factories(self.settings.model).make_empty()
                 generator.to(self.device, self.settings.dtype).eval()
+                _keep_stops(generator)
 
         agree(build)  # memory may be short on one rank
         assert generator is not None
@@ -81,7 +82,7 @@ class Generating(Refitting):
         Raises:
             ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
         """
-        settings = SamplingSettings.of(self.cfg, self.tokenizer, self.settings.temperature)
+        settings = SamplingSettings.of(self.cfg, self.tokenizer, self.settings)
         prepared = self._generator is not None
         if not prepared:
             self.prepare_for_generation()
@@ -141,6 +142,14 @@ def _generated(model: Any, batch: BatchedDataDict, settings: SamplingSettings, s
     }
     longest = int(total_B.max())
     return BatchedDataDict({name: x[:, :longest].cpu() if x.dim() > 1 else x.cpu() for name, x in found.items()})
+
+
+def _keep_stops(model: Any) -> None:
+    """Of the model's generation config leave only where it stops: penalties and the like would change what is drawn,
+    and not what is scored."""
+    own = model.generation_config
+    kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}
+    model.generation_config = type(own)(**kept)
 
 
 def _stops(model: Any) -> list[int]:

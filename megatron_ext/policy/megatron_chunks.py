@@ -1,7 +1,7 @@
 """This rank's pieces of a GPTModel, one for each virtual pipeline stage, as one module with the names of the whole."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from megatron.core import parallel_state
@@ -92,8 +92,8 @@ def is_expert(name: str) -> bool:
     return _EXPERTS in name
 
 
-def catalogue(model: Chunks, laid_out: Callable[[str, Tensor, Tensor], tuple[Tensor, int | None]]) -> dict[str, Place]:
-    """All weights of the whole model in its order, on every rank; `laid_out` says how a rank's part is cut."""
+def catalogue(model: Chunks) -> dict[str, Place]:
+    """All weights of the whole model in its order, on every rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
     stage, expert_rank = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -194,3 +194,21 @@ def build_pieces(make: Callable[..., GPTModel], virtual_stages: int) -> list[GPT
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **which)
         pieces.append(make(pre_process=first, post_process=last, vp_stage=stage if which else None))
     return pieces
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether tensor-parallel ranks have parts of it."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def laid_out(name: str, parameter: Tensor, x: Tensor) -> tuple[Tensor, int | None]:
+    """`x`, shaped like this rank's part of a weight, as the part of a tensor that is cut along one dim; and that dim.
+
+    Each rank has its parts of both halves of a gated projection: these are a dim of their own.
+    """
+    if name.endswith("linear_fc1.weight"):
+        x = x.view(2, -1, *x.shape[1:])
+        return x, None if is_expert(name) else 1
+    if is_expert(name) or not is_sharded(parameter):
+        return x, None
+    return x, cast(Any, parameter).partition_dim

@@ -32,9 +32,18 @@ from megatron_ext.policy import megatron_llama as llama
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.backend import Export, whole
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.config import Settings
 from megatron_ext.policy.factories import model_factories
-from megatron_ext.policy.megatron_chunks import Chunks, build_pieces, catalogue, from_owner, is_expert, run_pipeline
+from megatron_ext.policy.megatron_chunks import (
+    Chunks,
+    build_pieces,
+    catalogue,
+    from_owner,
+    is_expert,
+    is_sharded,
+    laid_out,
+    run_pipeline,
+)
+from megatron_ext.policy.megatron_layout import check_layout, join_groups, transformer_config
 from megatron_ext.policy.plan import Step
 from megatron_ext.policy.scoring import Read, T, Use
 from megatron_ext.policy.worker import PolicyWorker
@@ -73,7 +82,7 @@ class MegatronPolicyWorker(PolicyWorker):
             make, _, config = model_factories(settings.model)
             if config is None:
                 config = make().config
-            self._check_layout(config)
+            check_layout(settings, config)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(settings.seed)
                 state = make().float().state_dict()
@@ -82,21 +91,10 @@ class MegatronPolicyWorker(PolicyWorker):
         agree(load)  # the others would wait for what a rank that fails here has to give
         if self.device.type == "cpu":
             self._open.enter_context(megatron_on_cpu())
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=settings.tensor_parallel_size,
-                pipeline_model_parallel_size=settings.pipeline.stages,
-                virtual_pipeline_model_parallel_size=_above_1(settings.pipeline.virtual),
-                context_parallel_size=settings.context_parallel_size,
-                expert_model_parallel_size=settings.expert_parallel_size,
-                expert_tensor_parallel_size=1,
-                create_gloo_process_groups=False,
-            )
-            self._open.callback(parallel_state.destroy_model_parallel)
-        _check_groups(settings)
+        join_groups(settings, self._open)
         with torch.random.fork_rng(devices=[]):
             tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)  # for dropout, which asks even at 0
-            transformer = self._transformer_config(config)
+            transformer = transformer_config(settings, config)
 
             def make(vp_stage: int | None, **which: bool) -> GPTModel:
                 layers = gpt_block_spec(transformer, vp_stage)
@@ -113,54 +111,15 @@ class MegatronPolicyWorker(PolicyWorker):
             last.decoder.final_layernorm.register_forward_hook(lambda *call: call[2] / settings.temperature)
         self._data_parallel: list[DistributedDataParallel] = []
         self._piece, self._passed_on = pieces[-1], cast(Tensor | None, None)
-        self._catalogue = catalogue(model, _laid_out)
+        self._catalogue = catalogue(model)
         return model
-
-    def _transformer_config(self, config: Any) -> TransformerConfig:
-        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        pipeline = self.settings.pipeline
-        return TransformerConfig(
-            **llama.transformer_arguments(config),
-            **(recompute if self.settings.activation_checkpointing else {}),
-            tensor_model_parallel_size=self.settings.tensor_parallel_size,
-            pipeline_model_parallel_size=pipeline.stages,
-            virtual_pipeline_model_parallel_size=_above_1(pipeline.virtual),
-            num_layers_in_first_pipeline_stage=pipeline.first_layers,
-            num_layers_in_last_pipeline_stage=pipeline.last_layers,
-            pipeline_dtype=torch.float32,  # that of the residual stream under autocast
-            # Shapes are sent along; with virtual stages Megatron does that so that two ranks mix them up.
-            variable_seq_lengths=pipeline.stages > 1 and pipeline.virtual == 1,
-            overlap_p2p_comm=pipeline.virtual > 1,
-            batch_p2p_comm=pipeline.virtual == 1,
-            context_parallel_size=self.settings.context_parallel_size,
-            expert_model_parallel_size=self.settings.expert_parallel_size,
-            expert_tensor_parallel_size=1,
-            moe_token_dispatcher_type="alltoall",  # Megatron's default takes no shapes that differ
-            sequence_parallel=self.settings.sequence_parallel and self.settings.tensor_parallel_size > 1,
-            use_cpu_initialization=True,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-        )
-
-    def _check_layout(self, config: Any) -> None:
-        settings, pipeline = self.settings, self.settings.pipeline
-        uneven = pipeline.first_layers is not None or pipeline.last_layers is not None
-        stages = 1 if uneven else pipeline.stages * pipeline.virtual
-        llama.check(config, settings.tensor_parallel_size, stages, settings.expert_parallel_size)
-        if llama.experts(config) and settings.tensor_parallel_size > 1 and not settings.sequence_parallel:
-            raise ValueError(
-                f"{config.model_type} has experts, and megatron_cfg.sequence_parallel is False with "
-                f"tensor_model_parallel_size {settings.tensor_parallel_size}: experts get the tokens of each "
-                f"rank; set sequence_parallel to True"
-            )
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Gives the model this rank's part of transformers' weights."""
         rank, ranks = self.mesh["tp"].get_local_rank(), self.mesh["tp"].size()
         for name, parameter in model.named_parameters():
-            part, dim = _laid_out(name, parameter, parameter)
+            part, dim = laid_out(name, parameter, parameter)
             weight = llama.from_transformers(name, state, self._sizes)
             part.copy_(weight if dim is None else weight.chunk(ranks, dim)[rank])
 
@@ -322,7 +281,7 @@ class MegatronPolicyWorker(PolicyWorker):
         return {name: self._as_global(name, parameter.detach()) for name, parameter in self.model.named_parameters()}
 
     def _as_global(self, name: str, x: Tensor) -> Tensor:
-        part, dim = _laid_out(name, self.model.get_parameter(name), x)
+        part, dim = laid_out(name, self.model.get_parameter(name), x)
         if is_expert(name):  # whole on the ranks that have it
             return part
         placement = Replicate() if dim is None else Shard(dim)
@@ -344,53 +303,12 @@ class MegatronPolicyWorker(PolicyWorker):
         ranks = dist.get_world_size() // self.settings.pipeline.stages
         if not getattr(parameter, "allreduce", True):
             return ranks // self.settings.expert_parallel_size
-        return ranks // self.settings.tensor_parallel_size if _is_sharded(parameter) else ranks
+        return ranks // self.settings.tensor_parallel_size if is_sharded(parameter) else ranks
 
     def shutdown(self) -> None:
         """Leaves nothing behind: Megatron's groups and the emulation end, if they began with this worker."""
         super().shutdown()
         self._open.close()
-
-
-def _check_groups(settings: Settings) -> None:
-    """Raises ValueError unless Megatron's groups, of which a process has one set, are of these sizes."""
-    asked = {
-        "tensor": (settings.tensor_parallel_size, parallel_state.get_tensor_model_parallel_world_size()),
-        "context": (settings.context_parallel_size, parallel_state.get_context_parallel_world_size()),
-        "pipeline": (settings.pipeline.stages, parallel_state.get_pipeline_model_parallel_world_size()),
-        "virtual pipeline": (
-            settings.pipeline.virtual,
-            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        ),
-        "expert": (settings.expert_parallel_size, parallel_state.get_expert_model_parallel_world_size()),
-    }
-    for name, (wanted, found) in asked.items():
-        if wanted != found:
-            raise ValueError(
-                f"megatron_cfg asks for {name} parallel size {wanted}, and Megatron's groups in this process are of "
-                f"{found}: a process has one set of them; shut the other worker down first, or give both the same sizes"
-            )
-
-
-def _above_1(size: int) -> int | None:
-    return size if size > 1 else None
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def _laid_out(name: str, parameter: Tensor, x: Tensor) -> tuple[Tensor, int | None]:
-    """`x`, shaped like this rank's part of a weight, as the part of a tensor that is cut along one dim; and that dim.
-
-    Each rank has its parts of both halves of a gated projection: these are a dim of their own.
-    """
-    if name.endswith("linear_fc1.weight"):
-        x = x.view(2, -1, *x.shape[1:])
-        return x, None if is_expert(name) else 1
-    if is_expert(name) or not _is_sharded(parameter):
-        return x, None
-    return x, cast(Any, parameter).partition_dim
 
 
 def _packing(cu_seqlens: Tensor) -> PackedSeqParams:

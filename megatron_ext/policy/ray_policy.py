@@ -159,6 +159,10 @@ class RayPolicy(RayRefit):
         with timed(timer, "get_topk_logits"):
             return self._score("get_topk_logits", data, k, micro_batch_size)
 
+    def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
+        """Refused, as by the worker: it is of reward models."""
+        return self._score("score", data)
+
     def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
         """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.policy.config import Settings
 from megatron_ext.reference import kept
 
 
@@ -36,32 +37,21 @@ class SamplingSettings:
     pad_token_id: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], tokenizer: Any, temperature: float) -> "SamplingSettings":
-        """Of a worker's configuration.
+    def of(cls, config: Mapping[str, Any], tokenizer: Any, settings: Settings) -> "SamplingSettings":
+        """Of a worker's configuration, and of the settings that `read_config` made of it.
 
         Raises:
-            ValueError: a key is missing or has a value that it cannot have.
+            ValueError: a key that only `generate` needs is missing or has a value that it cannot have.
         """
         generation = config.get("generation") or {}
         if generation.get("stop_strings"):
             raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
-        most, top_k, top_p = (generation.get(key) for key in ("max_new_tokens", "top_k", "top_p"))
+        most = generation.get("max_new_tokens")
         if type(most) is not int or most < 1:
             raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")
-        if top_k is not None and (type(top_k) is not int or top_k < -1):
-            raise ValueError(f"generation.top_k is {top_k!r}: it must be a positive integer, or None (0, -1) for all")
-        top_p = 1.0 if top_p is None else top_p
-        if not 0 < top_p <= 1:
-            raise ValueError(f"generation.top_p is {top_p!r}: it must be above 0 and at most 1, which keeps all")
         stops = tuple(generation.get("stop_token_ids") or ())
-        return cls(
-            most,
-            temperature,
-            top_k if top_k and top_k > 0 else None,
-            float(top_p),
-            stops,
-            pad_token_of(config, tokenizer),
-        )
+        pad = pad_token_of(config, tokenizer)
+        return cls(most, settings.temperature, settings.top_k, settings.top_p, stops, pad)
 
 
 def pad_token_of(config: Mapping[str, Any], tokenizer: Any) -> int:

@@ -82,7 +82,8 @@ class Scoring(Backend):
         return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
 
     def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
-        """Of reward models, whose head gives a number for each row: this worker's models are causal language models.
+        """Of reward models (`AutoModelForSequenceClassification`), whose head gives a number for each row. This
+        worker's models are causal language models.
 
         Raises:
             ValueError: always.

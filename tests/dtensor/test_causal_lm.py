@@ -14,8 +14,8 @@ from megatron_ext.dtensor import (
     get_logprobs_from_vocab_parallel_logits,
     use_attention,
 )
-from megatron_ext.dtensor.causal_lm import _say_once
-from megatron_ext.dtensor.output_head import head_rule
+from megatron_ext.dtensor.output_head import head_rule, is_hooked
+from megatron_ext.dtensor.output_reading import _say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
 from tests.ranks import ranks
@@ -247,3 +247,31 @@ def test_an_adapted_head_is_read_through_logits():
 
     model.lm_head.__class__ = Adapted
     assert head_rule(model) is None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@ranks(2)
+def test_hooks_are_not_left_out(tp):
+    """Hooks of the head, or of the model, come before or after it was sharded; those of parallelism do not count."""
+    tokens, (mesh, dp_cp) = _tokens(2, 8), meshes(dp=2 // tp, tp=tp)
+    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=tp > 1)
+    assert not is_hooked(model)
+    true = causal_lm_log_probs(model, tokens)
+    calls = []
+    handle = model.lm_head.register_forward_hook(lambda module, given, out: calls.append(1) or 2 * out)
+    assert is_hooked(model)
+    _say_once.cache_clear()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM or its head has hooks: .* through its logits"):
+        doubled = causal_lm_log_probs(model, tokens)
+    assert calls == [1]
+    plain = make("llama")
+    labels = next_tokens(tokens)
+    assert error(doubled, _log_probs(2 * plain(tokens).logits, labels)) < 3e-6
+    handle.remove()
+    handle = model.register_forward_pre_hook(lambda module, given, kwargs: calls.append(2), with_kwargs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert error(causal_lm_log_probs(model, tokens), true) < 3e-6
+    assert calls == [1, 2]
+    handle.remove()
+    assert not is_hooked(model)

@@ -21,6 +21,7 @@ SMALL = (
     f"--global-batch-size 8 --train-iters 6 --lr 2e-3 --use-cpu-initialization --data {EXAMPLES.parent / 'LICENSE'}"
 )
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+FOUR_RANKS = f"{NO_DROPOUT} --global-batch-size 4"  # one sample for each replica
 
 
 def parse(words: str):
@@ -85,11 +86,11 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     assert rest == whole[3:]
 
 
-@ranks(4)
+@ranks(4, timeout_s=180)
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["stock", "ext"])
 def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
-    common = f"{NO_DROPOUT} --layers {layers} --lr-warmup-iters 2"
+    common = f"{FOUR_RANKS} --layers {layers} --lr-warmup-iters 2"
     with child_processes():
         words = f"{common} --tensor-model-parallel-size 2 --save {tmp_path}/run --save-interval 3"
         whole = metrics_of(words, tmp_path)["losses"]
@@ -105,10 +106,10 @@ def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
 
 
 @pytest.mark.slow
-@ranks(4)
+@ranks(4, timeout_s=180)
 def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
-    replicas = metrics_of(NO_DROPOUT, tmp_path)["losses"]
-    assert_same_losses(metrics_of(f"{NO_DROPOUT} --tensor-model-parallel-size 2", tmp_path)["losses"], replicas)
+    replicas = metrics_of(FOUR_RANKS, tmp_path)["losses"]
+    assert_same_losses(metrics_of(f"{FOUR_RANKS} --tensor-model-parallel-size 2", tmp_path)["losses"], replicas)
 
 
 BAD = {

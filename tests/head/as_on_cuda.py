@@ -50,8 +50,9 @@ class _Graph:
         self.again = []
 
     def replay(self):
-        for run in self.again:
-            run()
+        with torch._C._AutoDispatchBelowAutograd():
+            for run in self.again:
+                run()
 
 
 class _Capture(TorchDispatchMode):

@@ -115,6 +115,29 @@ def test_from_logits(dtype, k):
         torch.testing.assert_close(grad, dz.where(mask.unsqueeze(-1) > 0, 0.0).to(dtype))
 
 
+def test_masks_of_rows():
+    """Of the shape of the ids, or a number for each token; a 0 anywhere leaves the token out."""
+    z, index = torch.randn(2, 3, 40, requires_grad=True), torch.randint(40, (2, 3, 3))
+    wanted, _ = truth(z.detach(), index)
+    of_tokens = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    for mask in (of_tokens, of_tokens.unsqueeze(-1).expand(2, 3, 3).clone()):
+        mask[..., 2] = 1
+        if mask.dim() == 3:
+            mask[0, 2, 1] = 0
+        kept = mask != 0 if mask.dim() == 2 else (mask != 0).all(-1)
+        found = ours.selective_log_softmax(z, index, row_mask=mask)
+        torch.testing.assert_close(found.double(), wanted.where(kept.unsqueeze(-1), 0.0), rtol=0, atol=5e-6)
+        (grad,) = torch.autograd.grad(found.sum(), z)
+        assert torch.equal(grad.abs().sum(-1) > 0, kept)
+    for given, wrong in (
+        (index, torch.ones(2, 3, 2)),
+        (index[..., 0], torch.ones(3)),
+        (index[..., 0], torch.ones(2, 3, 1)),
+    ):
+        with pytest.raises(ValueError, match=r"row_mask has shape .* a number for each token, \(2, 3\)"):
+            ours.selective_log_softmax(z, given, row_mask=wrong)
+
+
 def check_fused_head(apply, softcap, scale, outputs):
     leaves = [torch.randn(*shape, requires_grad=True) for shape in ((7, 16), (50, 16), (50,))]
     doubles = [x.detach().double().requires_grad_() for x in leaves]
@@ -148,6 +171,21 @@ def check_fused_head(apply, softcap, scale, outputs):
 )
 def test_from_hidden_states(softcap, scale, outputs):
     check_fused_head(ours._fused_head(None).apply, softcap, scale, outputs)
+
+
+def test_a_weight_of_another_dtype():
+    """TRL casts weight and bias to the hidden states' dtype; gradients come back in their own."""
+    x, w, b = torch.randn(7, 16).bfloat16(), torch.randn(50, 16), torch.randn(50)
+    targets, upstream = torch.randint(50, (7,)), torch.randn(7)
+    leaves = [t.clone().requires_grad_() for t in (x, w, b)]
+    found = ours._fused_head(None).apply(*leaves, targets, 0.7, 32, None, 1.0, ("log_probs",))[0]
+    doubles = [t.to(torch.bfloat16).double().requires_grad_() for t in (x, w, b)]
+    wanted, _ = truth(nn.functional.linear(*doubles), targets, 0.7)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.06)  # logits are rounded to bf16
+    grads = torch.autograd.grad(found, leaves, upstream)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+    for grad, want in zip(grads, torch.autograd.grad(wanted, doubles, upstream.double()), strict=True):
+        assert (grad.double() - want).norm() < 0.01 * want.norm()
 
 
 def test_what_is_left_to_theirs():

@@ -1,5 +1,7 @@
 """Distillation over the whole vocabulary and over a teacher's top-k, against plain PyTorch."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,6 +193,59 @@ def test_what_one_rank_refuses_is_raised_on_both():
     vocab = VocabShard(10 * dist.get_rank(), 10 * dist.get_rank() + 10, 20 - dist.get_rank())
     with pytest.raises(ValueError, match="agree on the vocabulary's size"):
         linear_js_divergence(x, w, x, w, tp_group=dist.group.WORLD, vocab=vocab)
+
+
+@ranks(2)
+def test_a_mask_of_another_shape_on_one_rank_is_refused_by_both():
+    own_fault = dist.get_rank() == 1
+    x, w = torch.randn(4, 3), torch.randn(2, 10, 3)[dist.get_rank()]
+    mask = torch.ones(3 if own_fault else 4)
+    ids, own = torch.arange(8).view(4, 2), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for layout in ("replicated", "sequence"):
+        x_own = x[own] if layout == "sequence" else x
+        options = {"tp_group": dist.group.WORLD, "hidden_layout": layout}
+        whole = [DistillationLoss(divergence=kind, **options) for kind in ("forward", "reverse", "jsd")]
+        top_k = [TopKDistillationLoss(divergence=kind, zero_outside_topk=True, **options) for kind in ("jsd", "mixed")]
+        calls = [partial(loss, x_own, w, x_own, w) for loss in whole]
+        calls += [partial(loss, x_own, w, ids.float(), ids) for loss in top_k]
+        for call in [*calls, *(partial(loss.from_logits, x @ w.t(), x @ w.t()) for loss in whole)]:
+            for more, message in (
+                ({"mask": mask}, r"mask is \(3,\)"),
+                ({"count": -1.0 if own_fault else 4.0}, "count"),
+            ):
+                with pytest.raises(ValueError, match=message if own_fault else "another rank of tp_group refused"):
+                    call(**more)
+            assert call(mask=torch.ones(4))[0].isfinite()
+
+
+def test_a_teacher_of_nan_where_nothing_counts():
+    """The same value and gradients as with any other numbers there."""
+    student, teacher, mask = heads()
+    assert (mask == 0).any()
+    logits, ids = (teacher[0] @ teacher[1].t()).topk(K)
+    off = (mask == 0).unsqueeze(-1)
+    heads_of = {torch.nan: [teacher[0].masked_fill(off, torch.nan), teacher[1]], 0.0: teacher}
+    calls = [
+        lambda at, kind=kind: DistillationLoss(divergence=kind)(*student, *heads_of[at], mask)
+        for kind in ("forward", "reverse", "jsd")
+    ]
+    calls += [
+        lambda at, kind=kind, zero=zero: TopKDistillationLoss(divergence=kind, zero_outside_topk=zero)(
+            *student, logits.masked_fill(off, at), ids, mask
+        )
+        for kind in ("forward", "reverse", "mixed", "jsd")
+        for zero in (False, True)
+    ]
+    for call in calls:
+        (found, want), _ = zip(call(torch.nan), call(0.0), strict=True)
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(torch.autograd.grad(found, student), torch.autograd.grad(want, student))
+    z = (student[0] @ student[1].t()).detach().requires_grad_()
+    for kind in ("forward", "reverse", "jsd"):
+        loss = DistillationLoss(divergence=kind)
+        found, want = (loss.from_logits(z, head[0] @ head[1].t(), mask)[0] for head in heads_of.values())
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(torch.autograd.grad(found, z), torch.autograd.grad(want, z))
 
 
 def test_refused():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext.losses import GRPOLoss
 from megatron_ext.losses.policy_gradient import kl_estimate, sampling_weights
@@ -234,7 +235,32 @@ def test_options_that_cannot_be(options, message):
 
 
 @ranks(2)
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent():
+def test_what_one_rank_is_given_wrong_is_refused_by_both():
+    """It is told in the exchange of the head's call; the next call finds the ranks in step."""
+    labels_BS, mask_BS, others = rows()
+    hidden, weight_VD, own_fault = drawn(B, S, 5), drawn(12, 5), dist.get_rank() == 1
+    at = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for layout, skip in (("replicated", False), ("sequence", False), ("replicated", True)):
+        loss = GRPOLoss(tp_group=dist.group.WORLD, hidden_layout=layout, skip_ignored=skip)
+        x = hidden[at] if layout == "sequence" else hidden
+        good = {"advantages": drawn(B), "mask": mask_BS, "old_log_probs": others["old"]}
+        for name, wrong, message in (
+            ("advantages", drawn(3), r"advantages is \(3,\)"),
+            ("mask", mask_BS[:, 1:], r"mask is \(4, 5\)"),
+            ("old_log_probs", others["old"].t(), r"old_log_probs is \(6, 4\)"),
+            ("count", -1.0, "count is -1.0"),
+        ):
+            if skip and name == "mask":  # the ranks would not agree on how many tokens there are
+                continue
+            given = good | ({name: wrong} if own_fault else {})
+            with pytest.raises(ValueError, match=message if own_fault else "another rank of tp_group refused"):
+                loss(x, weight_VD, labels_BS, given.pop("advantages"), **given)
+        value, _ = loss(x, weight_VD, labels_BS, good.pop("advantages"), **good)
+        assert value.isfinite()
+
+
+@ranks(2)
+def test_shapes_that_do_not_fit_are_refused():
     labels_BS, mask_BS, others = rows()
     hidden, weight_VD = drawn(B, S, 5), drawn(12, 5)
     for arguments, more, message in (

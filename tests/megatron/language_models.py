@@ -27,7 +27,25 @@ def hybrid_home():
     raise AssertionError("no hybrid model")
 
 
-def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False):
+def mamba_layer():
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from megatron_ext.megatron.norms import Norm
+
+    projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=Norm, mixer=ModuleSpec(module=MambaMixer, submodules=projections), mamba_bda=get_bias_dropout_add
+        ),
+    )
+
+
+def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False, with_mamba: bool = False):
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer import identity_op
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -64,6 +82,8 @@ def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False):
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         **({"moe_layer": ModuleSpec(module=TransformerLayer, submodules=experts)} if config.num_moe_experts else {}),
     )
+    if with_mamba:
+        submodules.mamba_layer = mamba_layer()
     if mtp:
         from megatron.core.tensor_parallel import ColumnParallelLinear
         from megatron.core.transformer import multi_token_prediction as mtp_module
@@ -87,34 +107,48 @@ def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
     return model
 
 
-def tiny_hybrid_chunks(*, tied: bool = True, ours: bool = False, our_attention: bool = False, **overrides):
+def tiny_hybrid_chunks(
+    *,
+    tied: bool = True,
+    ours: bool = False,
+    our_attention: bool = False,
+    pattern=PATTERN,
+    change_spec=None,
+    **overrides,
+):
     """This rank's hybrid model, as a list of its chunks; every second MLP is experts where the config has some.
 
-    `ours`: on our layer spec; `our_attention`: ours in Megatron's, for context parallelism.
+    `ours`: on our layer spec; `our_attention`: ours in Megatron's, for context parallelism. `pattern`: a letter
+    for each layer, M for Mamba. `change_spec`: gives another spec for the one that the model would have.
     """
     from megatron.core import parallel_state
 
     models, stack = hybrid_home()
     kind = getattr(models, "HybridModel", None) or models.MambaModel
     parameters = inspect.signature(kind.__init__).parameters
-    config = tiny_config(num_layers=len(PATTERN), **overrides)
-    layers = "*-*E" if config.num_moe_experts else PATTERN
+    if "M" in pattern:
+        overrides = {"mamba_state_dim": 8, "mamba_head_dim": 8, "mamba_num_groups": 2} | overrides
+    config = tiny_config(num_layers=len(pattern), **overrides)
+    layers = "*-*E" if config.num_moe_experts else pattern
     virtual = config.virtual_pipeline_model_parallel_size
     stages = config.pipeline_model_parallel_size * (virtual or 1)
     if "hybrid_layer_pattern" in parameters:
         each = len(layers) // stages
         segments = "|".join(layers[i : i + each] for i in range(0, len(layers), each))
-        pattern = {"hybrid_layer_pattern": segments + ("/*-" if config.mtp_num_layers else "")}
+        sizes = {"hybrid_layer_pattern": segments + ("/*-" if config.mtp_num_layers else "")}
     elif config.mtp_num_layers:
         raise ValueError("this Megatron's hybrid model has no multi-token prediction")
     else:
-        pattern = {"hybrid_override_pattern": layers, "hybrid_attention_ratio": 0.5, "hybrid_mlp_ratio": 0.5}
+        ratios = {"hybrid_attention_ratio": layers.count("*") / len(layers)}
+        ratios["hybrid_mlp_ratio"] = layers.count("-") / len(layers)
+        sizes = {"hybrid_override_pattern": layers, **ratios}
     if virtual and "vp_stage" not in parameters:
         raise ValueError("this Megatron's hybrid model takes no vp_stage")
     if ours:
         from megatron_ext.megatron.hybrid_layer_specs import hybrid_stack_spec as spec
     else:
-        spec = hybrid_spec(config, stack, bool(config.mtp_num_layers), our_attention)
+        spec = hybrid_spec(config, stack, bool(config.mtp_num_layers), our_attention, "M" in layers)
+    spec = spec if change_spec is None else change_spec(spec)
     chunks = []
     for stage in range(virtual or 1):
         which = {"vp_stage": stage} if virtual else {}
@@ -127,7 +161,7 @@ def tiny_hybrid_chunks(*, tied: bool = True, ours: bool = False, our_attention: 
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not virtual, **which),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not virtual, **which),
             **{"hybrid_stack_spec" if "hybrid_stack_spec" in parameters else "mamba_stack_spec": spec},
-            **pattern,
+            **sizes,
             **which,
         )
         set_weights(model)

@@ -68,10 +68,10 @@ def grads_of(model, output, weights=None):
     return dict(zip(names, grads, strict=True))
 
 
-def assert_same(fused: dict, stock: dict) -> None:
+def assert_same(fused: dict, stock: dict, rounding: float = ROUNDING) -> None:
     for name, grad in stock.items():
         if grad is None or not grad.any():
             assert fused[name] is None or not fused[name].any(), name
             continue
         worst = (fused[name] - grad).abs().max() / grad.abs().max()
-        assert worst <= ROUNDING, f"{name}: {worst:.1e}"
+        assert worst <= rounding, f"{name}: {worst:.1e}"

@@ -8,7 +8,7 @@ from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, Packing
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
-from tests.gpt import loss_and_grads, model_parallel, seed_ranks, tiny_batches, tiny_config, tiny_gpt
+from tests.gpt import loss_and_grads, model_parallel, own_part, seed_ranks, tiny_batches, tiny_config, tiny_gpt
 from tests.ranks import ranks
 from tests.sequence.visible import documents_seen
 
@@ -302,9 +302,7 @@ def test_tensor_parallel_ranks_draw_as_in_megatron(sequence_parallel):
 
 def part_of_batch(x):
     """This rank's part of [s, b, ...] as Megatron's data loading cuts it."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    part = get_batch_on_this_cp_rank({"x": x.detach().transpose(0, 1).contiguous()})["x"]
+    part = own_part({"x": x.detach().transpose(0, 1).contiguous()})["x"]
     return part.transpose(0, 1).contiguous().requires_grad_()
 
 
@@ -313,15 +311,13 @@ def part_of_batch(x):
 def test_context_parallel_equals_megatron_on_one_rank(case):
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(cp=size):
-        from megatron.core.utils import get_batch_on_this_cp_rank
-
         (stock, ours), whole, mask = of_case(case, n=16)
         expected = stock(*whole, mask)
         weight = torch.randn_like(expected)
         parts = [part_of_batch(x) for x in whole]
         own_mask = mask
         if mask is not None and mask.shape[2] > 1:
-            own_mask = get_batch_on_this_cp_rank({"attention_mask": mask})["attention_mask"]
+            own_mask = own_part({"attention_mask": mask})["attention_mask"]
         with count_collectives() as forward:
             out = ours(*parts, own_mask)
         with count_collectives() as backward:

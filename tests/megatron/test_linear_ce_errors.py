@@ -1,5 +1,7 @@
 """What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import VOCAB, model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run, unpatch
 from tests.ranks import ranks
+from tests.test_run import ENVIRONMENT
 
 
 @ranks(2)
@@ -95,9 +98,10 @@ def test_an_untested_megatron_warns_once(version, tested):
             megatron.core.__version__ = real
             versions.warn_if_untested.cache_clear()
     tested_with = f"is tested with Megatron-Core {versions.TESTED[0]} to {versions.TESTED[-1]}"
-    said = [str(w.message) for w in caught if tested_with in str(w.message)]
+    said = [w for w in caught if tested_with in str(w.message)]
     assert len(said) == (0 if tested else 1)
-    assert all(f"this is {version}" in text for text in said)
+    assert all(f"this is {version}: before you rely on" in str(w.message) for w in said)
+    assert all(w.filename == patched.__wrapped__.__code__.co_filename for w in said)  # whose line calls patch()
 
 
 class Softcapped:
@@ -267,3 +271,27 @@ def test_an_output_processor_is_the_callers_own():
     with model_parallel(tp=2):
         model = later_gpt()
         compare_later(model, 0, output_processor=lambda hidden, layer: hidden.float())
+
+
+PIPELINE = """
+import torch
+from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
+from tests.gpt import model_parallel, run_schedule, tiny_batches, tiny_gpt
+torch.distributed.init_process_group("gloo")
+with model_parallel(pp=2):
+    patch_gpt_model_forward_for_linear_ce_fusion()
+    tokens = tiny_batches()[0]
+    tokens[0, -1] = 10**6  # a label, and no input
+    run_schedule(tiny_gpt(), tokens)
+"""
+
+
+@pytest.mark.slow
+def test_a_label_that_the_last_stage_alone_sees_ends_the_job(tmp_path):
+    """The first stage waits for gradients, and is stopped by torchrun."""
+    script = tmp_path / "pipeline.py"
+    script.write_text(PIPELINE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*torchrun, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert "ValueError: labels holds [1000000], outside" in done.stderr

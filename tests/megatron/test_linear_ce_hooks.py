@@ -1,5 +1,7 @@
 """Output layers and models that somebody else has changed: hooks that read logits, adapters, forwards of their own."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -66,3 +68,133 @@ def test_a_models_own_forward_is_not_replaced():
         with pytest.raises(ValueError, match="this GPTModel has a forward of its own, which the patch would replace"):
             patch(model=model)
         assert model.forward is own
+
+
+class HalvedGradient(torch.autograd.Function):
+    """Logits as they are, half their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+class Squashed(torch.autograd.Function):
+    """tanh of logits, and its gradient."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        squashed = logits.tanh()
+        ctx.save_for_backward(squashed)
+        return squashed
+
+    @staticmethod
+    def backward(ctx, grad):
+        (squashed,) = ctx.saved_tensors
+        return grad * (1 - squashed**2)
+
+
+def losses_and_grads(model, change):
+    """Of a model whose output layer has a hook that gives `change(logits)` on."""
+    handle = model.output_layer.register_forward_hook(lambda module, inputs, outputs: (change(outputs[0]), outputs[1]))
+    try:
+        loss = run(model, batch()[1])
+        return loss, grads_of(model, loss)
+    finally:
+        handle.remove()
+
+
+def assert_as_stock(model, change):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*asks for the logits")
+        expected, wanted = losses_and_grads(model, change)
+        with patched():
+            loss, grads = losses_and_grads(model, change)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert_same(grads, wanted)
+
+
+@ranks(1)
+@pytest.mark.parametrize("function", [HalvedGradient, Squashed])
+def test_an_autograd_function_is_refused_and_served_as_the_message_says(function):
+    with model_parallel():
+        model = one_gpt(tied=False)
+        with patched(), pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
+            losses_and_grads(model, function.apply)
+        # The second clone is for stock, whose loss works in place.
+        assert_as_stock(model, lambda logits: function.apply(logits.clone()).clone())
+
+
+@ranks(1)
+def test_an_autograd_function_beside_the_loss_is_refused():
+    with model_parallel():
+        model, beside = one_gpt(), []
+
+        def change(logits):
+            beside.append(Squashed.apply(logits).mean())
+            return logits
+
+        with patched():
+            losses_and_grads(model, change)
+        with pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
+            beside[0].backward()
+
+
+def halve(logits):
+    """In place, through a transpose."""
+    logits.transpose(0, 1).div_(2.0)
+    return logits
+
+
+def halve_copy(logits):
+    logits.transpose(0, 1).contiguous().div_(2.0)
+    return logits
+
+
+def halve_detached(logits):
+    logits.detach().div_(2.0)
+    return logits * 3
+
+
+@ranks(1)
+@pytest.mark.parametrize("change", [halve, halve_copy, halve_detached])
+def test_logits_that_are_changed_in_place(change):
+    with model_parallel():
+        assert_as_stock(one_gpt(), change)
+
+
+@ranks(1)
+def test_the_loss_of_detached_logits_has_no_gradient():
+    with model_parallel():
+        model = one_gpt()
+        handle = model.output_layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].detach(), None))
+        expected = run(model, batch()[1])
+        with patched():
+            loss = run(model, batch()[1])
+        handle.remove()
+    assert not expected.requires_grad
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
+def test_a_collective_reads_the_logits():
+    """Megatron's gather is an autograd function that gives logits to C++ as they are."""
+    from megatron_ext.emulation import megatron_on_cpu
+
+    with megatron_on_cpu():
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    read = []
+
+    def gather(logits):
+        with torch.no_grad():
+            read.append(gather_from_tensor_model_parallel_region(logits).clone())
+        return logits
+
+    with model_parallel(tp=2):
+        assert_as_stock(one_gpt(), gather)
+    assert torch.equal(*read)

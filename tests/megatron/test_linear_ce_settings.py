@@ -11,6 +11,7 @@ from megatron_ext.megatron.head_settings import HeadSettings
 from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.megatron.linear_ce import patch_models
 from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+from megatron_ext.megatron.spec_head import with_fused_head
 from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, run
@@ -90,9 +91,76 @@ def test_options_of_the_loss(build, made):
                 assert counters.z_loss is None
 
 
+def ours_of_spec(**head):
+    """A GPTModel on our layers, whose spec names the head where there are options of it."""
+    from megatron_ext.megatron.layer_specs import gpt_layer_spec
+
+    return one_gpt(spec=with_fused_head(gpt_layer_spec, **head) if head else gpt_layer_spec)
+
+
+def block_of_spec(**head):
+    """A GPTModel on Megatron's layers, by a block spec."""
+    from tests.gpt import stock_spec
+
+    def spec(config, stage):
+        block = stock_spec(config, stage)
+        return with_fused_head(block, **head) if head else block
+
+    return one_gpt(spec=spec, sequence_parallel=True)
+
+
+def hybrid_of_spec(**head):
+    return tiny_hybrid(change_spec=(lambda spec: with_fused_head(spec, **head)) if head else None)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "build",
+    [
+        ours_of_spec,
+        pytest.param(block_of_spec, marks=pytest.mark.slow),
+        pytest.param(hybrid_of_spec, marks=pytest.mark.slow),
+    ],
+)
+def test_options_in_the_layer_spec(build):
+    with model_parallel(tp=2):
+        plain, labels = build(), batch()[1]
+        logits = run(plain, runtime_gather_output=True)
+        loss, z_loss = reference(logits, labels, **CHANGED)
+        weights = torch.rand_like(loss)
+        expected = grads_of(plain, loss + z_loss, weights)
+        stock = run(plain, labels)
+        reset_fusion_report()
+        try:
+            model = build(chunk_size=3, **CHANGED)
+            with counting_logits(model.output_layer) as made:
+                found = run(model, labels)
+                grads = grads_of(model, found, weights)
+            torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
+            assert_same(grads, expected)
+            assert not made
+            (counters,) = fusion_report().models
+            assert counters.losses_fused == 1
+            assert counters.z_loss == pytest.approx(z_loss.mean().item(), rel=1e-5)
+
+            # Other models stay as they are, and other patches do not change what the spec says.
+            assert torch.equal(run(plain, labels), stock)
+            patch()
+            assert torch.equal(run(model, labels), found)
+            patch(model=model)
+            torch.testing.assert_close(run(model, labels), stock, rtol=2e-6, atol=1e-6)
+            unpatch(model=model)
+            assert torch.equal(run(model, labels), found)
+            unpatch()
+            assert torch.equal(run(model, labels), stock)
+        finally:
+            unpatch()
+
+
 @ranks(2)
 def test_the_z_loss_in_megatrons_log():
     """By the script's own weights of the tokens, and in the form in which the script logs its loss."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     mask = torch.ones(2, SEQ)
@@ -114,11 +182,15 @@ def test_the_z_loss_in_megatrons_log():
         return output, loss
 
     with model_parallel(tp=2):
-        for form in ("pair", "mean"):
-            chunks = data_parallel(tiny_gpt(), distributed_optimizer=False)
-            tokens = tiny_batches(batch=4, seq=SEQ)[0]
-            patch(z_loss=0.1, chunk_size=3)
+        for form, way in (("pair", "patch"), ("mean", "spec")):
             try:
+                spec = None
+                if way == "spec":
+                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, chunk_size=3)
+                else:
+                    patch(z_loss=0.1, chunk_size=3)
+                chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
+                tokens = tiny_batches(batch=4, seq=SEQ)[0]
                 logs = get_forward_backward_func()(
                     forward_step_func=step,
                     data_iterator=[iter(tokens.split(2))],
@@ -176,6 +248,10 @@ def test_refusals():
                 patch(**{name: wrong})
             with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
                 HeadSettings(**{name: wrong})
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
+                with_fused_head(model.transformer_layer_spec, **{name: wrong})
+        with pytest.raises(ValueError, match="spec is <function reference .* it must be a layer spec object"):
+            with_fused_head(reference)
 
         patch_models(HeadSettings(z_loss=0.1, softcap=2.0))
         try:

@@ -84,7 +84,8 @@ def test_bytes_and_collectives_on_logits(name):
     assert not backward.collectives
 
 
-@pytest.mark.parametrize("name", SOME_QUICK)
+# Both filters go the way of "top-k and top-p"; top-p alone, with its many passes over the columns, takes a minute.
+@pytest.mark.parametrize("name", [name for name in SOME_QUICK if name in QUICK or name.values[0] != "top-p"])
 def test_a_slice_of_logits_is_not_copied(name):
     check_bytes(*on_logits(CALLS[name], sliced=True))
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from megatron_ext import reference
 from megatron_ext.policy import ClippedPGLoss, DistillationLoss, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
     VOCAB,
@@ -210,6 +211,8 @@ def test_what_is_refused():
     assert not worker_of(generation={"top_k": -1, "top_p": None})._filters
     with pytest.raises(ValueError, match="score.. is of reward models"):
         worker_of().score(tiny_batch(8))
+    with pytest.raises(ValueError, match="reward_model_cfg.enabled is True: .*AutoModelForSequenceClassification"):
+        read_config(tiny_config(reward_model_cfg={"enabled": True, "reward_model_type": "bradley_terry"}))
     loss_fn = KeywordLoss()
     loss_fn.input_type = "draft"
     worker = worker_of()

@@ -1,11 +1,15 @@
 """Sequences from the policy: drawn as training scores them, whatever the layout and the padding."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron_ext import reference
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
+from megatron_ext.policy.config import read_config
 from megatron_ext.policy.sampling import Sampler, SamplingSettings, row_seeds
 from tests.policy.problems import VOCAB, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.test_megatron_worker import model_config
@@ -106,6 +110,18 @@ def test_stops():
         assert stop not in answer[:-1]
         assert len(answer) == 6 or answer[-1] == stop
     worker.shutdown()
+    # Without stop_token_ids a row ends where the folder's generation_config.json says; nothing else of it counts.
+    with tempfile.TemporaryDirectory() as folder:
+        plain.generation_config = GenerationConfig(eos_token_id=[VOCAB - 1, stop], repetition_penalty=50.0)
+        plain.save_pretrained(folder)
+        worker = DTensorPolicyWorker(tiny_config(folder, generation={"max_new_tokens": 6}))
+        again = worker.generate(data, greedy=True)
+        for name in ("output_ids", "generation_lengths", "logprobs"):
+            torch.testing.assert_close(again[name], stopped[name])
+        worker.shutdown()
+        Path(folder, "generation_config.json").write_text("{")
+        with pytest.raises(ValueError, match="generation_config.json cannot be read .*mend or remove it"):
+            DTensorPolicyWorker(tiny_config(folder))
 
 
 @pytest.mark.slow
@@ -146,7 +162,7 @@ def test_tokens_are_drawn_by_their_probability():
 )
 def test_settings_that_cannot_be(generation, message):
     with pytest.raises(ValueError, match=message):
-        SamplingSettings.of({"generation": generation}, None, 1.0)
+        SamplingSettings.of({"generation": generation}, None, read_config(tiny_config()))
 
 
 @ranks(1)

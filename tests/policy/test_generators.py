@@ -9,7 +9,7 @@ from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLo
 from megatron_ext.policy.hub_names import hub_rename
 from megatron_ext.policy.refit import send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
-from tests.dtensor.models import SIZES
+from tests.dtensor.models import SIZES, make
 from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.vllm_standin import Engine, worker_of
 from tests.ranks import ranks
@@ -33,7 +33,11 @@ def saved_weights(model, folder):
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-@pytest.mark.parametrize("config", [tiny_model, mixtral, qwen3_moe])
+def gpt_oss():
+    return make("gpt_oss").config
+
+
+@pytest.mark.parametrize("config", [tiny_model, mixtral, qwen3_moe, gpt_oss])
 def test_names_are_those_of_files(tmp_path, config):
     model = plain_model(config())
     true = saved_weights(model, tmp_path)
@@ -41,6 +45,15 @@ def test_names_are_those_of_files(tmp_path, config):
     found = dict(pair for name, x in model.state_dict().items() for pair in rename(name, x))
     assert found.keys() == true.keys()
     assert all(torch.equal(found[name], x) for name, x in true.items())
+    # What vLLM asks for: w1, w2 and w3 of each of Mixtral's experts, the projections of each of Qwen3-MoE's, and
+    # all of GPT-OSS's in one.
+    experts = {
+        "tiny_model": set(),
+        "mixtral": {f"block_sparse_moe.experts.{i}.w{n}.weight" for i in range(4) for n in (1, 2, 3)},
+        "qwen3_moe": {f"mlp.experts.{i}.{n}_proj.weight" for i in range(4) for n in ("gate", "up", "down")},
+        "gpt_oss": {f"mlp.experts.{n}_proj{kind}" for n in ("gate_up", "down") for kind in ("", "_bias")},
+    }[config.__name__]
+    assert {name.partition("layers.0.")[2] for name in true if "layers.0." in name and "experts." in name} == experts
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
@@ -101,6 +114,36 @@ def test_refit_of_vllm(config):
     assert [x.model_runner.model.largest_difference(changed) for x in engine.workers] == [0.0, 0.0]
     assert worker._held is None
     worker.shutdown()
+
+
+@pytest.mark.parametrize("method", ["policy_weights_load", "policy_weights_finish"])
+def test_weights_are_freed_when_vllm_fails(method):
+    """What the policy laid open would stay in memory; the engine's own error is what the caller sees."""
+
+    class Worker:
+        def prepare_weights_for_ipc(self):
+            return [], 1024.0
+
+        def prepare_refit_info(self):
+            return {"w": (torch.Size([3]), torch.float32)}
+
+        def get_weights_ipc_handles(self, keys, devices=None):
+            open_now[:] = keys
+            return {"CPU-here": None}
+
+    class Failing:
+        def collective_rpc(self, name, timeout=None, args=(), kwargs=None):
+            if name == "policy_device_id":
+                return ["CPU-here"]
+            assert open_now == ["w"]
+            if name == method:
+                raise RuntimeError("a worker of the engine died")
+            return []
+
+    open_now = []
+    with pytest.raises(RuntimeError, match="a worker of the engine died"):
+        refit_vllm(Policy(Worker()), Failing())
+    assert open_now == []
 
 
 @ranks(3)

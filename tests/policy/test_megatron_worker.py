@@ -293,6 +293,12 @@ def test_models_that_gpt_model_does_not_compute():
     scaled = LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(ValueError, match="rope_type is not the plain Llama's"):
         megatron_llama.check(scaled, 1)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    for kind, others in ((Qwen3MoeConfig, experts), (Qwen2Config, {}), (Qwen3Config, {"head_dim": 8})):
+        megatron_llama.check(kind(**SIZES, **others, use_sliding_window=False), 1)
+        windowed = kind(**SIZES, **others, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+        with pytest.raises(ValueError, match="sliding window is not the plain Llama's; use DTensorPolicyWorker"):
+            megatron_llama.check(windowed, 1)
     from transformers import Gemma3TextConfig
 
     with pytest.raises(ValueError, match="llama, qwen2, qwen3"), worker_of(Gemma3TextConfig(), "dp"):

@@ -227,6 +227,8 @@ def test_errors_keep_their_type_and_say_the_rank(policy):
         policy.train({k: v for k, v in tiny_batch().items() if k != "token_mask"}, NLLLoss())
     with pytest.raises(ValueError, match="rows"):
         policy.train(tiny_batch(rows=7), NLLLoss())
+    with pytest.raises(ValueError, match="is of reward models"):
+        policy.score(tiny_batch())
     with pytest.raises(ValueError, match="in batches of 0"):
         policy.train(tiny_batch(), NLLLoss(), gbs=0)
     assert policy.is_alive()  # none of it ended the group

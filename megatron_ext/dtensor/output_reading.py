@@ -1,0 +1,159 @@
+"""What is read out at a model's lm head, of this rank's tokens: from hidden states, or through the logits it makes.
+
+Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tensor-parallel ranks.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.groups import UNSHARDED
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.dtensor.decoder import output_head_path, text_model
+from megatron_ext.dtensor.output_head import HeadRule, head_rule, is_hooked
+from megatron_ext.head.checks import or_refuse
+
+_HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
+_RULE = "_megatron_ext_head_rule"
+# Which heads are read from hidden states: all that are known, those that are a matrix, none.
+KNOWN, PLAIN, LOGITS = "known", "plain", "logits"
+
+
+class Read(NamedTuple):
+    """A function of the fused head, and the same of logits; both take a temperature.
+
+    They give `results` tensors, each a number of a position, or `columns` numbers.
+    """
+
+    temperature: float
+    hidden: Callable[..., Any] | None
+    logits: Callable[..., Any]
+    results: int = 1
+    columns: tuple[int, ...] = ()
+
+    def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
+        """That of the results together."""
+        return (self.results, *labels_BP.shape, *self.columns)
+
+
+def register(model: nn.Module, rule: HeadRule | None) -> None:
+    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward.
+
+    Args:
+        rule: `head_rule(model)` from before it was sharded.
+    """
+    model.__dict__[_RULE] = rule
+    model.__dict__[_HEAD] = functools.partial(_through_head, model)
+    register_fsdp_forward_method(model, _HEAD)
+
+
+def read_out(
+    model: nn.Module, read: Read, fused: str, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """What `read` makes of these tokens, `[B, P]` each result, and what it refuses: see `or_refuse`.
+
+    Args:
+        fused: `KNOWN`, `PLAIN` or `LOGITS`: which heads `read` has a function of hidden states for.
+        inputs: what the model takes beside the tokens.
+    """
+    rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
+    hooked = rule is not None and is_hooked(model)
+    if hooked:
+        rule = None
+    if rule is None and fused == KNOWN:
+        _say_once(type(model).__name__.removeprefix("FSDP"), hooked)
+    if rule is None or fused == LOGITS or (fused == PLAIN and not _is_plain(model, rule)):
+        return _through_logits(model, read, tokens_BP, labels_BP, **inputs)
+    through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
+    return through_head(rule, read, tokens_BP, labels_BP, **inputs)
+
+
+@functools.cache
+def _say_once(model: str, hooked: bool) -> None:
+    reason = f"{model} or its head has hooks" if hooked else f"what {model} does to its logits is not known here"
+    warnings.warn(
+        f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
+        f"token",
+        stacklevel=2,
+    )
+
+
+def _through_logits(
+    model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """As `_through_head`, by way of the logits that the model makes."""
+    logits, group, vocab = local_shard(model(input_ids=tokens_BP, **inputs).logits, -1)
+    return or_refuse(
+        lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
+        read.shape(labels_BP),
+        logits,
+    )
+
+
+def _is_plain(model: nn.Module, rule: HeadRule) -> bool:
+    """Whether logits are a product with the head's weight, over a number."""
+    head: Any = model.get_submodule(output_head_path(model))
+    return rule.softcap is None and head.bias is None
+
+
+def _tuple(found: Any) -> tuple[Tensor, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _through_head(
+    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
+    text = text_model(model)
+    hidden = text(input_ids=tokens_BP, **inputs)[0]
+    head: Any = model.get_submodule(output_head_path(model))
+    weight, group, vocab = local_shard(head.weight, 0)
+    if isinstance(hidden, DTensor):
+        hidden = hidden.to_local()
+    in_slices = hidden.shape[1] != tokens_BP.shape[1]
+    if in_slices and group is UNSHARDED:
+        raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
+    # The head's "sequence" layout has slices of dim 0.
+    if in_slices:
+        hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
+    fused = read.hidden
+    assert fused is not None
+    found, fault = or_refuse(
+        lambda: _tuple(
+            fused(
+                hidden.to(weight.dtype),
+                weight,
+                labels_BP,
+                tp_group=group,
+                hidden_layout="sequence" if in_slices else "replicated",
+                bias=None if head.bias is None else local_shard(head.bias, 0)[0],
+                vocab=vocab,
+                softcap=rule.softcap,
+                temperature=read.temperature / rule.scale,
+            )
+        ),
+        read.shape(labels_BP),
+        weight,
+    )
+    # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
+    return tuple((x.t() if in_slices else x).clone() for x in found), fault
+
+
+def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
+    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are."""
+    size = x.shape[dim]
+    if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
+        local = x.to_local() if isinstance(x, DTensor) else x
+        return local, UNSHARDED, VocabShard(0, size, size)
+    if x.device_mesh.ndim != 1:
+        raise ValueError(
+            f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
+        )
+    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
+    start = min(longest * x.device_mesh.get_local_rank(), size)
+    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)

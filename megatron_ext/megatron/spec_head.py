@@ -1,0 +1,56 @@
+"""The fused head named in a layer spec, with its options: for Megatron-LM's `--spec`, one module of a user's own.
+
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
+from megatron_ext.megatron.spec_head import with_fused_head
+
+spec = with_fused_head(gpt_layer_spec, z_loss=1e-4)
+"""
+
+import copy
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+from megatron_ext.head.options import Cache
+from megatron_ext.megatron.head_settings import HeadSettings
+from megatron_ext.megatron.linear_ce import patch_for_specs
+from megatron_ext.megatron.wrapping import HEAD
+
+_Spec = TypeVar("_Spec")
+
+
+def with_fused_head(
+    spec: _Spec,
+    *,
+    chunk_size: int | None = None,
+    chunk_tokens: int | None = None,
+    cache: Cache = "auto",
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> _Spec:
+    """A copy of a layer spec; models that are built from it compute losses by the fused head with these options.
+
+    The same head, losses, log of the z-loss and refusals as by `patch_gpt_model_forward_for_linear_ce_fusion`, for
+    these models alone. Where a model has a patch of its own as well, that one's options hold; where the classes are
+    patched, those of the spec. `unpatch_gpt_model_forward_for_linear_ce_fusion()` takes the heads of specs out too.
+    Communicates nothing.
+
+    Args:
+        spec: ours, Megatron's or your own, as a model takes it: `ModuleSpec` of a layer or of a hybrid stack, or
+            `TransformerBlockSubmodules`.
+        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see `HeadSettings`.
+
+    Raises:
+        ValueError: an option breaks its rule, or `spec` is no spec.
+    """
+    settings = HeadSettings(chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature)
+    if not is_dataclass(spec) or isinstance(spec, type):
+        raise ValueError(
+            f"spec is {spec!r}: it must be a layer spec object, as GPTModel takes it; of a function that makes one "
+            f"pass what it returns"
+        )
+    named: Any = copy.copy(spec)
+    setattr(named, HEAD, settings)
+    patch_for_specs()
+    return named
