@@ -190,8 +190,8 @@ def _finish_dx(given: dict[str, Any]) -> tuple[int, int]:
 
 
 KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
-    "_whole_row_kernel": _whole_rows,
-    "_long_row_kernel": _long_rows,
+    "whole_row_kernel": _whole_rows,
+    "long_row_kernel": _long_rows,
     "_row_gradient_kernel": _gradient,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,

