@@ -9,6 +9,7 @@ Shapes: B batch, S positions of this rank (all of them without context paralleli
 size, V vocabulary.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class _ReadOut:
         scale_logits: Callable[[Tensor], Tensor] | None = None,
         **given: Any,
     ) -> Any:
-        """Called by the model; `given` are the other arguments that Megatron passes to an output processor."""
+        """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
+        the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
         promising = getattr(vars(output_layer).get(model_seams.FORWARD), "promises", False)
         reason = None if promising else model_seams.why_not_linear(output_layer)
@@ -98,7 +100,7 @@ class LogProbs(_ReadOut):
     cache: Cache = "auto"
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        parts = log_probs.sequence_parts(None, given.get("packed_seq_params"))
+        parts = log_probs.sequence_parts(given.get("model"), given.get("packed_seq_params"))
         tokens_BS = log_probs.whole_tokens(given, parts)
         labels_BS = log_probs.shifted(tokens_BS, given, parts, log_probs.IGNORE_INDEX)
         labels_SB = labels_BS.transpose(0, 1)
@@ -182,6 +184,8 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
             return fused(self, *args, **kwargs)
         if isinstance(output_processor, _ReadOut) and model_seams.output_layer(self) is not None:
             counters_of(self).read_outs += 1
+        if isinstance(output_processor, _ReadOut):  # Megatron's own call says nothing of the model's groups
+            output_processor = functools.partial(output_processor, model=self)
         if native:
             more = {"output_processor": output_processor, "output_processor_context": output_processor_context}
             return fused(self, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ext.megatron import log_probs as model_log_probs
 from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
@@ -79,6 +80,15 @@ def test_log_probs_of_the_whole_sequence_under_context_parallelism():
         parts = SequenceParts(context_parallel_group())
         tokens, positions = (parts.split(x, 1) for x in (ids, batch()[2]))
         found, entropy = model(tokens, positions, None, output_processor=LogProbs(return_entropy=True))
+        # The group is asked of the model, not of Megatron.
+        asked, real = [], model_log_probs.context_parallel_group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model_log_probs, "context_parallel_group", lambda own: asked.append(own) or real(own))
+            model.cp_group = parts.group
+            again = model(tokens, positions, None, output_processor=LogProbs())
+        assert asked == [parts.group]
+        assert asked[0] is not None
+        torch.testing.assert_close(again, found)
     torch.testing.assert_close(found, log_probs(z, ids, None), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(entropy, -(z.exp() * z).sum(-1)[:, :-1], rtol=2e-6, atol=2e-6)
 
