@@ -75,7 +75,8 @@ def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False, w
         self_attention=identity_op.IdentityOp,
         self_attn_bda=identity_op.IdentityFuncOp,
     )
-    experts = dataclasses.replace(mlp, mlp=with_experts.mlp)
+    # As in Megatron's own spec: checkpoints name the norm before experts as the model does.
+    experts = dataclasses.replace(mlp, mlp=with_experts.mlp, sharded_state_dict_keys_map={})
     name = "HybridStack" if hasattr(stack, "HybridStack") else "MambaStack"
     submodules = getattr(stack, f"{name}Submodules")(
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
