@@ -48,14 +48,15 @@ test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other vers
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
 	@touch $@
 
-# Megatron-FSDP of these versions fails with today's torch by itself.
-WITHOUT := --ignore tests/megatron/test_attention.py \
-	--deselect tests/megatron/test_linear_ce_fsdp.py::test_training_in_megatrons_wrappers
+# 0.14.0: Megatron's local attention has no sliding windows, with which this file compares ours, and its Megatron-FSDP
+# fails with today's torch by itself.
+WITHOUT_megatron-core-0.14.0 := --ignore tests/megatron/test_attention.py \
+	--deselect "tests/megatron/test_linear_ce_fsdp.py::test_training_in_megatrons_wrappers[megatron"
 
 test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready)  ## Megatron-Core 0.14.0 and 0.15.3, transformers 4.51.3
-	set -e; for version in $(MEGATRONS); do \
-		.venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/megatron $(WITHOUT); done
-	set -e; for version in $(TRANSFORMERS); do .venvs/$$version/bin/python $(PYTEST) -m "not gpu" tests/dtensor; done
+	set -e; $(foreach version,$(MEGATRONS),.venvs/$(version)/bin/python $(PYTEST) -m "not gpu" tests/megatron \
+		$(WITHOUT_$(version));)
+	set -e; $(foreach version,$(TRANSFORMERS),.venvs/$(version)/bin/python $(PYTEST) -m "not gpu" tests/dtensor;)
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
 # because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
