@@ -17,6 +17,7 @@ from megatron_ext import doctor
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_program_prints_json():
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ext.doctor", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300

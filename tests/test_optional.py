@@ -13,7 +13,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     "package, use, said",
     [
-        ("megatron", "megatron_ext.substitute_tensor_parallel()", "needs Megatron-Core"),
+        slow("megatron", "megatron_ext.substitute_tensor_parallel()", "needs Megatron-Core"),
         slow("megatron", "model_utils.patch_gpt_model_forward_for_linear_ce_fusion()", "needs Megatron-Core"),
         slow("megatron", "policy.MegatronPolicyWorker({})", "needs Megatron-Core"),
         ("transformers", "factories.model_factories(None)", "needs transformers >= 4.51"),

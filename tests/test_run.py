@@ -134,7 +134,7 @@ def test_what_a_script_sees(tmp_path, script):
 @pytest.mark.parametrize(
     "text,code,said",
     [
-        ("raise SystemExit(7)", 7, ""),
+        pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.slow),
         pytest.param("import sys; sys.exit('no data')", 1, "no data", marks=pytest.mark.slow),
         pytest.param("import os; os._exit(9)", 9, "", marks=pytest.mark.slow),
         ("def deep():\n    raise KeyError('lost')\n\ndeep()", 1, 'script.py", line 2, in deep\n    raise KeyError('),

@@ -10,6 +10,7 @@ def small(world, dtype=torch.float32):
     return Case("small", 300, 0, 192, world, dtype)  # two chunks of the usual way
 
 
+@pytest.mark.slow
 @ranks(1, 2)
 def test_right_ways_are_timed():
     import torch.distributed as dist

@@ -109,8 +109,12 @@ TWO_RANKS = {
 }
 
 
+def quick_and_slow(cases, quick):
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 @ranks(2)
-@pytest.mark.parametrize("case", TWO_RANKS)
+@pytest.mark.parametrize("case", quick_and_slow(TWO_RANKS, ("tp2-sp", "pp2", "ep2")))
 def test_two_ranks(case):
     assert_trains_like_plain(*TWO_RANKS[case])
 
@@ -125,7 +129,7 @@ FULLY_SHARDED = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", FULLY_SHARDED)
+@pytest.mark.parametrize("case", quick_and_slow(FULLY_SHARDED, ("torch", "megatron")))
 def test_fully_sharded_data_parallelism(case):
     """torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks."""
     shard, overrides = FULLY_SHARDED[case]

@@ -46,8 +46,8 @@ def slow(*values):
         slow(0, "replicated", 8, 0.35),
         slow(0, "sequence", 8, 0.35),
         slow(0.5, "sequence", 7, 1.35),
-        (1, "replicated", 6, 2.25),
-        (1, "sequence", 6, 2.25),
+        slow(1, "replicated", 6, 2.25),
+        slow(1, "sequence", 6, 2.25),
     ],
 )
 def test_full_size(cache, layout, flops, logits_bytes):

@@ -26,7 +26,8 @@ def interpret(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("part", ["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["all"])
 def test_twins_agree_under_the_interpreter(part):
     assert re.search(r"^(\d+) comparisons", interpret("-W", "ignore", "-m", "tests.head.twins", part))
 

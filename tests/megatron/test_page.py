@@ -74,7 +74,7 @@ def test_the_lines_of_code_run():
 
 
 @ranks(2)
-@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("layout", [pytest.param("replicated", marks=pytest.mark.slow), "sequence"])
 def test_what_a_head_step_costs(layout):
     from head_meter import measure_head
 

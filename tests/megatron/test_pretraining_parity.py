@@ -65,7 +65,7 @@ def cases(*quick: str):
 
 
 @ranks(1)
-@cases("untied-dropout")
+@cases()
 def test_tp1(tied, dropout):
     parity("tp1", tied, dropout)
 

@@ -147,6 +147,7 @@ def test_nothing_is_computed_or_sent_here(path):
             assert not called.startswith(("dist.", "torch.distributed.")), f"{called} communicates"
 
 
+@pytest.mark.slow
 def test_imports_with_torch_alone():
     code = (
         "import sys, megatron_ext.model_utils\n"

@@ -101,6 +101,7 @@ def test_log_probs_and_training(layout):
     check(layout)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_activation_checkpointing():
     check("recompute", kinds=["fixed"])
@@ -251,6 +252,7 @@ def test_a_loss_that_fails_on_the_last_stage_is_an_error_on_all():
         assert torch.isfinite(worker.train(data, NLLLoss())["global_loss"]).all()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_worker_that_cannot_be_made_leaves_nothing_open():
     """Neither the emulation of CUDA nor Megatron's groups: the next one finds none."""
@@ -268,12 +270,14 @@ def test_a_worker_that_cannot_be_made_leaves_nothing_open():
     assert torch.cuda.current_device is allocated
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_second_worker_of_another_size_is_refused():
     with worker_of(model_config(), "dp"), pytest.raises(ValueError, match="tensor parallel size 2.* are of 1"):
         MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": LAYOUTS["tp"]})
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_token_that_the_model_does_not_know_is_an_error_on_all():
     with worker_of(model_config(), "dp") as worker:
