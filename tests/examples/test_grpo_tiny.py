@@ -39,9 +39,8 @@ def test_the_program_with_seed_0(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_reward_rises(ray, tmp_path, seed):
-    first, last = grpo_tiny.tenths(learn(tmp_path, "--seed", str(seed), *STEPS))
+def test_the_reward_rises_with_another_seed(ray, tmp_path):
+    first, last = grpo_tiny.tenths(learn(tmp_path, "--seed", "1", *STEPS))
     assert last - first >= 0.3
 
 
