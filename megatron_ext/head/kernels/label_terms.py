@@ -105,6 +105,11 @@ def add_label_rows(
     programs = rows if every_row else tokens
     if programs == 0 or width == 0:
         return
+    if out_VD.stride(1) != 1:  # the gradient of a transposed weight
+        rowwise_VD = out_VD.contiguous()
+        add_label_rows(rowwise_VD, x_TD, target_T, value_T, common_D, counted_V)
+        out_VD.copy_(rowwise_VD)
+        return
     with torch.cuda.device_of(out_VD):  # Triton launches on the current device, wherever the tensors are
         sorted_T, order_T = torch.sort(target_T.int(), stable=True)
         asked = torch.arange(rows + 1, device=out_VD.device, dtype=torch.int32) if every_row else sorted_T
@@ -142,6 +147,11 @@ def finish_dx(
 ) -> None:
     """dx from the product, in one launch. See `megatron_ext.head.label_terms.finish_dx`."""
     if product_TD.numel() == 0:
+        return
+    if out_TD.stride(1) != 1:
+        rowwise_TD = torch.empty(out_TD.shape, dtype=out_TD.dtype, device=out_TD.device)
+        finish_dx(rowwise_TD, product_TD, scale_T, target_T, value_T, w_VD, offset_T, common_D)
+        out_TD.copy_(rowwise_TD)
         return
     scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), _rowwise(w_VD)
     offset_T = scale_T if offset_T is None else offset_T.contiguous()
