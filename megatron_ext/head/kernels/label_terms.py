@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
+from megatron_ext.head.kernels.logits import rowwise
 
 
 @triton.jit
@@ -23,6 +24,7 @@ def _label_rows_kernel(
     common_ptr,
     counted_ptr,
     out_stride,
+    out_column_stride,
     x_stride,
     width,
     EVERY_ROW: tl.constexpr,
@@ -41,8 +43,8 @@ def _label_rows_kernel(
             return
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < width
-    out_ptr += row.to(tl.int64) * out_stride
-    total = tl.load(out_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+    out_ptr += row.to(tl.int64) * out_stride + columns.to(tl.int64) * out_column_stride  # 1, or of a transposed weight
+    total = tl.load(out_ptr, mask=inside, other=0.0).to(DTYPE)
     if EVERY_ROW:
         common = tl.load(common_ptr + columns, mask=inside, other=0.0)
         total += tl.load(counted_ptr + at) * common
@@ -53,7 +55,7 @@ def _label_rows_kernel(
             value = tl.load(value_ptr + token, mask=there, other=0.0)
             x = tl.load(x_ptr + token * x_stride + columns, mask=inside & there, other=0.0)
             total += value * x.to(DTYPE)
-    tl.store(out_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -67,6 +69,7 @@ def _finish_dx_kernel(
     offset_ptr,
     common_ptr,
     out_stride,
+    out_column_stride,
     product_stride,
     w_stride,
     width,
@@ -85,7 +88,8 @@ def _finish_dx_kernel(
     dx = value * w + tl.load(scale_ptr + token) * product
     if HAS_OFFSET:
         dx += tl.load(offset_ptr + token) * tl.load(common_ptr + columns, mask=inside, other=0.0)
-    tl.store(out_ptr + token * out_stride + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
+    out_ptr += token * out_stride + columns.to(tl.int64) * out_column_stride
+    tl.store(out_ptr, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def add_label_rows(
@@ -105,16 +109,11 @@ def add_label_rows(
     programs = rows if every_row else tokens
     if programs == 0 or width == 0:
         return
-    if out_VD.stride(1) != 1:  # the gradient of a transposed weight
-        rowwise_VD = out_VD.contiguous()
-        add_label_rows(rowwise_VD, x_TD, target_T, value_T, common_D, counted_V)
-        out_VD.copy_(rowwise_VD)
-        return
     with torch.cuda.device_of(out_VD):  # Triton launches on the current device, wherever the tensors are
         sorted_T, order_T = torch.sort(target_T.int(), stable=True)
         asked = torch.arange(rows + 1, device=out_VD.device, dtype=torch.int32) if every_row else sorted_T
         bounds = torch.searchsorted(sorted_T, asked, right=not every_row, out_int32=True)
-        x_TD, block_d, warps = _rowwise(x_TD), *blocks.sizes(blocks.WIDTH, width, value_T.dtype == torch.float64)
+        x_TD, block_d, warps = rowwise(x_TD), *blocks.sizes(blocks.WIDTH, width, value_T.dtype == torch.float64)
         _label_rows_kernel[(programs, triton.cdiv(width, block_d))](
             out_VD,
             x_TD,
@@ -125,6 +124,7 @@ def add_label_rows(
             value_T if common_D is None else common_D.contiguous(),
             value_T if counted_V is None else counted_V.contiguous(),
             out_VD.stride(0),
+            out_VD.stride(1),
             x_TD.stride(0),
             width,
             EVERY_ROW=every_row,
@@ -148,12 +148,7 @@ def finish_dx(
     """dx from the product, in one launch. See `megatron_ext.head.label_terms.finish_dx`."""
     if product_TD.numel() == 0:
         return
-    if out_TD.stride(1) != 1:
-        rowwise_TD = torch.empty(out_TD.shape, dtype=out_TD.dtype, device=out_TD.device)
-        finish_dx(rowwise_TD, product_TD, scale_T, target_T, value_T, w_VD, offset_T, common_D)
-        out_TD.copy_(rowwise_TD)
-        return
-    scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), _rowwise(w_VD)
+    scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), rowwise(w_VD)
     offset_T = scale_T if offset_T is None else offset_T.contiguous()
     width = product_TD.shape[1]
     block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
@@ -169,6 +164,7 @@ def finish_dx(
             offset_T[rows],
             scale_T if common_D is None else common_D.contiguous(),
             out_TD.stride(0),
+            out_TD.stride(1),
             product_TD.stride(0),
             w_VD.stride(0),
             width,
@@ -199,8 +195,3 @@ _ASIDE = 64
 
 def _sum_type(x: Tensor) -> tl.dtype:
     return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
-def _rowwise(x_ND: Tensor) -> Tensor:
-    """`x_ND` with neighbouring columns next to each other in memory."""
-    return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()
