@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
+from megatron_ext.head.devices import on_tensor_cores
 from megatron_ext.head.rows import accumulation_dtype
 
 # Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
@@ -41,7 +42,7 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
 
 def widens(x_TD: Tensor) -> bool:
     """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA."""
-    return x_TD.is_cuda and x_TD.element_size() == 2
+    return on_tensor_cores(x_TD)
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:

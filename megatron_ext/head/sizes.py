@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_ext.head.devices import TILE_M, TILE_N, Device, device_of, product_seconds
+from megatron_ext.head.devices import TILE_M, TILE_N, Device, device_of, on_tensor_cores, product_seconds
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.values import has_values
 
@@ -61,7 +61,7 @@ def product_chunks(
     weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
     """
     tokens = span.stop - span.start
-    if chunk_tokens or tokens <= 0 or columns == 0 or not _on_tensor_cores(x_TD):
+    if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
         return chunks(span, chunk_tokens, columns, kept and not x_TD.is_cuda)
     most = max(TILE_M, max(room, _CUDA_BLOCK_BYTES) // (4 * columns))
     steps = _product_steps(device_of(x_TD), tokens, columns, x_TD.shape[1], most)
@@ -108,7 +108,7 @@ def column_blocks(
         return _stepped(whole, _rounded(max(_CPU_BLOCK_BYTES, row * columns // _CPU_BLOCK_SHARE) // row, 128))
     most = _rounded(max(_CUDA_BLOCK_BYTES, row * columns // _CUDA_BLOCK_SHARE) // row, TILE_N)
     fewest = max(1, -(-columns // most))
-    if width is None or not _on_tensor_cores(like):
+    if width is None or not on_tensor_cores(like):
         return even_blocks(columns, fewest)
     return even_blocks(columns, _block_count(device_of(like), tokens, columns, width, fewest))
 
@@ -200,10 +200,6 @@ def _free_bytes(like: Tensor) -> int:
         return stats[name]["all"]["current"] if name in stats else 0
 
     return free + max(0, now("reserved_bytes") - now("active_bytes") - now("inactive_split_bytes"))
-
-
-def _on_tensor_cores(like: Tensor) -> bool:
-    return like.is_cuda and like.element_size() == 2
 
 
 def _smallest_as_good(found: list[tuple[float, Choice]]) -> Choice:
