@@ -243,8 +243,6 @@ def main(out: Path | None, seconds: float, rehearse: bool, more: list[Implementa
         run = Run(machine, origin, out, seconds)
         for case in cases:
             impls, absent = available(case, on_gpu=True)
-            if rehearse:  # the interpreter cuts 16-bit results off where a GPU rounds them: up to twice the error
-                impls = [replace(impl, error_limit=2 * impl.error_limit) for impl in impls]
             run.case(case, group, [*impls, *(more or [])], absent)
     rows = record.read(out)
     print("\n" + record.table(row for row in rows if row.metric != NOT_MEASURED))

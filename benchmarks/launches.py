@@ -165,9 +165,9 @@ def _whole_rows(given: dict[str, Any]) -> tuple[int, int]:
 
 
 def _long_rows(given: dict[str, Any]) -> tuple[int, int]:
-    """Logits are read again where exponentials are kept of them."""
-    z_TV, kept = given["z_ptr"], given["kept_columns"]
-    return _bytes(z_TV) + _bytes(z_TV[:, :kept]), _whole_rows(given)[1]
+    """Logits are read again where exponentials are kept of them, unless relative to a sample, which is taken to do."""
+    z_TV, again = given["z_ptr"], 0 if given["SAMPLED"] else given["kept_columns"]
+    return _bytes(z_TV) + _bytes(z_TV[:, :again]), _whole_rows(given)[1]
 
 
 def _gradient(given: dict[str, Any]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.fake_cuda import kernels_of
 from benchmarks.gpu import Machine
+from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head import passes
 
@@ -51,6 +52,7 @@ def stood_in_for_cuda() -> Iterator[Machine]:
     """While it is open this process takes the CUDA path. TRITON_INTERPRET must be 1 since it began."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
+    round_to_bfloat16()
     with ExitStack() as stack:
         for where, name, what in (
             (torch, "mm", mm),

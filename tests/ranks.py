@@ -38,6 +38,9 @@ def prepare_process() -> None:
     """What every process that runs test bodies sets: one thread, and uninitialised memory that shows (NaN)."""
     import torch
 
+    from benchmarks.interpreter import round_to_bfloat16
+
+    round_to_bfloat16()
     torch.set_num_threads(1)  # the ranks share a few cores; more threads only get in each other's way
     torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -32,12 +32,14 @@ class DenseSoftmax(torch.autograd.Function):
         counted, temperature = options.vocab.counted, options.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
-        row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], None, None, counted, None, temperature, False, False, False)
+        row_statistics(
+            z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, counted, None, temperature, False, False, False
+        )
         stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, nowhere_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)
-        log_sum_T = stats.log_sum.to(stats.peak.dtype)
-        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.peak.dtype)
+        log_sum_T = stats.log_sum.to(stats.shift.dtype)
+        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.shift.dtype)
         out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)
         for at in blocks(z_TV):
             out = out_TV[at, :counted]

@@ -67,7 +67,7 @@ def coefficients(
         away = (stats.target - stats.expected).clamp(min=-1e4).where(kept_T, 0.0)  # p_y is 0 further away
         target = target + c * p_y * away
     # Above 0 only where this shard has no finite logit, its peak is taken for 0, and its probabilities are 0 anyway.
-    alpha = (stats.peak - stats.largest - stats.log_sum).clamp(max=0).exp().where(kept_T, 0.0)
+    alpha = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp().where(kept_T, 0.0)
     return Coefficients(a, c, d, target, alpha)
 
 
@@ -81,9 +81,9 @@ def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | No
     a, c, d, _, alpha = coef
     if unit_T is not None:
         a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
-    dtype, scale, slope = stats.peak.dtype, alpha * a, None
+    dtype, scale, slope = stats.shift.dtype, alpha * a, None
     if c is not None:
         assert stats.expected is not None
-        away = (stats.peak - stats.largest - stats.expected).where(alpha > 0, 0.0)
+        away = (stats.shift - stats.largest - stats.expected).where(alpha > 0, 0.0)
         scale, slope = alpha * (a + c * away), (alpha * c).to(dtype)
     return PassCoefficients(scale.to(dtype), slope, None if d is None else d.to(dtype))

@@ -52,10 +52,12 @@ class LinearHead(torch.autograd.Function):
     ):
         ctx.set_materialize_grads(False)
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            stats_KT, exp_TV, target_T = _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep)
+            stats_KT, exp_TV, shift_T, target_T = _statistics_pass(
+                hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep
+            )
             stats_RKT = statistics.exchange(stats_KT, options)
             check_exchange(stats_RKT, labels_T, options)
-            stats = statistics.combine(stats_RKT, stats_KT, options)
+            stats = statistics.combine(stats_RKT, stats_KT, options, shift_T)
             kept_T = labels_T != options.ignore_index
             ctx.options, ctx.sizes = options, sizes
             # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
@@ -76,7 +78,8 @@ class LinearHead(torch.autograd.Function):
 
 
 def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep):
-    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and the labels' columns in its shard."""
+    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, what exponentials are relative to, and
+    the labels' columns in its shard."""
     tokens, columns, dtype = labels_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
@@ -86,6 +89,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
     later = _backward_bytes(weight_VD, tokens, options) if keep else weight_VD.nbytes // 4
     cached = cached_columns(options, tokens, columns, hidden_TD, later) if keep else 0
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
+    shift_T = stats_KT.new_empty(tokens) if cached and not _keeps_logits(options, hidden_TD) else None
     in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
@@ -93,7 +97,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
             kept = exp_TV[rows] if cached else None
             out_TV = kept if in_place else None
             z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
-            if kept is not None and _keeps_logits(options, x_TD):
+            if kept is not None and shift_T is None:
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
                 kept = None
@@ -102,6 +106,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
                 target_T[rows],
                 stats_KT[:, rows],
                 kept,
+                None if kept is None or shift_T is None else shift_T[rows],
                 bias_V,
                 options.vocab.counted,
                 options.softcap,
@@ -122,7 +127,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
         full_TD = gathered.wait()
         for span in (slice(0, own.start), slice(own.stop, tokens)):
             run(full_TD[span], span)
-    return stats_KT, exp_TV, target_T
+    return stats_KT, exp_TV, shift_T, target_T
 
 
 def _keeps_logits(options, x_TD) -> bool:
@@ -149,7 +154,7 @@ class _Gradient(NamedTuple):
 
     inside: gradient.PassCoefficients | None
     scale: Tensor
-    shift: Tensor  # m
+    shift: Tensor  # of E
     target: Tensor  # 0 where another rank owns the label
     offset: Tensor | None
 
@@ -158,7 +163,7 @@ def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gr
     coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
     owned_T = target_T >= 0
     if coef.c is None and options.softcap is None:
-        return _rounded(None, coef.a * coef.alpha, stats.peak, coef.target.where(owned_T, 0.0), coef.d)
+        return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.where(owned_T, 0.0), coef.d)
     target, through = coef.target, None
     if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
@@ -168,7 +173,7 @@ def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gr
     others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
     unit = torch.stack([coef.a.abs(), *others]).amax(0)
     inside = gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    return _rounded(inside, unit, stats.peak, target.where(owned_T, 0.0), coef.d if through is None else None)
+    return _rounded(inside, unit, stats.shift, target.where(owned_T, 0.0), coef.d if through is None else None)
 
 
 def _rounded(inside, scale, shift, target, offset) -> _Gradient:

@@ -43,6 +43,7 @@ class LogitsHead(torch.autograd.Function):
                 stats_KT[:, rows],
                 None,
                 None,
+                None,
                 options.vocab.counted,
                 options.softcap,
                 options.temperature,
@@ -69,14 +70,14 @@ class LogitsHead(torch.autograd.Function):
         coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
         scale, slope, offset = gradient.pass_coefficients(stats, coef)
         value = (coef.target if coef.d is None else coef.target + coef.d) * gradient.target_bend(stats)
-        value = value.to(stats.peak.dtype)
+        value = value.to(stats.shift.dtype)
         dz = z.detach() if ctx.into_logits else new_gradient(z)
         for rows in _chunks(z, options, ctx.into_logits):
             row_gradient(
                 rows_of(z, rows),
                 False,
                 target_T[rows],
-                stats.peak[rows],
+                stats.shift[rows],
                 scale[rows],
                 None if slope is None else slope[rows],
                 None if offset is None else offset[rows],

@@ -77,7 +77,7 @@ def _operator(plain: ModuleType, name: str, written: tuple[str, ...]) -> None:
     operator.register_fake(lambda *arguments: None)
 
 
-_operator(rows, "row_statistics", written=("stats_KT", "exp_TV"))
+_operator(rows, "row_statistics", written=("stats_KT", "exp_TV", "shift_T"))
 _operator(rows, "row_gradient", written=("out_TV",))
 _operator(label_terms, "add_label_rows", written=("out_VD",))
 _operator(label_terms, "finish_dx", written=("out_TD",))

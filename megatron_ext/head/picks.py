@@ -41,13 +41,13 @@ class _Picks(ReadOut):
         stats = statistics.combine(stats_RKT[:, : self.own], own_KT[: self.own], self.options)
         reference_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         log_probs_TK = ((values_TK - reference_T.unsqueeze(1)) - stats.log_sum.unsqueeze(1)).to(values_TK.dtype)
-        alpha_T = (stats.peak - stats.largest - stats.log_sum).clamp(max=0).exp()  # see gradient.py
-        saved = [ids_TK, stats.peak, alpha_T]
+        alpha_T = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp()  # see gradient.py
+        saved = [ids_TK, stats.shift, alpha_T]
         if self.options.entropy:
             assert stats.expected is not None
             entropy_T = (stats.log_sum - stats.expected).to(log_probs_TK.dtype)
             log_probs_TK = torch.cat([log_probs_TK, entropy_T.unsqueeze(1)], 1)
-            saved.append((stats.peak - stats.largest - stats.expected).where(alpha_T > 0, 0.0))
+            saved.append((stats.shift - stats.largest - stats.expected).where(alpha_T > 0, 0.0))
         return [log_probs_TK, ids_TK], saved
 
     def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):

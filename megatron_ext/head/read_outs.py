@@ -95,7 +95,7 @@ class ReadOut(ABC):
             return
         nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
         last = (o.vocab.counted, None, o.temperature, False, o.entropy, False)
-        row_statistics(z_tV, nowhere, stats_Kt, None, None, *last)
+        row_statistics(z_tV, nowhere, stats_Kt, None, None, None, *last)
 
 
 def fingerprint(z_tV: Tensor, counted: int) -> Tensor:

@@ -41,6 +41,7 @@ def row_statistics(
     target_T: Tensor,
     stats_KT: Tensor,
     exp_TV: Tensor | None,
+    shift_T: Tensor | None,
     bias_V: Tensor | None,
     counted: int,
     softcap: float | None,
@@ -60,8 +61,10 @@ def row_statistics(
             with_entropy: sum exp(z - m) (z - m);
             with_hits: 1 where the first column that reaches m is the target, else 0;
             with a softcap: its slope at the target, 0 if not owned.
-        exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - m), 0 at the target and
-            in the columns that do not count.
+        exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - shift), 0 at the target
+            and in the columns that do not count.
+        shift_T: written, with `exp_TV` or not at all; the statistics' dtype. At most m, and m where that is not said
+            otherwise; 0 where m is -inf.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
     """
@@ -69,8 +72,9 @@ def row_statistics(
     if counted == 0:
         stats_KT.zero_()
         stats_KT[MAX], stats_KT[TARGET] = -torch.inf, -torch.inf
-        if exp_TV is not None:
+        if exp_TV is not None and shift_T is not None:
             exp_TV.zero_()
+            shift_T.zero_()
         return
     owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
@@ -91,6 +95,8 @@ def row_statistics(
         else:
             peak = z.amax(1)
         stats_KT[MAX, rows] = peak
+        if shift_T is not None:
+            shift_T[rows] = peak.where(peak > -torch.inf, 0.0)
         # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
         far = torch.sub(z, peak.clamp_(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:

@@ -26,13 +26,13 @@ REFUSED = -1.0
 
 
 class Statistics(NamedTuple):
-    """Per-token facts about the whole vocabulary in fp64, and `peak`, the maximum of this rank's shard (0 if all -inf),
-    in the dtype of the passes."""
+    """Per-token facts about the whole vocabulary in fp64, and in the dtype of the passes `shift`, what this rank's
+    exponentials are taken relative to: about its shard's maximum, 0 if all of it is -inf."""
 
     largest: Tensor  # M = max z
     log_sum: Tensor  # log S, S = sum exp(z - M)
     target: Tensor  # z_y - M
-    peak: Tensor  # this rank's m, finite
+    shift: Tensor  # finite
     mean: Tensor | None  # mean of z - M over the columns that count
     columns: Tensor | None  # how many those are
     expected: Tensor | None  # E_p[z - M]
@@ -74,8 +74,11 @@ def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.
     exchange(new_statistics(tokens, options, dtype, device, more).fill_(REFUSED), options)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statistics:
-    """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out."""
+def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions, shift_T: Tensor | None = None) -> Statistics:
+    """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
+
+    `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
+    """
     start_R1 = stats_RKT[:, START, -1:]
     stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
@@ -103,8 +106,8 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions) -> Statisti
         extra += 1
     bend = own_KT[extra] if options.softcap is not None else None
     target = stats_RKT[:, TARGET].amax(0) - reference
-    peak = _finite(own_KT[MAX])
-    return Statistics(largest, total.log(), target, peak, mean, columns, expected, hits, bend)
+    shift = _finite(own_KT[MAX]) if shift_T is None else shift_T
+    return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
 
 
 # Functions, not properties: torch.compile before torch 2.11 takes none of a NamedTuple.
@@ -129,12 +132,12 @@ def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
         value = (1 - e) * value - e * (stats.mean - stats.log_sum)
     if options.z_loss and not options.z_apart:
         value = value + options.z_loss * lse(stats).square()
-    return value.to(stats.peak.dtype).where(kept_T, 0.0)
+    return value.to(stats.shift.dtype).where(kept_T, 0.0)
 
 
 def z_loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
     """`z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
-    return (options.z_loss * lse(stats).square()).to(stats.peak.dtype).where(kept_T, 0.0)
+    return (options.z_loss * lse(stats).square()).to(stats.shift.dtype).where(kept_T, 0.0)
 
 
 def marks(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> tuple[Tensor | None, Tensor | None]:
@@ -155,7 +158,7 @@ def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
 def entropy(stats: Statistics, kept_T: Tensor) -> Tensor:
     """`log S - E_p[z - M]`, 0 where not kept, in the dtype of the passes."""
     assert stats.expected is not None
-    return (stats.log_sum - stats.expected).to(stats.peak.dtype).where(kept_T, 0.0)
+    return (stats.log_sum - stats.expected).to(stats.shift.dtype).where(kept_T, 0.0)
 
 
 def _finite(peak_T: Tensor) -> Tensor:

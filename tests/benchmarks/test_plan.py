@@ -40,6 +40,9 @@ def test_the_committed_rows_are_what_the_code_launches(case, cache):
     assert sum(launch.flops for launch in made.launches) == (8 - 2 * cache) * case.nvh
     assert sum(launch.is_collective for launch in made.launches) == (2 if case.ranks > 1 else 0)
     assert peak <= 4 * case.width * (case.columns + case.tokens) + (2 * cache + 0.35) * logits
+    passes = [one for one in made.launches if one.name in ("long_row_kernel", "whole_row_kernel")]
+    assert passes
+    assert sum(one.read + one.written for one in passes) <= (4.3 + 2 * cache) * logits, "each logit is read once"
     rows = committed(case, cache)
     assert rows, "`python -m benchmarks.run plan` writes them"
     for metric, value in (
@@ -55,9 +58,9 @@ def test_the_note_shows_the_committed_rows():
     assert plan.summary(record.RESULTS / "plan.csv") in note.read_text()
 
 
-# ms, or percent above the floor, at most. A at cache 1 is to come to 35.3.
+# ms, or percent above the floor, at most.
 BUDGETS = [
-    (plan.A, 1, plan.MILLISECONDS, 35.5),
+    (plan.A, 1, plan.MILLISECONDS, 34.6),
     (plan.A, 0, plan.MILLISECONDS, 46.5),
     (plan.B, 1, plan.MILLISECONDS, 20.8),
     (plan.B, 0, plan.MILLISECONDS, 27.5),

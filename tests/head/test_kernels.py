@@ -12,8 +12,8 @@ from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 
 ROOT = Path(__file__).parents[2]
 
-# Columns of a rank at the sizes that count: V 128256 whole and in 8 shards, V 152064 in 8.
-SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008}
+# Columns of a rank at the sizes that count: V 128256 whole and in 8 shards, V 152064 in 8, and an odd one.
+SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008, "V50257": 50257}
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,18 +38,14 @@ def test_twins_agree_under_the_interpreter(part):
     [
         "test_edges.py -k test_shapes or test_backward_twice or test_any_memory or infinity or huge and not world4",
         "test_logits.py -k test_values_and_gradients and world1 or test_values_and_gradients and all and world2",
-        "test_linear.py -k test_values_and_gradients and all and world2 or test_precision and plain and world2",
+        "test_linear.py -k values_and_gradients and all and world2 or test_precision and plain and bfloat16 and world2",
         "test_properties.py -k test_a_few",
     ],
 )
 def test_the_head_itself_under_the_interpreter(tests):
     """Every option alone and all in any combination, each read-out, dtype, layout and cache, 1 and 2 ranks, any shape
-    and memory: values and gradients.
-
-    Rounding of 16-bit gradients is left out: the interpreter cuts numbers off where a GPU rounds them.
-    """
+    and memory: values and gradients."""
     file, chosen = tests.split(" -k ")
-    chosen = f"({chosen}) and not ((huge or test_precision) and float16)"
     interpret("-m", "pytest", "-q", "-m", "not slow and not gpu", f"tests/head/{file}", "-k", chosen)
 
 
@@ -117,11 +113,11 @@ def test_instructions_on_hopper(shard):
         loads = found[name].loads()
         assert sum(width == 16 for width in loads) >= len(loads) - 4, (name, loads)
     if shard == "V128256":
-        first, *_, second = found["long_row"].loops()
+        first, _, again, _ = found["long_row"].loops()  # of each pair the second masks columns past the end
         constants = found["long_row"].arguments
         each = constants["STEPS"] * constants["LANES"] / 256
-        assert first <= 7.5 * each
-        assert second <= 6.5 * each, "with columns past the end; without, 4.5"
+        assert first <= 11.5 * each, "statistics and kept exponentials"
+        assert again <= 4.5 * each, "of rows that are read again"
     else:
         constants = found["whole_row"].arguments
         assert SHARDS[shard] > 0.9 * (lanes := constants["FIRST"] + constants["REST"])
@@ -131,7 +127,7 @@ def test_instructions_on_hopper(shard):
 
 @compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["V128256", "V152064/8"])
+@pytest.mark.parametrize("shard", ["V128256", "V152064/8", "V50257"])
 @pytest.mark.parametrize("of_logits", [False, True])
 def test_no_spills_on_hopper(shard, of_logits):
     """With every option at once, from hidden states and from 16-bit logits."""

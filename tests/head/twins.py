@@ -9,6 +9,7 @@ import sys
 
 import torch
 
+from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.head import label_terms as plain_terms
 from megatron_ext.head import rows as plain
 from megatron_ext.head.kernels import label_terms as twin_terms
@@ -49,12 +50,11 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     shape = plain.statistics_rows(with_mean, with_entropy, with_hits, softcapped), TOKENS
     found = []
     for side in (plain, twin):
-        stats, exp = torch.empty(shape, dtype=wide, device=device), torch.empty_like(z)
-        side.row_statistics(
-            z, target, stats, exp, bias, counted, softcap, temperature, with_mean, with_entropy, with_hits
-        )
-        found.append((stats, exp))
-    (stats, exp), (twin_stats, twin_exp) = found
+        stats, exp, shift = z.new_empty(shape, dtype=wide), torch.empty_like(z), z.new_empty(TOKENS, dtype=wide)
+        side.row_statistics(z, target, stats, exp, shift, bias, counted, softcap, temperature, *flags[2:5])
+        found.append((stats, exp, shift))
+    (stats, exp, shift), (twin_stats, twin_exp, twin_shift) = found
+    torch.testing.assert_close(twin_shift, shift, **tolerance(wide))
     # Sums of `columns` terms in another order: their error grows with the number of terms, not with the sum.
     slack = {"rtol": tolerance(wide)["rtol"], "atol": tolerance(wide)["atol"] * max(1, columns**0.5)}
     torch.testing.assert_close(twin_stats, stats, **slack)
@@ -62,12 +62,12 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     if seed % 3 == 0 and columns > 1:  # exponentials of the first columns alone, and nothing behind them
         kept = columns * 5 // 8
         for side in (plain, twin):
-            some, same_stats = torch.full_like(z, 7.0), torch.empty_like(stats)
-            side.row_statistics(z, target, same_stats, some[:, :kept], bias, counted, softcap, temperature, *flags[2:5])
+            some, same = torch.full_like(z, 7.0), (torch.empty_like(stats), torch.empty_like(shift))
+            into = (same[0], some[:, :kept], same[1])
+            side.row_statistics(z, target, *into, bias, counted, softcap, temperature, *flags[2:5])
             torch.testing.assert_close(some[:, :kept], exp[:, :kept], **tolerance(dtype))
             assert (some[:, kept:] == 7.0).all()
 
-    shift = stats[0].where(stats[0] > -torch.inf, 0.0)
     for is_exp, (has_scale, has_slope, has_offset, has_value) in zip(
         itertools.cycle((False, True)),
         [(False,) * 4, (True, False, False, False), (True, True, False, True), (True, True, True, True)] * 2,
@@ -85,6 +85,32 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
             )
             grads.append(out)
         torch.testing.assert_close(grads[1], grads[0], **tolerance(dtype))
+
+
+def compare_kept_in_bf16(device: str, columns: int, counted: int, kept: int, flags: tuple[bool, ...]) -> None:
+    """Exponentials in bf16 of logits in fp32, relative to what the first block of a long row shows, or to its maximum
+    where that is far above: by 30, as with all of the block at -inf, but not by 10."""
+    z = torch.randn(7, columns, generator=torch.Generator().manual_seed(columns)).to(device)
+    z[0, 7], z[1, -1], z[2, -1], z[3], z[4, :8192], z[5, 3] = 8.0, 10.0, 30.0, -torch.inf, -torch.inf, 60.0
+    z[6, counted // 2] = 30.0
+    target = torch.tensor([0, columns - 1, 5, -1, columns // 2, 3, -1], device=device).clamp(max=counted - 1)
+    bias = torch.linspace(-1, 1, columns, device=device) if flags[0] else None
+    softcap, temperature = (50.0, 0.7) if flags[1] else (None, 1.0)
+    found = []
+    for side in (plain, twin):
+        stats = z.new_empty(plain.statistics_rows(*flags[2:5], flags[1]), len(z))
+        exp, shift = z.new_full(z.shape, 7.0, dtype=torch.bfloat16), z.new_empty(len(z))
+        into = (stats, exp[:, :kept], shift)
+        side.row_statistics(z, target, *into, bias, counted, softcap, temperature, *flags[2:5])
+        assert (exp[:, kept:] == 7.0).all()
+        found.append((stats, exp[:, :kept].double() * shift.double().exp().unsqueeze(1), shift, exp[:, :kept]))
+    (stats, exp, shift, _), (twin_stats, twin_exp, twin_shift, rounded) = found
+    torch.testing.assert_close(twin_stats, stats, rtol=2e-5, atol=2e-5 * columns**0.5)
+    torch.testing.assert_close(twin_exp, exp, rtol=2**-7, atol=0.0)
+    assert rounded.isfinite().all()
+    assert (shift - twin_shift <= 20.0).all()
+    if columns > 100_000 and counted == columns and not flags[1]:
+        assert (twin_shift < shift).tolist() == [False, True, False, False, False, False, False]
 
 
 def cases():
@@ -142,9 +168,20 @@ SHAPES = [(1, 1, 1), (150, 11, 40), (0, 5, 8), (9, 70, 2050)]  # tokens, rows, w
 
 def main(device: str = "cpu", every: int = 1) -> None:
     """All comparisons, or one of `every` so many."""
+    round_to_bfloat16()
     terms = [(compare_label_terms, case) for case in itertools.product(DTYPES, SHAPES, (False, True))]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]
-    chosen = [*terms, *passes][::every]
+    plainly, all_options = (False,) * 5, (True,) * 5
+    sampled = [
+        (compare_kept_in_bf16, case)
+        for case in [
+            (110_000, 110_000, 110_000, plainly),
+            (110_000, 109_999, 60_001, plainly),
+            (110_000, 30_000, 110_000, plainly),
+            (50_000, 49_000, 50_000, all_options),
+        ]
+    ]
+    chosen = [*sampled, *terms, *passes][::every]
     for check, case in chosen:
         check(device, *case)
     print(f"{len(chosen)} comparisons")

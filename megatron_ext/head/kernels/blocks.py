@@ -40,6 +40,6 @@ def whole_row(columns: int, counted: int, more: bool, double: bool) -> tuple[dic
 
 
 def long_row(more: bool, double: bool) -> tuple[dict[str, Any], int]:
-    """Constants of the kernel that reads a row twice, and its warps: 32 elements a thread, 16 with `more`."""
+    """Constants of the kernel that takes a row by blocks, and its warps: 32 elements a thread, 16 with `more`."""
     steps, lanes, warps = (2, 1024, 4) if more else (4, 2048, 8)
     return {"STEPS": steps // 2 if double else steps, "LANES": lanes}, warps

@@ -1,7 +1,12 @@
-"""The statistics kernel of rows that are too wide for a program's registers: each is read twice.
+"""The statistics kernel of rows that are too wide for a program's registers.
 
-Each thread first keeps the maximum of what it sees and its sums relative to it, with nothing to exchange on the way.
-The second time, the row's maximum is known and the exponentials are written.
+Each thread keeps the maximum of what it sees and its sums relative to it, with nothing to exchange on the way. The
+row's maximum is known at the end, and the exponentials are written while it is read a second time.
+
+With SAMPLED they are written the first time, relative to the maximum of the row's first block, which in a language
+model's vocabulary holds the common words. Only where the row's maximum is more than `_REACH` above that, the row is
+read twice. bf16 has fp32's exponents, so exponentials up to e^20 are as precise there as those below 1, and so is what
+is scaled down by e^-20 to meet them; fp16 is not kept this way.
 """
 
 import triton
@@ -9,6 +14,8 @@ import triton.language as tl
 
 from megatron_ext.head.kernels.logits import FAR, exp, logits
 from megatron_ext.head.kernels.row_sums import NOWHERE, label_logit, lowest, sums, write_statistics
+
+_REACH = tl.constexpr(20.0)
 
 
 @triton.jit
@@ -45,11 +52,22 @@ def _seen(
 
 
 @triton.jit
+def _keep(far, columns, kept_columns, exp_ptr, ALL: tl.constexpr):
+    """Writes exponentials as far as they are kept; ALL: all, by 16 bytes whatever the number of columns."""
+    e = exp(far).to(exp_ptr.dtype.element_ty)
+    if ALL:
+        tl.store(exp_ptr + columns, e)
+    else:
+        tl.store(exp_ptr + columns, e, mask=columns < kept_columns)
+
+
+@triton.jit
 def long_row_kernel(
     z_ptr,
     target_ptr,
     stats_ptr,
     exp_ptr,
+    shift_ptr,
     bias_ptr,
     z_stride,
     target_stride,
@@ -70,6 +88,7 @@ def long_row_kernel(
     DTYPE: tl.constexpr,
     STEPS: tl.constexpr,
     LANES: tl.constexpr,
+    SAMPLED: tl.constexpr,
 ):
     """A row by blocks of STEPS * LANES columns, the last of which may reach past its end."""
     softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
@@ -82,6 +101,25 @@ def long_row_kernel(
     )
     block = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = counted // (STEPS * LANES) * (STEPS * LANES)
+    if SAMPLED:
+        whole = tl.minimum(whole, kept_columns // (STEPS * LANES) * (STEPS * LANES))
+
+    sample = tl.full([], 0.0, DTYPE)
+    if SAMPLED:
+        z = logits(
+            z_ptr,
+            bias_ptr,
+            block,
+            counted,
+            softcap,
+            temperature,
+            True,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HAS_TEMPERATURE,
+            DTYPE,
+        )
+        sample = tl.maximum(tl.max(tl.max(z, 0), 0), lowest(DTYPE))
 
     peak = tl.zeros([LANES], DTYPE) + lowest(DTYPE)
     total = tl.zeros([LANES], DTYPE)
@@ -101,6 +139,8 @@ def long_row_kernel(
             HAS_TEMPERATURE,
             DTYPE,
         )
+        if SAMPLED:
+            _keep(z - sample, start + block, kept_columns, exp_ptr, True)
         peak, total, inner, mean_sum, finite_count, first = _seen(
             z,
             start + block,
@@ -115,11 +155,11 @@ def long_row_kernel(
             WITH_HITS,
             DTYPE,
         )
-    if whole < counted:
+    for start in range(whole, counted, STEPS * LANES):
         z = logits(
             z_ptr,
             bias_ptr,
-            whole + block,
+            start + block,
             counted,
             softcap,
             temperature,
@@ -129,9 +169,11 @@ def long_row_kernel(
             HAS_TEMPERATURE,
             DTYPE,
         )
+        if SAMPLED:
+            _keep(z - sample, start + block, kept_columns, exp_ptr, False)
         peak, total, inner, mean_sum, finite_count, first = _seen(
             z,
-            whole + block,
+            start + block,
             peak,
             total,
             inner,
@@ -173,6 +215,13 @@ def long_row_kernel(
     )
 
     if HAS_EXP:
+        width = kept_columns
+        shift = tl.where(all_total == 0.0, 0.0, base)
+        if SAMPLED:  # nothing is left to do, unless the sample was too low or columns that do not count are kept
+            done = (base - sample <= _REACH) & (kept_columns <= tl.cdiv(counted, STEPS * LANES) * (STEPS * LANES))
+            shift = tl.where(done & (all_total > 0.0), sample, shift)
+            kept_columns = tl.where(done, 0, kept_columns)
+        tl.store(shift_ptr + token, shift)
         kept = tl.minimum(whole, kept_columns // (STEPS * LANES) * (STEPS * LANES))
         for start in range(0, kept, STEPS * LANES):
             columns = start + block
@@ -189,7 +238,7 @@ def long_row_kernel(
                 HAS_TEMPERATURE,
                 DTYPE,
             )
-            tl.store(exp_ptr + columns, exp(z - base).to(exp_ptr.dtype.element_ty))
+            _keep(z - base, columns, kept_columns, exp_ptr, True)
         for start in range(kept, kept_columns, STEPS * LANES):
             columns = start + block
             z = logits(
@@ -205,6 +254,6 @@ def long_row_kernel(
                 HAS_TEMPERATURE,
                 DTYPE,
             )
-            tl.store(exp_ptr + columns, exp(z - base).to(exp_ptr.dtype.element_ty), mask=columns < kept_columns)
+            _keep(z - base, columns, kept_columns, exp_ptr, False)
         tl.debug_barrier()  # the label's 0 comes after all other threads' numbers
-        tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
+        tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < width))

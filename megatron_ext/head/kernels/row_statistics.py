@@ -19,6 +19,7 @@ def row_statistics(
     target_T: Tensor,
     stats_KT: Tensor,
     exp_TV: Tensor | None,
+    shift_T: Tensor | None,
     bias_V: Tensor | None,
     counted: int,
     softcap: float | None,
@@ -39,7 +40,9 @@ def row_statistics(
     constants, warps = blocks.long_row(more, double) if sizes is None else sizes
     kept = stats_KT if exp_TV is None else writable(exp_TV)
     kept_columns = 0 if exp_TV is None else exp_TV.shape[1]
-    if sizes is not None:
+    if sizes is None:
+        constants["SAMPLED"] = (z_TV.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
+    else:
         constants["FIRST_KEPT"] = constants["FIRST"] <= kept_columns
     with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
         kernel[(tokens,)](
@@ -47,6 +50,7 @@ def row_statistics(
             target_T,
             stats_KT,
             kept,
+            stats_KT if shift_T is None else shift_T,
             stats_KT if bias_V is None else bias_V.contiguous(),
             z_TV.stride(0),
             target_T.stride(0),

@@ -13,6 +13,7 @@ def whole_row_kernel(
     target_ptr,
     stats_ptr,
     exp_ptr,
+    shift_ptr,
     bias_ptr,
     z_stride,
     target_stride,
@@ -116,5 +117,6 @@ def whole_row_kernel(
             tl.store(exp_ptr + columns, e.to(exp_ptr.dtype.element_ty), mask=columns < kept_columns)
         if REST:
             tl.store(exp_ptr + more_columns, more_e.to(exp_ptr.dtype.element_ty), mask=more_columns < kept_columns)
+        tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
         tl.debug_barrier()  # the label's 0 comes after all other threads' numbers
         tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
