@@ -189,12 +189,21 @@ def _finish_dx(given: dict[str, Any]) -> tuple[int, int]:
     return _bytes(product_TD) + rows, _bytes(given["out_ptr"])
 
 
+def _of_tokens(given: dict[str, Any]) -> tuple[int, int]:
+    """A few numbers per token: all that it is given is read or written."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    written = sum(_bytes(x) for name, x in tensors.items() if name in ("facts_ptr", "loss_ptr", "out_ptr"))
+    return sum(map(_bytes, tensors.values())) - written, written
+
+
 KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
     "whole_row_kernel": _whole_rows,
     "long_row_kernel": _long_rows,
     "_row_gradient_kernel": _gradient,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
+    "_token_results_kernel": _of_tokens,
+    "_token_gradient_kernel": _of_tokens,
 }
 
 

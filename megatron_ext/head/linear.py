@@ -11,7 +11,7 @@ Legend: T tokens (after any gather), D hidden size, V columns of this rank's voc
 maximum. G_TV: the gradient matrix, E itself unless entropy or softcap bend it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,18 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head import gradient, matmul, statistics
+from megatron_ext.head import matmul, statistics
 from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.passes import add_label_rows, finish_dx, row_gradient, row_statistics
+from megatron_ext.head.passes import (
+    add_label_rows,
+    finish_dx,
+    row_gradient,
+    row_statistics,
+    token_gradient,
+    token_results,
+)
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import block_room, cached_columns, pieces, product_chunks, tiles
 from megatron_ext.head.weight_gradient import WeightGradient
@@ -52,21 +59,18 @@ class LinearHead(torch.autograd.Function):
     ):
         ctx.set_materialize_grads(False)
         with torch.autocast(hidden_TD.device.type, enabled=False):
-            stats_KT, exp_TV, shift_T, target_T = _statistics_pass(
-                hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep
-            )
+            kept_T = labels_T != options.ignore_index
+            target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
+            stats_KT, exp_TV, shift_T = _statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep)
             stats_RKT = statistics.exchange(stats_KT, options)
             check_exchange(stats_RKT, labels_T, options)
-            stats = statistics.combine(stats_RKT, stats_KT, options, shift_T)
-            kept_T = labels_T != options.ignore_index
+            stats, results = token_results(stats_RKT, stats_KT, shift_T, kept_T, options)
             ctx.options, ctx.sizes = options, sizes
             # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
             ctx.parameter = weight_VD if options.fuse_main_grad else None
             ctx.save_for_backward(hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats)
-            entropy = statistics.entropy(stats, kept_T) if options.entropy else None
-            marks = statistics.marks(stats, kept_T, options)
-            ctx.mark_non_differentiable(*(mark for mark in marks if mark is not None))
-            return statistics.loss(stats, kept_T, options), entropy, *marks
+            ctx.mark_non_differentiable(*(mark for mark in (results.hits, results.z_loss) if mark is not None))
+            return tuple(results)
 
     @staticmethod
     @differentiable_once
@@ -77,19 +81,16 @@ class LinearHead(torch.autograd.Function):
         return dx_TD, dw_VD, db_V, None, None, None, None
 
 
-def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep):
-    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, what exponentials are relative to, and
-    the labels' columns in its shard."""
-    tokens, columns, dtype = labels_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
+def _statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep):
+    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and what exponentials are relative to."""
+    tokens, columns, dtype = target_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
-    mine_T = options.vocab.owns(labels_T) & (labels_T != options.ignore_index)
-    target_T = (labels_T.long() - options.vocab.start).where(mine_T, -1)
     stats_KT = statistics.new_statistics(tokens, options, dtype, hidden_TD.device)
     later = _backward_bytes(weight_VD, tokens, options) if keep else weight_VD.nbytes // 4
     cached = cached_columns(options, tokens, columns, hidden_TD, later) if keep else 0
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
-    shift_T = stats_KT.new_empty(tokens) if cached and not _keeps_logits(options, hidden_TD) else None
+    shift_T = stats_KT.new_empty(tokens)
     in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
@@ -97,7 +98,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
             kept = exp_TV[rows] if cached else None
             out_TV = kept if in_place else None
             z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
-            if kept is not None and shift_T is None:
+            if kept is not None and _keeps_logits(options, x_TD):
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
                 kept = None
@@ -106,7 +107,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
                 target_T[rows],
                 stats_KT[:, rows],
                 kept,
-                None if kept is None or shift_T is None else shift_T[rows],
+                shift_T[rows],
                 bias_V,
                 options.vocab.counted,
                 options.softcap,
@@ -127,7 +128,7 @@ def _statistics_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, kee
         full_TD = gathered.wait()
         for span in (slice(0, own.start), slice(own.stop, tokens)):
             run(full_TD[span], span)
-    return stats_KT, exp_TV, shift_T, target_T
+    return stats_KT, exp_TV, shift_T
 
 
 def _keeps_logits(options, x_TD) -> bool:
@@ -145,43 +146,6 @@ def _backward_bytes(weight_VD, tokens, options) -> int:
     return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
 
 
-class _Gradient(NamedTuple):
-    """The logits' gradient `[T, V]` by its parts: `scale * G`, plus `target` at the label, plus `offset` everywhere.
-
-    G is E (`inside` is None), or where entropy or softcap bend it what `row_gradient` makes of `inside`. Scales stay
-    outside of G: it is rounded to 16 bits once, the scaled operand of dW once, and dx is scaled in fp32.
-    """
-
-    inside: gradient.PassCoefficients | None
-    scale: Tensor
-    shift: Tensor  # of E
-    target: Tensor  # 0 where another rank owns the label
-    offset: Tensor | None
-
-
-def _parts(stats, kept_T, target_T, grad_loss_T, grad_entropy_T, options) -> _Gradient:
-    coef = gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
-    owned_T = target_T >= 0
-    if coef.c is None and options.softcap is None:
-        return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.where(owned_T, 0.0), coef.d)
-    target, through = coef.target, None
-    if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
-        target, through = (target if coef.d is None else target + coef.d), coef.d
-        target = target * gradient.target_bend(stats)
-    # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
-    # is 1, which no rounding touches.
-    others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
-    unit = torch.stack([coef.a.abs(), *others]).amax(0)
-    inside = gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    return _rounded(inside, unit, stats.shift, target.where(owned_T, 0.0), coef.d if through is None else None)
-
-
-def _rounded(inside, scale, shift, target, offset) -> _Gradient:
-    """What is known in fp64, once rounded to the dtype of the passes."""
-    offset = None if offset is None else offset.to(shift.dtype)
-    return _Gradient(inside, scale.to(shift.dtype), shift, target.to(shift.dtype), offset)
-
-
 def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     options, sizes = ctx.options, ctx.sizes
     hidden_TD, weight_VD, bias_V, exp_TV, target_T, kept_T, *stats = saved
@@ -194,7 +158,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     else:
         gathered = collectives.Pending(hidden_TD)
 
-    grad = _parts(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
+    grad = token_gradient(statistics.Statistics(*stats), kept_T, target_T, grad_loss_T, grad_entropy_T, options)
     w_VD = weight_VD.to(hidden_TD.dtype)
     fused = main_grad.buffer_of(ctx.parameter) if need_dw and options.fuse_main_grad else None
     dw_VD: Any = None if not need_dw else torch.empty_like(weight_VD) if fused is None else fused

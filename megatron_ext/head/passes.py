@@ -3,8 +3,9 @@
 With TRITON_INTERPRET=1 in the environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's
 passes too: slow, and the same code as on CUDA.
 
-`torch.compile` sees each pass as one operator, `torch.ops.megatron_ext.row_statistics` and so on, and leaves it whole:
-what is compiled runs the same code as what is not.
+`torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
+and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
+compiles itself, from the plain functions.
 """
 
 import functools
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head import label_terms, rows
+from megatron_ext.head import label_terms, rows, token_terms
+from megatron_ext.head.statistics import Statistics
 from megatron_ext.head.values import has_values
 
 
@@ -39,6 +41,16 @@ def add_label_rows(out_VD: Tensor, *arguments: Any) -> None:
 def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
     """See `label_terms.finish_dx`."""
     _run(label_terms, "finish_dx", out_TD, *arguments)
+
+
+def token_results(stats_RKT: Tensor, *arguments: Any) -> tuple[Statistics, token_terms.Results]:
+    """See `token_terms.token_results`."""
+    return _side(stats_RKT, token_terms).token_results(stats_RKT, *arguments)
+
+
+def token_gradient(stats: Statistics, *arguments: Any) -> token_terms.Gradient:
+    """See `token_terms.token_gradient`."""
+    return _side(stats.shift, token_terms).token_gradient(stats, *arguments)
 
 
 def _run(plain: ModuleType, name: str, x: Tensor, *arguments: Any) -> None:

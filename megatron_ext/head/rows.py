@@ -63,8 +63,8 @@ def row_statistics(
             with a softcap: its slope at the target, 0 if not owned.
         exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - shift), 0 at the target
             and in the columns that do not count.
-        shift_T: written, with `exp_TV` or not at all; the statistics' dtype. At most m, and m where that is not said
-            otherwise; 0 where m is -inf.
+        shift_T: written, the statistics' dtype; None: not wanted, and no `exp_TV` either. m without `exp_TV`, else at
+            most m; 0 where m is -inf.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
     """
@@ -72,8 +72,9 @@ def row_statistics(
     if counted == 0:
         stats_KT.zero_()
         stats_KT[MAX], stats_KT[TARGET] = -torch.inf, -torch.inf
-        if exp_TV is not None and shift_T is not None:
+        if exp_TV is not None:
             exp_TV.zero_()
+        if shift_T is not None:
             shift_T.zero_()
         return
     owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)

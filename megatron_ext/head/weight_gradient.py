@@ -89,8 +89,10 @@ class WeightGradient:
             self._add_exact(self._out_VD, slice(0, self._out_VD.shape[0]), slice(0, self._x_TD.shape[1]))
 
     def _add_exact(self, out_VD: Tensor, rows: slice, part: slice) -> None:
-        inside_T = (self._target_T >= rows.start) & (self._target_T < rows.stop)
-        row_T = (self._target_T - rows.start).where(inside_T, -1)
+        row_T = self._target_T
+        if out_VD.shape[0] != self._out_VD.shape[0]:
+            inside_T = (row_T >= rows.start) & (row_T < rows.stop)
+            row_T = (row_T - rows.start).where(inside_T, -1)
         common_D = counted_V = None
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]

@@ -10,10 +10,15 @@ import sys
 import torch
 
 from benchmarks.interpreter import round_to_bfloat16
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import label_terms as plain_terms
 from megatron_ext.head import rows as plain
+from megatron_ext.head import statistics
+from megatron_ext.head import token_terms as plain_tokens
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import rows as twin
+from megatron_ext.head.kernels import token_terms as twin_tokens
+from megatron_ext.head.options import HeadOptions
 from tests.head.problems import OPTIONS, Problem
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
@@ -163,6 +168,71 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert results[2].equal(results[3])
 
 
+def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, options: dict, grads: tuple[bool, bool]) -> None:
+    """Of every rank's statistics, from shards of which one has no finite logit and one no column, and tokens that do
+    not count, have no finite logit, and are certain of their label."""
+    generator = torch.Generator().manual_seed(ranks)
+    tokens, columns = 150, 12  # two programs, the second not full
+    z = 6 * torch.randn(tokens, ranks * columns, generator=generator, dtype=dtype)
+    labels = torch.randint(0, ranks * columns, (tokens,), generator=generator)
+    z[3], z[4, -columns:], z[5, labels[5]], z[6, labels[6]] = -torch.inf, -torch.inf, 60.0, -torch.inf
+    labels[::7] = -100
+    z, labels = z.to(device), labels.to(device)
+    vocab = VocabShard(0, columns, ranks * columns)
+    settings = HeadOptions(None, vocab, **options)
+    made, targets, shifts = [], [], []
+    for rank in range(ranks):
+        start = rank * columns
+        target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
+        stats, shift = statistics.new_statistics(tokens, settings, z.dtype, z.device), z.new_empty(tokens)
+        stats[statistics.START, -1] = start
+        with_mean = settings.label_smoothing > 0
+        counted = 0 if ranks == 3 and rank == 1 else columns
+        plain.row_statistics(
+            z[:, start : start + columns],
+            target.where(target < counted, -1),
+            stats[:, :-1],
+            None,
+            shift,
+            None,
+            counted,
+            settings.softcap,
+            settings.temperature,
+            with_mean,
+            settings.entropy,
+            settings.hits,
+        )
+        made.append(stats)
+        targets.append(target)
+        shifts.append(shift)
+    upstream = [1e-3 * torch.randn(tokens, generator=generator).to(z) if there else None for there in grads]
+    if grads[0]:
+        upstream[0] = z.new_tensor(0.5).expand(tokens)
+    for rank in range(ranks):
+        found = []
+        for side in (plain_tokens, twin_tokens):
+            given = torch.stack(made), made[rank], shifts[rank] - 3.0, labels != -100, settings
+            stats, results = side.token_results(*given)
+            gradient = side.token_gradient(stats, labels != -100, targets[rank], *upstream, settings)
+            found.append([*stats[:-2], *results, *(gradient.inside or ()), *gradient[1:]])
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert ours.dtype == theirs.dtype
+                precise = {"rtol": 1e-12, "atol": 1e-13} if ours.dtype == torch.float64 else {"rtol": 2e-7, "atol": 0.0}
+                torch.testing.assert_close(theirs, ours, **precise, equal_nan=True)
+
+
+TOKEN_OPTIONS = [
+    {},
+    {"z_loss": 0.01},
+    {"z_loss": 0.01, "z_apart": True, "hits": True},
+    {"label_smoothing": 0.1, "temperature": 0.7},
+    {"label_smoothing": 0.1, "smooth_others": True, "softcap": 20.0},
+    {"entropy": True, "softcap": 20.0},
+    {"entropy": True, "label_smoothing": 0.1, "z_loss": 0.01, "hits": True, "softcap": 20.0, "temperature": 0.7},
+]
+
 SHAPES = [(1, 1, 1), (150, 11, 40), (0, 5, 8), (9, 70, 2050)]  # tokens, rows, width
 
 
@@ -170,6 +240,11 @@ def main(device: str = "cpu", every: int = 1) -> None:
     """All comparisons, or one of `every` so many."""
     round_to_bfloat16()
     terms = [(compare_label_terms, case) for case in itertools.product(DTYPES, SHAPES, (False, True))]
+    terms += [
+        (compare_token_terms, (dtype, ranks, options, (True, False)))
+        for dtype, ranks, options in itertools.product((torch.float32, torch.float64), (1, 3), TOKEN_OPTIONS)
+    ]
+    terms += [(compare_token_terms, (torch.float32, 3, TOKEN_OPTIONS[i], (i == 5, True))) for i in (5, 6)]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]
     plainly, all_options = (False,) * 5, (True,) * 5
     sampled = [

@@ -82,6 +82,7 @@ def long_row_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_EXP: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
@@ -214,14 +215,13 @@ def long_row_kernel(
         DTYPE,
     )
 
+    shift = tl.where(all_total == 0.0, 0.0, base)
     if HAS_EXP:
         width = kept_columns
-        shift = tl.where(all_total == 0.0, 0.0, base)
         if SAMPLED:  # nothing is left to do, unless the sample was too low or columns that do not count are kept
             done = (base - sample <= _REACH) & (kept_columns <= tl.cdiv(counted, STEPS * LANES) * (STEPS * LANES))
             shift = tl.where(done & (all_total > 0.0), sample, shift)
             kept_columns = tl.where(done, 0, kept_columns)
-        tl.store(shift_ptr + token, shift)
         kept = tl.minimum(whole, kept_columns // (STEPS * LANES) * (STEPS * LANES))
         for start in range(0, kept, STEPS * LANES):
             columns = start + block
@@ -257,3 +257,5 @@ def long_row_kernel(
             _keep(z - base, columns, kept_columns, exp_ptr, False)
         tl.debug_barrier()  # the label's 0 comes after all other threads' numbers
         tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < width))
+    if HAS_SHIFT:
+        tl.store(shift_ptr + token, shift)

@@ -65,6 +65,7 @@ def row_statistics(
             HAS_SOFTCAP=softcap is not None,
             HAS_TEMPERATURE=temperature != 1.0,
             HAS_EXP=exp_TV is not None,
+            HAS_SHIFT=shift_T is not None,
             WITH_MEAN=with_mean,
             WITH_ENTROPY=with_entropy,
             WITH_HITS=with_hits,

@@ -28,6 +28,7 @@ def whole_row_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     HAS_EXP: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
@@ -110,6 +111,8 @@ def whole_row_kernel(
         HAS_SOFTCAP,
         DTYPE,
     )
+    if HAS_SHIFT:
+        tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
     if HAS_EXP:
         if FIRST_KEPT:
             tl.store(exp_ptr + columns, e.to(exp_ptr.dtype.element_ty))
@@ -117,6 +120,5 @@ def whole_row_kernel(
             tl.store(exp_ptr + columns, e.to(exp_ptr.dtype.element_ty), mask=columns < kept_columns)
         if REST:
             tl.store(exp_ptr + more_columns, more_e.to(exp_ptr.dtype.element_ty), mask=more_columns < kept_columns)
-        tl.store(shift_ptr + token, tl.where(peak > float("-inf"), peak, 0.0))
         tl.debug_barrier()  # the label's 0 comes after all other threads' numbers
         tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
