@@ -15,7 +15,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--rehearse",
         action="store_true",
-        help="with -m gpu: the head's GPU tests on the CPU, line by line, with Triton's interpreter and toy sizes",
+        help="with -m gpu: most GPU tests on the CPU, line by line, with Triton's interpreter and toy sizes",
     )
 
 

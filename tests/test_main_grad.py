@@ -12,6 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megatron_ext import main_grad
+from tests.devices import GPU
 
 T, N, D = 5, 3, 4
 
@@ -97,10 +98,11 @@ def test_transformer_engine_lends_the_dummy(monkeypatch, zero):
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
 def test_on_the_gpu(operand):
     """With the kernels or without, the gradient is added in fp32."""
-    left_TN, right_TD = (torch.randn(T, n, device="cuda").to(operand) for n in (N, D))
-    out_ND = torch.ones(N, D, device="cuda")
+    left_TN, right_TD = (torch.randn(T, n, device=GPU).to(operand) for n in (N, D))
+    out_ND = torch.ones(N, D, device=GPU)
     main_grad.add_product(out_ND, left_TN, right_TD)
     torch.testing.assert_close(out_ND, 1 + left_TN.float().t() @ right_TD.float(), rtol=2e-3, atol=2e-3)

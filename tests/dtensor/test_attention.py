@@ -7,6 +7,7 @@ import torch
 from megatron_ext.dtensor import use_attention
 from megatron_ext.sequence.attention import CAUSAL, Packing, Window, attend
 from megatron_ext.sequence.parts import SequenceParts
+from tests.devices import GPU
 from tests.dtensor.models import VOCAB, error, make, meshes, reference
 from tests.ranks import ranks
 
@@ -164,13 +165,14 @@ def test_a_second_call_replaces_the_first():
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss"])
 def test_on_a_gpu(name):
     """Packed, windowed, with shared keys, in fp32 as on the CPU; in bf16 as near to it as bf16 is."""
     tokens = _tokens(1, 32)
     true = reference(name, False, tokens, CU_SEQLENS)[0]
-    model = use_attention(make(name)).cuda()
-    arguments = {"input_ids": tokens.cuda(), "cu_seqlens": CU_SEQLENS.cuda()}
+    model = use_attention(make(name)).to(GPU)
+    arguments = {"input_ids": tokens.to(GPU), "cu_seqlens": CU_SEQLENS.to(GPU)}
     assert error(model(**arguments).logits.cpu(), true) < 1e-4
     assert error(model.bfloat16()(**arguments).logits.float().cpu(), true) < 5e-2
 

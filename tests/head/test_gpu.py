@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
+from tests.devices import GPU
 from tests.head.problems import OPTIONS, Problem, error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
 
 ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CALLS = ["linear_cross_entropy", "linear_log_probs", "vocab_parallel_cross_entropy"]
@@ -27,7 +27,7 @@ CALLS = ["linear_cross_entropy", "linear_log_probs", "vocab_parallel_cross_entro
 def on_cuda(problem):
     for name in ("hidden", "weight", "bias", "labels", "grad", "grad_entropy"):
         x = getattr(problem, name)
-        setattr(problem, name, None if x is None else x.to(DEVICE))
+        setattr(problem, name, None if x is None else x.to(GPU))
     return problem
 
 
@@ -189,8 +189,8 @@ import contextlib, torch
 from megatron_ext import linear_cross_entropy
 from tests.head.as_on_cuda import rehearsal
 with contextlib.nullcontext() if torch.cuda.is_available() else rehearsal():
-    labels = torch.tensor([0, {label}, -100], device="{DEVICE}")
-    loss = linear_cross_entropy(torch.randn(3, 8, device="{DEVICE}"), torch.randn(41, 8, device="{DEVICE}"), labels)
+    labels = torch.tensor([0, {label}, -100], device="{GPU}")
+    loss = linear_cross_entropy(torch.randn(3, 8, device="{GPU}"), torch.randn(41, 8, device="{GPU}"), labels)
     torch.cuda.synchronize()
 print("got away")
 """
@@ -203,4 +203,4 @@ print("got away")
 def test_twins_agree():
     from tests.head import twins
 
-    twins.main(DEVICE, every=1 if ON_GPU else 20)
+    twins.main(GPU, every=1 if ON_GPU else 20)

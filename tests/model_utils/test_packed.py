@@ -12,6 +12,7 @@ from megatron_ext.model_utils import (
 )
 from megatron_ext.sequence.parts import SequenceParts
 from megatron_ext.sequence.targets import PackedTargets
+from tests.devices import GPU
 from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same
 from tests.ranks import ranks
 
@@ -256,9 +257,10 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 def test_on_a_gpu_nothing_waits():
-    tokens, cu_seqlens = torch.arange(8, device="cuda")[None], cumulative([5, 3]).cuda()
-    logits = torch.randn(1, 8, 24, device="cuda", requires_grad=True)
+    tokens, cu_seqlens = torch.arange(8, device=GPU)[None], cumulative([5, 3]).to(GPU)
+    logits = torch.randn(1, 8, 24, device=GPU, requires_grad=True)
     call = (logits, tokens, cu_seqlens, 6, 0, 24, None)
     expected = from_parallel_logits_to_logprobs_packed_sequences(*call)
     torch.cuda.set_sync_debug_mode("error")

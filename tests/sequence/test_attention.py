@@ -9,6 +9,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, Packing, Window, attend
 from megatron_ext.sequence.host_memo import HostMemo
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
+from tests.devices import GPU
 from tests.ranks import ranks
 from tests.sequence.visible import documents_seen, seen
 
@@ -130,15 +131,16 @@ def test_bf16_errs_no_more_than_plain_sdpa(window):
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 @by_window
 @by_heads
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries, keys", [(200, 200), (72, 200)])
 def test_on_cuda_errs_no_more_than_plain_sdpa(window, heads, dtype, queries, keys):
     """72 queries of 200 keys are a context-parallel rank's chunk: causal, its end aligned with the keys' end."""
-    tensors = [x.detach().to("cuda", dtype).requires_grad_() for x in inputs(queries, keys, heads, channels=64)]
-    visible = seen(WINDOWS[window], queries, keys).cuda()
-    weight = torch.randn(queries, 2, 4, 64, device="cuda", dtype=dtype)
+    tensors = [x.detach().to(GPU, dtype).requires_grad_() for x in inputs(queries, keys, heads, channels=64)]
+    visible = seen(WINDOWS[window], queries, keys).to(GPU)
+    weight = torch.randn(queries, 2, 4, 64, device=GPU, dtype=dtype)
 
     def results(attention, tensors):
         out = attention(*tensors)
@@ -152,8 +154,9 @@ def test_on_cuda_errs_no_more_than_plain_sdpa(window, heads, dtype, queries, key
     truth = results(lambda q, k, v: reference.attention(q, k, v, visible), [x.double() for x in tensors])
     ours = results(lambda q, k, v: attend(q, k, v, WINDOWS[window]), tensors)
     allowed = results(plain, tensors)
+    limit = 2 if GPU == "cuda" else 4  # a CPU's kernel sums the gradients of shared keys in bf16
     for a, b, t in zip(ours, allowed, truth, strict=True):
-        assert (a - t).abs().max() <= 2 * (b - t).abs().max() + torch.finfo(dtype).eps
+        assert (a - t).abs().max() <= limit * (b - t).abs().max() + torch.finfo(dtype).eps
 
 
 def test_dropout_drops_its_share():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.sequence.cp_utils import _shard_thd_chunk_for_te, make_cp_batch_for_te
 from megatron_ext.sequence.thd import partition_indices
+from tests.devices import GPU
 from tests.sequence.batches import SENTINEL, expected_line, packed_batch
 
 PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
@@ -164,12 +165,13 @@ def test_a_line_made_elsewhere_is_sharded():
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 def test_transformer_engine_partitions_where_it_is_installed(monkeypatch):
     calls = []
     engine = types.ModuleType("transformer_engine_torch")
     engine.thd_get_partitioned_indices = lambda *args: calls.append(args) or torch.zeros(4, dtype=torch.int32)
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", engine)
-    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=GPU)
     partition_indices(cu_seqlens, 8, 2, 0)
     assert [args[1:] for args in calls] == [(8, 2, 0)]
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
