@@ -21,16 +21,18 @@ from megatron_ext.head import (
 from megatron_ext.head.checks import check_floating
 from megatron_ext.head.jensen_shannon import check_beta
 from megatron_ext.head.options import one_of
-from megatron_ext.losses.from_hidden import (
-    FromHidden,
-    Metrics,
+from megatron_ext.losses.checks import (
     check_number,
     check_per_token,
-    fault_of,
+    check_tensor,
+    check_weight,
+    count_fault,
+    first_fault,
+    per_token_fault,
     refuse,
-    widened,
 )
-from megatron_ext.losses.reductions import check_count, token_mean
+from megatron_ext.losses.from_hidden import FromHidden, Metrics, widened
+from megatron_ext.losses.reductions import token_mean
 
 Divergence = Literal["forward", "reverse", "jsd"]
 TopKDivergence = Literal["forward", "reverse", "mixed", "jsd"]
@@ -73,6 +75,7 @@ class DistillationLoss(FromHidden):
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
+        check_weight(weight)
 
         def head(own: Tensor) -> Tensor:
             heads = hidden, own, teacher_hidden, teacher_weight
@@ -148,7 +151,8 @@ class TopKDistillationLoss(FromHidden):
                 hidden, own, teacher_topk_indices, **self._head(), return_entropy=self.needs_entropy
             )
 
-        fault = fault_of(_check_top_k, teacher_topk_logits, teacher_topk_indices, mask, count)
+        check_weight(weight)
+        fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
         if fault is not None:
             refuse(fault, head, weight)
         found = head(weight)
@@ -214,25 +218,29 @@ def _mean(
     count: Tensor | float | None,
 ) -> tuple[Tensor, Metrics]:
     """That of `head(columns)`, of the shape given, which is asked once the rest fits; see `refuse`."""
-    fault = fault_of(_check_mean, shape, mask, count)
+    fault = _mean_fault(shape, mask, count)
     if fault is not None:
         refuse(fault, head, columns)
     found = head(columns)
     return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
 
-def _check_mean(shape: torch.Size, mask: Tensor | None, count: Tensor | float | None) -> None:
-    check_per_token(shape, mask=mask)
-    check_count(count)
+def _mean_fault(shape: torch.Size, mask: Tensor | None, count: Tensor | float | None) -> ValueError | None:
+    return first_fault(per_token_fault(shape, mask=mask), count_fault("count", count))
 
 
-def _check_top_k(logits: Tensor, indices: Tensor, mask: Tensor | None, count: Tensor | float | None) -> None:
+def _top_k_fault(
+    logits: Tensor, indices: Tensor, mask: Tensor | None, count: Tensor | float | None
+) -> ValueError | None:
+    for name, x in (("teacher_topk_logits", logits), ("teacher_topk_indices", indices)):
+        check_tensor(name, x, "a tensor [..., K]")
+    fault = None
     if logits.shape != indices.shape:
-        raise ValueError(
+        fault = ValueError(
             f"teacher_topk_logits has shape {tuple(logits.shape)}, teacher_topk_indices {tuple(indices.shape)}: both "
             f"must be [..., K], a value for each id"
         )
-    _check_mean(indices.shape[:-1], mask, count)
+    return first_fault(fault, _mean_fault(indices.shape[:-1], mask, count))
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -4,11 +4,8 @@ Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,8 +14,9 @@ from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_g
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import linear_log_probs
 from megatron_ext.head.checks import check_floating
-from megatron_ext.head.options import Cache, Layout
+from megatron_ext.head.options import Cache, Layout, one_of
 from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.losses.checks import check_tensor, check_weight, raise_if_any, refuse
 
 Metrics = dict[str, Tensor]
 
@@ -56,6 +54,7 @@ class FromHidden:
     def _token_shape(self, hidden: Tensor) -> torch.Size:
         """That of one number for each token: of all ranks', with the sequence layout."""
         check_floating("hidden", hidden)
+        one_of("hidden_layout", self.hidden_layout, get_args(Layout))
         shape = hidden.shape[:-1]
         slices = group_size(tensor_parallel_group(self.tp_group)) if self.hidden_layout == "sequence" else 1
         return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape
@@ -96,12 +95,16 @@ class LogProbLoss(FromHidden, ABC):
                 before its mask (`advantages`, `desirable`), by keyword all else.
 
         Raises:
-            ValueError: shapes that do not fit; what the head refuses. On every rank of `tp_group`, also what one of
-                them alone is given, but for labels of another shape, and for a mask of another shape with
-                `skip_ignored`: the ranks would not agree on how many tokens there are.
+            ValueError: before anything is communicated, what every rank sees: an argument that is missing or of another
+                type, labels that the loss cannot be of, options. After it, on every rank of `tp_group`, what one of
+                them alone may be given: a shape that is not the labels', a negative count, what the head refuses. Two
+                faults of one rank cannot be told: labels of another shape, and with `skip_ignored` a mask of another
+                shape. The ranks would not agree on how many tokens there are.
         """
-        fault = fault_of(self._check, labels.shape, *given, mask=mask, **others)
-        if mask is None or (isinstance(mask, Tensor) and mask.shape == labels.shape):
+        check_tensor("labels", labels, "a tensor of integer token ids")
+        check_weight(weight)
+        fault = self._fault(labels.shape, *given, mask=mask, **others)
+        if mask is None or mask.shape == labels.shape:
             mask = _float(labels != self.ignore_index, mask)
 
         def head(own: Tensor) -> Any:
@@ -126,8 +129,15 @@ class LogProbLoss(FromHidden, ABC):
         """The loss from log-probabilities of the labels, the shape of these."""
 
     @abstractmethod
+    def _fault(self, shape: torch.Size, *given: Any, **others: Any) -> ValueError | None:
+        """What is wrong with the arguments of `from_log_probs`, for labels of this shape, that one rank alone may see.
+
+        Raises ValueError for what every rank sees.
+        """
+
     def _check(self, shape: torch.Size, *given: Any, **others: Any) -> None:
         """Raises ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
+        raise_if_any(self._fault(shape, *given, **others))
 
     def _rows(self, x: Tensor) -> Tensor:
         """`[B, S]`, of 16-bit numbers in fp32."""
@@ -140,26 +150,6 @@ class LogProbLoss(FromHidden, ABC):
         return log_probs_BS, torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
 
 
-def fault_of(check: Callable[..., None], *args: Any, **kwargs: Any) -> ValueError | None:
-    """What `check` raises of these arguments."""
-    try:
-        check(*args, **kwargs)
-    except ValueError as fault:
-        return fault
-    return None
-
-
-def refuse(fault: ValueError, head: Callable[[Tensor], Any], columns: Tensor) -> NoReturn:
-    """Raises `fault` on this rank, and on those of the group what the head says of a rank that refused its arguments.
-
-    `head(columns)` is the call that they are in, of this rank's weight `[V/R, D]` or logits `[..., V/R]`. With one of
-    no width instead the head tells them, in the exchange that they wait in.
-    """
-    with suppress(ValueError):
-        head(columns[..., :0])
-    raise fault from None
-
-
 def _float(kept: Tensor, mask: Tensor | None) -> Tensor:
     """fp32 weights of tokens."""
     return kept.float() if mask is None else mask.float().where(kept, 0.0)
@@ -168,37 +158,3 @@ def _float(kept: Tensor, mask: Tensor | None) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """In fp32, or fp64 where it is that: sums of 16-bit log-probabilities lose their digits."""
     return x.to(accumulation_dtype(x.dtype))
-
-
-def check_rows(shape: torch.Size) -> None:
-    """Raises ValueError unless tokens lie in rows."""
-    if len(shape) != 2:
-        raise ValueError(
-            f"labels (log_probs) have shape {tuple(shape)}: the loss is one of rows: they must be 2-D; unflatten them"
-        )
-
-
-def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
-    """Raises ValueError unless all that are given have the shape of the labels."""
-    for name, x in tensors.items():
-        if x is not None and (not isinstance(x, Tensor) or x.shape != shape):
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} is {found}: it must be a tensor {tuple(shape)}, a number for each label")
-
-
-def check_number(
-    name: str, value: Any, rule: str, holds: Callable[[float], bool] = lambda x: x == x, optional: bool = False
-) -> None:
-    """Raises ValueError unless `value` is a number for which `holds` is true, or, where `optional`, None."""
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
-        raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}")
-
-
-def at_least_0(x: float) -> bool:
-    return x >= 0
-
-
-def above_0(x: float) -> bool:
-    return x > 0

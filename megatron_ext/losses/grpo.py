@@ -14,16 +14,18 @@ from torch import Tensor
 
 from megatron_ext.head.options import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.from_hidden import (
-    LogProbLoss,
-    Metrics,
+from megatron_ext.losses.checks import (
     above_0,
     at_least_0,
     check_number,
-    check_per_token,
     check_rows,
+    count_fault,
+    first_fault,
+    per_token_fault,
+    shape_fault,
 )
-from megatron_ext.losses.reductions import check_count, counted, divide, row_means, token_mean
+from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
+from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
 SamplingCorrection = Literal[
@@ -185,7 +187,7 @@ class GRPOLoss(LogProbLoss):
             count = (mask_BS.shape[0] if count is None else count) * self.max_completion_length
         return token_mean(loss_BS.expand_as(mask_BS), mask_BS, count)
 
-    def _check(
+    def _fault(
         self,
         shape: torch.Size,
         advantages: Tensor,
@@ -194,22 +196,20 @@ class GRPOLoss(LogProbLoss):
         reference_log_probs: Tensor | None = None,
         sampling_log_probs: Tensor | None = None,
         count: Tensor | float | None = None,
-    ) -> None:
+    ) -> ValueError | None:
         check_rows(shape)
-        rows = shape[1 if self.sequence_first else 0]
-        if not isinstance(advantages, Tensor) or advantages.shape not in ((rows,), shape):
-            found = tuple(advantages.shape) if isinstance(advantages, Tensor) else type(advantages).__name__
-            raise ValueError(
-                f"advantages is {found}: it must be a tensor with a number for each of {rows} rows, or for each label, "
-                f"{tuple(shape)}"
-            )
-        check_count(count)
-        check_per_token(
-            shape,
-            mask=mask,
-            old_log_probs=old_log_probs,
-            reference_log_probs=reference_log_probs,
-            sampling_log_probs=sampling_log_probs,
-        )
         if self.beta and reference_log_probs is None:
             raise ValueError(f"beta is {self.beta} without reference_log_probs: pass those of the reference policy")
+        rows = shape[1 if self.sequence_first else 0]
+        rule = f"a tensor with a number for each of {rows} rows, or for each label, {tuple(shape)}"
+        return first_fault(
+            shape_fault("advantages", advantages, [(rows,), shape], rule),
+            count_fault("count", count),
+            per_token_fault(
+                shape,
+                mask=mask,
+                old_log_probs=old_log_probs,
+                reference_log_probs=reference_log_probs,
+                sampling_log_probs=sampling_log_probs,
+            ),
+        )

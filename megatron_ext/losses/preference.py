@@ -5,23 +5,27 @@ the sum or the mean over its tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.options import one_of
-from megatron_ext.losses.from_hidden import (
-    LogProbLoss,
-    Metrics,
+from megatron_ext.losses.checks import (
     above_0,
     at_least_0,
     check_number,
-    check_per_token,
     check_rows,
+    check_scalar,
+    check_tensor,
+    count_fault,
+    first_fault,
+    per_token_fault,
+    shape_fault,
 )
-from megatron_ext.losses.reductions import check_count, divide, row_means, row_sums, token_mean
+from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
+from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
 
 Pairs = Literal["halves", "interleaved"]
 
@@ -94,14 +98,14 @@ class _PairLoss(LogProbLoss):
             metrics["sft_loss"] = sft.detach()
         return loss, metrics
 
-    def _check(
+    def _fault(
         self,
         shape: torch.Size,
         mask: Tensor | None = None,
         reference_log_probs: Tensor | None = None,
         count: Tensor | float | None = None,
         sft_count: Tensor | float | None = None,
-    ) -> None:
+    ) -> ValueError | None:
         check_rows(shape)
         if self.sft_weight and (count is None) != (sft_count is None):
             given, missing = ("count", "sft_count") if sft_count is None else ("sft_count", "count")
@@ -110,12 +114,14 @@ class _PairLoss(LogProbLoss):
                 f"pairs of all micro-batches, the likelihood by sft_count, the tokens of their chosen rows; pass both "
                 f"or neither"
             )
-        check_count(count)
-        check_count(sft_count, "sft_count")
         rows = shape[1 if self.sequence_first else 0]
         if rows % 2:
             raise ValueError(f"{rows} rows: they come in pairs of a chosen and a rejected one; add the missing row")
-        check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)
+        return first_fault(
+            count_fault("count", count),
+            count_fault("sft_count", sft_count),
+            per_token_fault(shape, mask=mask, reference_log_probs=reference_log_probs),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +308,7 @@ class KTOLoss(LogProbLoss):
         }
         return loss, metrics
 
-    def _check(
+    def _fault(
         self,
         shape: torch.Size,
         desirable: Tensor,
@@ -310,15 +316,18 @@ class KTOLoss(LogProbLoss):
         reference_log_probs: Tensor | None = None,
         kl: Tensor | float = 0.0,
         count: Tensor | float | None = None,
-    ) -> None:
+    ) -> ValueError | None:
         check_rows(shape)
         rows = shape[1 if self.sequence_first else 0]
-        if not isinstance(desirable, Tensor) or desirable.shape != (rows,):
-            found: Any = tuple(desirable.shape) if isinstance(desirable, Tensor) else type(desirable).__name__
-            raise ValueError(f"desirable is {found}: it must be a tensor with a bool for each of {rows} rows")
+        rule = f"a tensor with a bool for each of {rows} rows"
+        check_tensor("desirable", desirable, rule)
         if desirable.dtype != torch.bool:
             raise ValueError(
                 f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
-        check_count(count)
-        check_per_token(shape, mask=mask, reference_log_probs=reference_log_probs)
+        check_scalar("kl", kl)
+        return first_fault(
+            shape_fault("desirable", desirable, [(rows,)], rule),
+            count_fault("count", count),
+            per_token_fault(shape, mask=mask, reference_log_probs=reference_log_probs),
+        )

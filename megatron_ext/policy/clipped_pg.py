@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.head.options import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.from_hidden import above_0, at_least_0, check_number, check_per_token
+from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 from megatron_ext.policy.loss_protocol import LossType, MetricNormalizer, token_weights
 

@@ -1,0 +1,115 @@
+"""What the losses refuse. Faults that every rank can see are raised before anything is communicated: arguments that are
+missing or of another type, and labels of a shape that the loss cannot be of.
+
+Those that only one rank may see (the shape of what it is given beside the labels, a count) come back as an exception
+object from the functions named `..._fault`, and `refuse` announces them in the exchange that the call makes anyway.
+
+Legend: D hidden size, V vocabulary, R ranks of `tp_group`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from numbers import Real
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_ext.losses.reductions import check_count
+
+
+def first_fault(*faults: ValueError | None) -> ValueError | None:
+    """The first that there is. All have run by then: a rank with both kinds of faults raises at once, as the others do,
+    and waits for nobody.
+    """
+    return next(filter(None, faults), None)
+
+
+def raise_if_any(fault: ValueError | None) -> None:
+    """Raises `fault`, where nobody waits for this rank."""
+    if fault is not None:
+        raise fault
+
+
+def refuse(fault: ValueError, head: Callable[[Tensor], Any], columns: Tensor) -> NoReturn:
+    """Raises `fault`, which this rank alone may see, and on the others what the head says of a rank that refused.
+
+    `head(columns)` is the call that they are in, of this rank's weight `[V/R, D]` or logits `[..., V/R]`. With one of
+    another width instead the head tells them, in the exchange that they wait in.
+    """
+    width = 0 if columns.shape[-1] else 1  # a shard of logits may be empty
+    with suppress(ValueError):
+        head(columns.new_empty(*columns.shape[:-1], width))
+    raise fault from None
+
+
+def check_rows(shape: torch.Size) -> None:
+    """Raises ValueError unless tokens lie in rows."""
+    if len(shape) != 2:
+        raise ValueError(
+            f"labels (log_probs) have shape {tuple(shape)}: the loss is one of rows: they must be 2-D; unflatten them"
+        )
+
+
+def check_tensor(name: str, x: Any, rule: str) -> None:
+    """Raises ValueError unless `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is {type(x).__name__}: it must be {rule}")
+
+
+def check_weight(weight: Any) -> None:
+    """Raises ValueError unless it is a tensor: the head says what else is wrong with it."""
+    check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")
+
+
+def check_scalar(name: str, x: Any) -> None:
+    """Raises ValueError unless `x` is a number, of any value, or a tensor."""
+    if not isinstance(x, Tensor):
+        check_number(name, x, "a number or a tensor", lambda _: True)
+
+
+def shape_fault(name: str, x: Any, shapes: Sequence[tuple[int, ...]], rule: str) -> ValueError | None:
+    """Whether a tensor has one of `shapes`."""
+    check_tensor(name, x, rule)
+    return None if x.shape in shapes else ValueError(f"{name} is {tuple(x.shape)}: it must be {rule}")
+
+
+def per_token_fault(shape: torch.Size, **tensors: Tensor | None) -> ValueError | None:
+    """Whether all that are given have the shape of the labels."""
+    rule = f"a tensor {tuple(shape)}, a number for each label"
+    return first_fault(*(shape_fault(name, x, [shape], rule) for name, x in tensors.items() if x is not None))
+
+
+def check_per_token(shape: torch.Size, **tensors: Tensor | None) -> None:
+    """Raises ValueError unless all that are given have the shape of the labels."""
+    raise_if_any(per_token_fault(shape, **tensors))
+
+
+def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
+    """Whether a number is at least 0; a tensor's value is not looked at."""
+    if count is None:
+        return None
+    check_scalar(name, count)
+    try:
+        check_count(count, name)
+    except ValueError as fault:
+        return fault
+    return None
+
+
+def check_number(
+    name: str, value: Any, rule: str, holds: Callable[[float], bool] = lambda x: x == x, optional: bool = False
+) -> None:
+    """Raises ValueError unless `value` is a number for which `holds` is true, or, where `optional`, None."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
+        raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}")
+
+
+def at_least_0(x: float) -> bool:
+    return x >= 0
+
+
+def above_0(x: float) -> bool:
+    return x > 0
