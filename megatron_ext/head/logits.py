@@ -14,7 +14,7 @@ from megatron_ext.head.checks import check_exchange
 from megatron_ext.head.flat import in_runs, new_gradient, rows_of, tokens_of
 from megatron_ext.head.once import differentiable_once
 from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.passes import row_gradient, row_statistics
+from megatron_ext.head.passes import row_gradient, row_statistics, token_results
 from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.sizes import chunks
 
@@ -36,13 +36,14 @@ class LogitsHead(torch.autograd.Function):
         kept_T = labels_T != options.ignore_index
         target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
         stats_KT = statistics.new_statistics(tokens_of(z), options, accumulation_dtype(z.dtype), z.device)
+        shift_T = stats_KT.new_empty(kept_T.shape[0])
         for rows in _chunks(z, options):
             row_statistics(
                 rows_of(z, rows),
                 target_T[rows],
                 stats_KT[:, rows],
                 None,
-                None,
+                shift_T[rows],
                 None,
                 options.vocab.counted,
                 options.softcap,
@@ -53,13 +54,11 @@ class LogitsHead(torch.autograd.Function):
             )
         stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, labels_T, options)
-        stats = statistics.combine(stats_RKT, stats_KT, options)
+        stats, results = token_results(stats_RKT, stats_KT, shift_T, kept_T, options)
         ctx.options, ctx.into_logits = options, into_logits
         ctx.save_for_backward(z, target_T, kept_T, *stats)
-        entropy = statistics.entropy(stats, kept_T) if options.entropy else None
-        marks = statistics.marks(stats, kept_T, options)
-        ctx.mark_non_differentiable(*(mark for mark in marks if mark is not None))
-        return statistics.loss(stats, kept_T, options), entropy, *marks
+        ctx.mark_non_differentiable(*(mark for mark in (results.hits, results.z_loss) if mark is not None))
+        return tuple(results)
 
     @staticmethod
     @differentiable_once
