@@ -66,7 +66,7 @@ def coefficients(
         c = -pulled(grad_entropy_T)
         away = (stats.target - stats.expected).clamp(min=-1e4).where(kept_T, 0.0)  # p_y is 0 further away
         target = target + c * p_y * away
-    # Above 0 only where this shard has no finite logit, its peak is taken for 0, and its probabilities are 0 anyway.
+    # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
     alpha = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp().where(kept_T, 0.0)
     return Coefficients(a, c, d, target, alpha)
 

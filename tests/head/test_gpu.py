@@ -200,6 +200,26 @@ print("got away")
     assert "assert" in done.stderr.lower()
 
 
+@pytest.mark.parametrize("cache", [1, 0.5])
+def test_rows_wider_than_a_program(cache):
+    """Exponentials are relative to the row's first block: its maximum is near, 12 above at a token's last column, and
+    48 above, where they are written again."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 16, generator=generator)
+    weight, labels = 0.4 * torch.randn(50257, 16, generator=generator), torch.arange(5)
+    weight[-1], weight[-2] = 20 * hidden[0] / hidden[0].square().sum(), 60 * hidden[1] / hidden[1].square().sum()
+    leaves = [x.to(GPU, torch.bfloat16).requires_grad_() for x in (hidden, weight)]
+    truth = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    loss = linear_cross_entropy(*leaves, labels.to(GPU), cache=cache)
+    true = torch.nn.functional.cross_entropy(truth[0] @ truth[1].t(), labels, reduction="none")
+    torch.testing.assert_close(loss.detach().cpu().double(), true.detach(), rtol=1e-4, atol=1e-4)
+    ours, theirs = torch.autograd.grad(loss.sum(), leaves), torch.autograd.grad(true.sum(), truth)
+    for found, expected in zip(ours, theirs, strict=True):
+        far = (found.cpu().double() - expected).norm(dim=1)
+        rows = expected.norm(dim=1) > 1e-3  # of dW those of words that have some probability
+        assert (far[rows] < 0.02 * expected.norm(dim=1)[rows]).all()
+
+
 def test_twins_agree():
     from tests.head import twins
 
