@@ -1,0 +1,273 @@
+"""In which order each pipeline stage runs its passes where all stages share embedding and lm head.
+
+Layers run as in Megatron's one-forward-one-backward schedule, plain or interleaved, with `extra` forward passes more
+before the first backward: while a micro-batch's loss is on its way through all stages, the last stage has the forward
+pass of the next one to do. The passes of the vocabulary layers go wherever a simulation with given durations finds a
+stage free for them. Every stage computes the same order from the same numbers, so nothing is communicated.
+
+An order that a simulation has run through cannot deadlock, whatever the passes really take: each pass waits only for
+passes that the simulation had finished before it.
+
+The idea of sharing both vocabulary layers over the stages, and of hiding their passes in the schedule, is that of
+Yeung, Qi, Lin and Wan, "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288). Theirs is a
+repeated pattern of passes; this is a list schedule.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a pass computes, for one micro-batch."""
+
+    TOKENS = "tokens"  # first stage: the batch is read, the forward pass begins and asks for the embedding
+    LOOKUP = "embedding"  # every stage: its rows of the embedding, summed on the first stage
+    FORWARD = "forward"  # the layers of one chunk
+    PRODUCTS = "head"  # every stage: its logits' exponentials, their statistics and their product with the weight
+    LOSS = "loss"  # last stage: the forward pass goes on with the losses
+    BACKWARD = "backward"  # the layers of one chunk
+    WEIGHT = "head weight gradient"  # every stage
+    ROWS = "embedding gradient"  # every stage
+
+
+class Pass(NamedTuple):
+    kind: Kind
+    micro_batch: int
+    chunk: int = 0
+
+
+class Times(NamedTuple):
+    """How long passes and messages take, in any unit.
+
+    Attributes:
+        forward, backward: of the layers, `[stage][chunk]`.
+        lookup, products, weight, rows: of the vocabulary layers, on each stage.
+        send: activations or gradients from stage to stage.
+        tokens, embedding: token ids to all stages; the embedding's sum on the first stage.
+        hidden, results: hidden states to all stages; the statistics' exchange and the sum of dx on the last stage.
+        grad_loss, grad_embedding: the losses' gradient to all stages; that of the embedding.
+    """
+
+    forward: tuple[tuple[float, ...], ...]
+    backward: tuple[tuple[float, ...], ...]
+    lookup: float = 0.0
+    products: float = 0.0
+    weight: float = 0.0
+    rows: float = 0.0
+    send: float = 0.0
+    tokens: float = 0.0
+    embedding: float = 0.0
+    hidden: float = 0.0
+    results: float = 0.0
+    grad_loss: float = 0.0
+    grad_embedding: float = 0.0
+
+
+class Shape(NamedTuple):
+    """Of a schedule.
+
+    Attributes:
+        stages, chunks: pipeline stages, and chunks of layers on each (1: not interleaved).
+        micro_batches: of one step.
+        group: micro-batches that go through one chunk before the next chunk has its turn, as Megatron's
+            `microbatch_group_size_per_vp_stage`; the number of stages by default there.
+        forward_only: no backward passes.
+    """
+
+    stages: int
+    chunks: int
+    micro_batches: int
+    group: int
+    forward_only: bool = False
+
+
+class Run(NamedTuple):
+    """One pass in a simulation's timeline."""
+
+    what: Pass
+    start: float
+    end: float
+
+
+Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass, delay after its end)
+
+# Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
+# before the next forward pass all the same, so that no more than one micro-batch more is in flight.
+_RANK = (Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS, Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT, Kind.FORWARD)
+_HELD = 2  # micro-batches whose exponentials a stage keeps
+
+
+@lru_cache(maxsize=8)
+def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
+    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes."""
+    found = []
+    for extra in range(1, shape.chunks + 1):
+        queues = [_queues(stage, shape, extra) for stage in range(shape.stages)]
+        found.append(simulate(queues, _needs(shape, times), _duration(times)))
+    return min(found, key=length)
+
+
+def length(runs: Sequence[Sequence[Run]]) -> float:
+    """When the last pass of a timeline ends."""
+    return max(stage[-1].end for stage in runs)
+
+
+def layer_order(stage: int, shape: Shape, extra: int) -> list[Pass]:
+    """The forward and backward passes of a stage's layers, in Megatron's order with `extra` forward passes more in front."""
+    last_stage_first = 2 if shape.chunks > 1 else 1
+    total = shape.micro_batches * shape.chunks
+    warmup = (shape.stages - stage - 1) * last_stage_first + (shape.chunks - 1) * shape.group + extra
+    warmup = total if shape.forward_only else min(total, warmup)
+    turns = [
+        (micro_batch, chunk)
+        for start in range(0, shape.micro_batches, shape.group)
+        for chunk in range(shape.chunks)
+        for micro_batch in range(start, min(start + shape.group, shape.micro_batches))
+    ]
+    forward = [Pass(Kind.FORWARD, micro_batch, chunk) for micro_batch, chunk in turns]
+    order = forward[:warmup]
+    if shape.forward_only:
+        return order
+    for at, (micro_batch, chunk) in enumerate(turns):
+        order += forward[warmup + at : warmup + at + 1]
+        order.append(Pass(Kind.BACKWARD, micro_batch, shape.chunks - 1 - chunk))
+    return order
+
+
+def simulate(
+    queues: Sequence[Sequence[Sequence[Pass]]], needs: Needs, duration: Callable[[int, Pass], float]
+) -> tuple[tuple[Run, ...], ...]:
+    """A timeline for each stage: it runs the passes of each of its queues in order, the most urgent ready one first.
+
+    Raises:
+        ValueError: the passes wait for each other in a circle.
+    """
+    waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
+    ends: dict[tuple[int, Pass], float] = {}
+    ready_at: dict[tuple[int, Pass], float] = {}
+    free_at = [0.0] * len(queues)
+    runs: list[list[Run]] = [[] for _ in queues]
+    moments = [0.0]
+
+    def ready(stage: int, what: Pass) -> float | None:
+        """When what the pass needs is there; None: not known yet."""
+        at = ready_at.get((stage, what))
+        if at is None:
+            at = 0.0
+            for other_stage, other, delay in needs(stage, what):
+                end = ends.get((other_stage, other))
+                if end is None:
+                    return None
+                at = max(at, end + delay)
+            ready_at[stage, what] = at
+            heapq.heappush(moments, at)
+        return at
+
+    while moments:
+        now = heapq.heappop(moments)
+        while moments and moments[0] == now:
+            heapq.heappop(moments)
+        started = True
+        while started:  # a pass that takes no time may make another one ready at once
+            started = False
+            for stage, stage_queues in enumerate(waiting):
+                if free_at[stage] > now:
+                    continue
+                found = [
+                    queue
+                    for queue in stage_queues
+                    if queue and (at := ready(stage, queue[-1])) is not None and at <= now
+                ]
+                if not found:
+                    continue
+                queue = min(found, key=lambda queue: _RANK.index(queue[-1].kind))
+                what = queue.pop()
+                end = now + duration(stage, what)
+                free_at[stage] = ends[stage, what] = end
+                runs[stage].append(Run(what, now, end))
+                heapq.heappush(moments, end)
+                started = True
+    left = [queue[-1] for stage in waiting for queue in stage if queue]
+    if left:
+        raise ValueError(f"the passes {left} wait for each other: no order can run them")
+    return tuple(tuple(stage) for stage in runs)
+
+
+def _queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
+    """A stage's passes as queues: its layers, and each kind of pass of the vocabulary layers."""
+    micro_batches = range(shape.micro_batches)
+    layers = []
+    for what in layer_order(stage, shape, extra):
+        if what.kind is Kind.FORWARD and what.chunk == 0 and stage == 0:
+            # The next micro-batch's ids are on their way while this one's layers run.
+            ahead = what.micro_batch + 1
+            layers += [Pass(Kind.TOKENS, 0)] if ahead == 1 else []
+            layers += [Pass(Kind.TOKENS, ahead)] if ahead < shape.micro_batches else []
+        if what.kind is Kind.BACKWARD and what.chunk == shape.chunks - 1 and stage == shape.stages - 1:
+            layers.append(Pass(Kind.LOSS, what.micro_batch))
+        layers.append(what)
+    queues = [layers, [Pass(Kind.LOOKUP, n) for n in micro_batches], [Pass(Kind.PRODUCTS, n) for n in micro_batches]]
+    if not shape.forward_only:
+        queues += [[Pass(Kind.WEIGHT, n) for n in micro_batches], [Pass(Kind.ROWS, n) for n in micro_batches]]
+    elif stage == shape.stages - 1:
+        queues.append([Pass(Kind.LOSS, n) for n in micro_batches])
+    return queues
+
+
+def _duration(times: Times) -> Callable[[int, Pass], float]:
+    same = {
+        Kind.LOOKUP: times.lookup,
+        Kind.PRODUCTS: times.products,
+        Kind.WEIGHT: times.weight,
+        Kind.ROWS: times.rows,
+        Kind.TOKENS: 0.0,
+        Kind.LOSS: 0.0,
+    }
+
+    def duration(stage: int, what: Pass) -> float:
+        if what.kind is Kind.FORWARD:
+            return times.forward[stage][what.chunk]
+        return times.backward[stage][what.chunk] if what.kind is Kind.BACKWARD else same[what.kind]
+
+    return duration
+
+
+def _needs(shape: Shape, times: Times) -> Needs:
+    first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
+
+    def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
+        kind, n, chunk = what
+        if kind is Kind.LOOKUP:
+            yield first, Pass(Kind.TOKENS, n), times.tokens
+        elif kind is Kind.FORWARD:
+            if stage > 0:
+                yield stage - 1, what, times.send
+            elif chunk > 0:
+                yield last, Pass(Kind.FORWARD, n, chunk - 1), times.send
+            else:
+                for other in range(shape.stages):
+                    yield other, Pass(Kind.LOOKUP, n), times.embedding
+        elif kind is Kind.PRODUCTS:
+            yield last, Pass(Kind.FORWARD, n, last_chunk), times.hidden
+            if n >= _HELD and not shape.forward_only:
+                yield stage, Pass(Kind.WEIGHT, n - _HELD), 0.0
+        elif kind is Kind.LOSS:
+            for other in range(shape.stages):
+                yield other, Pass(Kind.PRODUCTS, n), times.results
+        elif kind is Kind.BACKWARD:
+            if stage < last:
+                yield stage + 1, what, times.send
+            elif chunk < last_chunk:
+                yield first, Pass(Kind.BACKWARD, n, chunk + 1), times.send
+            else:
+                yield last, Pass(Kind.LOSS, n), 0.0
+        elif kind is Kind.WEIGHT:
+            yield last, Pass(Kind.LOSS, n), times.grad_loss
+            yield stage, Pass(Kind.PRODUCTS, n), 0.0
+        elif kind is Kind.ROWS:
+            yield first, Pass(Kind.BACKWARD, n, 0), times.grad_embedding
+
+    return needs
