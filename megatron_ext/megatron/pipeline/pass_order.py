@@ -14,6 +14,7 @@ repeated pattern of passes; this is a list schedule.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
@@ -96,7 +97,17 @@ Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass
 
 # Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
 # before the next forward pass all the same, so that no more than one micro-batch more is in flight.
-_RANK = (Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS, Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT, Kind.FORWARD)
+_MOST_URGENT_FIRST = (
+    Kind.TOKENS,
+    Kind.LOOKUP,
+    Kind.PRODUCTS,
+    Kind.LOSS,
+    Kind.BACKWARD,
+    Kind.ROWS,
+    Kind.WEIGHT,
+    Kind.FORWARD,
+)
+_RANK = {kind: rank for rank, kind in enumerate(_MOST_URGENT_FIRST)}
 _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
@@ -116,7 +127,7 @@ def length(runs: Sequence[Sequence[Run]]) -> float:
 
 
 def layer_order(stage: int, shape: Shape, extra: int) -> list[Pass]:
-    """The forward and backward passes of a stage's layers, in Megatron's order with `extra` forward passes more in front."""
+    """A stage's forward and backward passes of layers: Megatron's order, with `extra` forward passes more in front."""
     last_stage_first = 2 if shape.chunks > 1 else 1
     total = shape.micro_batches * shape.chunks
     warmup = (shape.stages - stage - 1) * last_stage_first + (shape.chunks - 1) * shape.group + extra
@@ -148,48 +159,46 @@ def simulate(
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
     ready_at: dict[tuple[int, Pass], float] = {}
+    waiting_for: dict[tuple[int, Pass], list[tuple[int, Pass]]] = {}
     free_at = [0.0] * len(queues)
     runs: list[list[Run]] = [[] for _ in queues]
-    moments = [0.0]
+    moments = [(0.0, stage) for stage in range(len(queues))]  # when a stage looks what it can run
 
-    def ready(stage: int, what: Pass) -> float | None:
-        """When what the pass needs is there; None: not known yet."""
-        at = ready_at.get((stage, what))
-        if at is None:
-            at = 0.0
-            for other_stage, other, delay in needs(stage, what):
-                end = ends.get((other_stage, other))
-                if end is None:
-                    return None
-                at = max(at, end + delay)
-            ready_at[stage, what] = at
-            heapq.heappush(moments, at)
+    def find_ready_at(stage: int, what: Pass) -> float:
+        """When what the pass needs is there; for ever, until the next pass that it waits for has a time."""
+        at = 0.0
+        for other_stage, other, delay in needs(stage, what):
+            end = ends.get((other_stage, other))
+            if end is None:
+                waiting_for.setdefault((other_stage, other), []).append((stage, what))
+                return math.inf
+            at = max(at, end + delay)
+        heapq.heappush(moments, (at, stage))
         return at
 
     while moments:
-        now = heapq.heappop(moments)
-        while moments and moments[0] == now:
-            heapq.heappop(moments)
-        started = True
-        while started:  # a pass that takes no time may make another one ready at once
-            started = False
-            for stage, stage_queues in enumerate(waiting):
-                if free_at[stage] > now:
-                    continue
-                found = [
-                    queue
-                    for queue in stage_queues
-                    if queue and (at := ready(stage, queue[-1])) is not None and at <= now
-                ]
-                if not found:
-                    continue
-                queue = min(found, key=lambda queue: _RANK.index(queue[-1].kind))
-                what = queue.pop()
-                end = now + duration(stage, what)
-                free_at[stage] = ends[stage, what] = end
-                runs[stage].append(Run(what, now, end))
-                heapq.heappush(moments, end)
-                started = True
+        now, stage = heapq.heappop(moments)
+        if free_at[stage] > now:
+            continue
+        found = None
+        for queue in waiting[stage]:
+            if not queue:
+                continue
+            first = stage, queue[-1]
+            at = ready_at.get(first)
+            if at is None:
+                at = ready_at[first] = find_ready_at(*first)
+            if at <= now and (found is None or _RANK[queue[-1].kind] < _RANK[found[-1].kind]):
+                found = queue
+        if found is None:
+            continue
+        what = found.pop()
+        end = now + duration(stage, what)
+        free_at[stage] = ends[stage, what] = end
+        runs[stage].append(Run(what, now, end))
+        heapq.heappush(moments, (end, stage))
+        for other in waiting_for.pop((stage, what), ()):
+            ready_at[other] = find_ready_at(*other)
     left = [queue[-1] for stage in waiting for queue in stage if queue]
     if left:
         raise ValueError(f"the passes {left} wait for each other: no order can run them")
@@ -235,19 +244,36 @@ def _duration(times: Times) -> Callable[[int, Pass], float]:
     return duration
 
 
+def layer_needs(shape: Shape, send: float) -> Needs:
+    """What layers wait for: those before them (forward) or after them (backward), on the neighbouring stage."""
+    first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
+
+    def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
+        kind, n, chunk = what
+        if kind is Kind.FORWARD:
+            if stage > first:
+                yield stage - 1, what, send
+            elif chunk > 0:
+                yield last, Pass(kind, n, chunk - 1), send
+        elif stage < last:
+            yield stage + 1, what, send
+        elif chunk < last_chunk:
+            yield first, Pass(kind, n, chunk + 1), send
+
+    return needs
+
+
 def _needs(shape: Shape, times: Times) -> Needs:
     first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
+    of_layers = layer_needs(shape, times.send)
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
         kind, n, chunk = what
         if kind is Kind.LOOKUP:
             yield first, Pass(Kind.TOKENS, n), times.tokens
         elif kind is Kind.FORWARD:
-            if stage > 0:
-                yield stage - 1, what, times.send
-            elif chunk > 0:
-                yield last, Pass(Kind.FORWARD, n, chunk - 1), times.send
-            else:
+            yield from of_layers(stage, what)
+            if stage == first and chunk == 0:
                 for other in range(shape.stages):
                     yield other, Pass(Kind.LOOKUP, n), times.embedding
         elif kind is Kind.PRODUCTS:
@@ -258,11 +284,8 @@ def _needs(shape: Shape, times: Times) -> Needs:
             for other in range(shape.stages):
                 yield other, Pass(Kind.PRODUCTS, n), times.results
         elif kind is Kind.BACKWARD:
-            if stage < last:
-                yield stage + 1, what, times.send
-            elif chunk < last_chunk:
-                yield first, Pass(Kind.BACKWARD, n, chunk + 1), times.send
-            else:
+            yield from of_layers(stage, what)
+            if stage == last and chunk == last_chunk:
                 yield last, Pass(Kind.LOSS, n), 0.0
         elif kind is Kind.WEIGHT:
             yield last, Pass(Kind.LOSS, n), times.grad_loss
