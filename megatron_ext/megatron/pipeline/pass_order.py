@@ -97,17 +97,8 @@ Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass
 
 # Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
 # before the next forward pass all the same, so that no more than one micro-batch more is in flight.
-_MOST_URGENT_FIRST = (
-    Kind.TOKENS,
-    Kind.LOOKUP,
-    Kind.PRODUCTS,
-    Kind.LOSS,
-    Kind.BACKWARD,
-    Kind.ROWS,
-    Kind.WEIGHT,
-    Kind.FORWARD,
-)
-_RANK = {kind: rank for rank, kind in enumerate(_MOST_URGENT_FIRST)}
+_MOST_URGENT_FIRST = (Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS, Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT)
+_RANK = {kind: rank for rank, kind in enumerate((*_MOST_URGENT_FIRST, Kind.FORWARD))}
 _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
@@ -116,8 +107,8 @@ def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
     """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes."""
     found = []
     for extra in range(1, shape.chunks + 1):
-        queues = [_queues(stage, shape, extra) for stage in range(shape.stages)]
-        found.append(simulate(queues, _needs(shape, times), _duration(times)))
+        queues = [stage_queues(stage, shape, extra) for stage in range(shape.stages)]
+        found.append(simulate(queues, pass_needs(shape, times), pass_duration(times)))
     return min(found, key=length)
 
 
@@ -205,7 +196,7 @@ def simulate(
     return tuple(tuple(stage) for stage in runs)
 
 
-def _queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
+def stage_queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
     """A stage's passes as queues: its layers, and each kind of pass of the vocabulary layers."""
     micro_batches = range(shape.micro_batches)
     layers = []
@@ -226,7 +217,8 @@ def _queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
     return queues
 
 
-def _duration(times: Times) -> Callable[[int, Pass], float]:
+def pass_duration(times: Times) -> Callable[[int, Pass], float]:
+    """What a stage takes for a pass."""
     same = {
         Kind.LOOKUP: times.lookup,
         Kind.PRODUCTS: times.products,
@@ -263,7 +255,8 @@ def layer_needs(shape: Shape, send: float) -> Needs:
     return needs
 
 
-def _needs(shape: Shape, times: Times) -> Needs:
+def pass_needs(shape: Shape, times: Times) -> Needs:
+    """What each pass waits for, and how long its message takes."""
     first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
     of_layers = layer_needs(shape, times.send)
 
