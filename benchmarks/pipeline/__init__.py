@@ -1,0 +1,1 @@
+"""Pipeline schedules simulated: Megatron's own, with layers redistributed, ours, and those of the paper."""

@@ -1,0 +1,187 @@
+"""`python -m benchmarks.pipeline`: simulates a training step of pipelines under each schedule. Needs no GPU.
+
+Prints for each case and schedule the step, the idle part, memory and bytes sent, stage by stage; writes the rows of
+benchmarks/results/pipeline.csv and draws docs/figures/pipeline.png. Times are estimates: `costs.py` says of what.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import record
+from benchmarks.pipeline.costs import LINKS, Model, Setup
+from benchmarks.pipeline.figure import FIGURE, draw
+from benchmarks.pipeline.schedules import SCHEDULES, Timeline
+from megatron_ext.head.devices import DEVICES
+
+CSV = record.RESULTS / "pipeline.csv"
+LLAMA_8B = Model("Llama-3 8B", 32, 4096, 14336, 32, 8, 128256)
+LLAMA_70B = Model("Llama-3 70B", 80, 8192, 28672, 64, 8, 128256)
+WORDS_256K = replace(LLAMA_8B, name="8B with 256k words", vocab=262144)
+CASES = [  # model, stages, tensor-parallel size, chunks of a stage where schedules are interleaved
+    (LLAMA_8B, 4, 1, 2),
+    (LLAMA_8B, 8, 1, 2),
+    (LLAMA_70B, 8, 8, 2),
+    (LLAMA_70B, 16, 8, 5),
+    (WORDS_256K, 4, 1, 2),
+    (WORDS_256K, 8, 1, 2),
+]
+STEP, GAIN, BUSIEST, BUBBLE, LOAD = "step", "throughput / 1F1B", "busiest stage, a micro-batch", "idle", "link busy"
+SENT = "sent by a rank for a micro-batch"
+LEAST_STATE, MOST_STATE = "weights, gradients, optimizer: least", "weights, gradients, optimizer: most"
+ACTIVATIONS, BOTH, IN_FLIGHT = "activations: most", "both together: most", "micro-batches in flight"
+
+# Ours, and the best redistribution of layers beside it.
+BESIDE_BEST = (("ours", "1F1B, layers redistributed"), ("ours, interleaved", "interleaved, layers redistributed"))
+
+Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
+
+
+def setups(batches_per_stage: int = 4, **options) -> Iterator[Setup]:
+    for model, stages, tensor_parallel, chunks in CASES:
+        for link in LINKS.values():
+            yield Setup(model, stages, tensor_parallel, chunks, batches_per_stage * stages, link, **options)
+
+
+def rows(setup: Setup, timelines: dict[str, Timeline]) -> list[Row]:
+    """What is committed of one case."""
+    plain, made = timelines["1F1B"].seconds, []
+    for name, timeline in timelines.items():
+        stages = timeline.stages
+        states = [stage.state_bytes for stage in stages]
+        values = [
+            (STEP, "ms", timeline.seconds * 1e3),
+            (GAIN, "1", plain / timeline.seconds),
+            (BUSIEST, "ms", max(timeline.busy_seconds) / setup.micro_batches * 1e3),
+            (BUBBLE, "%", timeline.bubble * 100),
+            (LOAD, "%", timeline.link_load * 100),
+            (SENT, "MB", timeline.sent_bytes / 1e6),
+            (LEAST_STATE, "GB", min(states) / 1e9),
+            (MOST_STATE, "GB", max(states) / 1e9),
+            (ACTIVATIONS, "GB", max(stage.activation_bytes for stage in stages) / 1e9),
+            (BOTH, "GB", max(stage.state_bytes + stage.activation_bytes for stage in stages) / 1e9),
+            (IN_FLIGHT, "1", max(stage.in_flight for stage in stages)),
+        ]
+        made += [(name, metric, unit, [value]) for metric, unit, value in values]
+    return made
+
+
+def text(setup: Setup, timelines: dict[str, Timeline]) -> str:
+    """One case, for reading: a block for each schedule with a column for each stage."""
+    lines = [f"{setup.name}: {setup.micro_batches} micro-batches of {setup.tokens} tokens, {setup.device.name}"]
+    lines += [f"  {remark}" for remark in account_for_options(setup)]
+    for name, timeline in timelines.items():
+        lines.append(
+            f"  {name}: {timeline.seconds * 1e3:.0f} ms, {timeline.bubble * 100:.1f} % idle; each rank sends "
+            f"{timeline.sent_bytes / 1e6:.0f} MB for a micro-batch, its link is busy {timeline.link_load * 100:.1f} %"
+        )
+        table = {
+            "layers": [str(sum(layers)) for layers in timeline.layers],
+            "weights, gradients, optimizer, GB": [f"{stage.state_bytes / 1e9:.1f}" for stage in timeline.stages],
+            "activations, GB": [f"{stage.activation_bytes / 1e9:.1f}" for stage in timeline.stages],
+            "micro-batches in flight": [f"{stage.in_flight:.1f}" for stage in timeline.stages],
+        }
+        lines += [f"    {what:34}" + "".join(f"{value:>6}" for value in values) for what, values in table.items()]
+    return "\n".join(lines)
+
+
+def account_for_options(setup: Setup) -> list[str]:
+    """What Megatron's options do that count embedding or loss as a layer each."""
+    said = []
+    for options, more in (("one of account_for_{embedding,loss}_in_pipeline_split", 1), ("both of them", 2)):
+        layers = setup.model.layers + more
+        if layers % setup.stages:
+            said.append(f"{options}: refused by Megatron, {layers} does not divide by {setup.stages}")
+        else:
+            said.append(f"{options}: {layers // setup.stages} a stage, counting those")
+    return said
+
+
+def summary(path: Path, links: str = "400 Gb/s") -> str:
+    """The rows in `path` as tables in Markdown, those of docs/pipeline.md: gains of all cases, then all of some."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in record.read(path):
+        found.setdefault(row.case, {}).setdefault(row.impl, {})[row.metric] = row.p50
+    first, *others = SCHEDULES
+    over = [f"{mine} / {best}" for mine, best in BESIDE_BEST]
+    tables = [_table([f"{first}, ms", *others, *over], {case: _gains(one) for case, one in found.items()})]
+    heads = "step, ms|x 1F1B|busiest, ms|idle, %|state, GB|activations, GB|both, GB|in flight|sent, MB|link, %"
+    for case, schedules in found.items():
+        if case.endswith(links):
+            cells = {name: _cells(values) for name, values in schedules.items()}
+            tables.append(f"**{case}**\n\n" + _table(heads.split("|"), cells))
+    return "\n\n".join(tables)
+
+
+def _table(heads: list[str], lines: dict[str, list[str]]) -> str:
+    rows = [["", *heads], ["---"] * (len(heads) + 1), *([name, *cells] for name, cells in lines.items())]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _gains(schedules: dict[str, dict[str, float]]) -> list[str]:
+    first, *others = schedules.values()
+    over = [schedules[best][STEP] / schedules[mine][STEP] for mine, best in BESIDE_BEST]
+    return [f"{first[STEP]:.0f}", *(f"{gain:.2f}" for gain in [*(values[GAIN] for values in others), *over])]
+
+
+def _cells(values: dict[str, float]) -> list[str]:
+    least, most = (f"{values[metric]:.1f}" for metric in (LEAST_STATE, MOST_STATE))
+    return [
+        f"{values[STEP]:.0f}",
+        f"{values[GAIN]:.2f}",
+        f"{values[BUSIEST]:.1f}",
+        f"{values[BUBBLE]:.1f}",
+        most if least == most else f"{least} to {most}",
+        f"{values[ACTIVATIONS]:.1f}",
+        f"{values[BOTH]:.1f}",
+        f"{values[IN_FLIGHT]:.3g}",
+        f"{values[SENT]:.0f}",
+        f"{values[LOAD]:.1f}",
+    ]
+
+
+def figure(path: Path) -> Path:
+    """The case with the largest head, with few micro-batches."""
+    setup = Setup(WORDS_256K, 4, 1, 2, 8, LINKS["400 Gb/s"])
+    shown = ("1F1B", "1F1B, layers redistributed", "ours", "ours, interleaved")
+    return draw({name: SCHEDULES[name](setup) for name in shown}, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default="", help="only those whose name contains this, as 'PP8'; with --out")
+    parser.add_argument("--device", choices=list(DEVICES), default="H200")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch: one sequence")
+    parser.add_argument("--batches-per-stage", type=int, default=4, help="micro-batches of a step / pipeline stages")
+    parser.add_argument("--layer-rate", type=float, default=0.7, help="of layers / that of a large matrix product")
+    parser.add_argument("--data-parallel", type=int, default=0, help="ranks that share the optimizer's state; 0: none")
+    parser.add_argument("--out", type=Path, help="a CSV (default: that of the repository, unless an option is given)")
+    parser.add_argument("--figure", type=Path, help="a picture (default: that of the repository, as for --out)")
+    options = parser.parse_args()
+    given = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
+    out = options.out or (None if given else CSV)
+    origin = replace(
+        record.Origin.here("cpu"), device=f"simulated for {options.device}", versions="", commit="", date=""
+    )
+    for setup in setups(
+        options.batches_per_stage,
+        tokens=options.tokens,
+        layer_rate=options.layer_rate,
+        device=DEVICES[options.device],
+        data_parallel=options.data_parallel,
+    ):
+        if options.cases not in setup.name:
+            continue
+        timelines = {name: schedule(setup) for name, schedule in SCHEDULES.items()}
+        print(text(setup, timelines) + "\n", flush=True)
+        if out is not None:
+            record.write(out, [origin.row(setup.name, *row) for row in rows(setup, timelines)])
+    if out is not None:
+        print(f"rows in {out}")
+    if options.figure or not given:
+        print(f"drawn: {figure(options.figure or FIGURE)}")
+
+
+if __name__ == "__main__":
+    main()

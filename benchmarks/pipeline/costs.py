@@ -1,0 +1,208 @@
+"""What passes, messages and memory of a language model in a pipeline cost: by FLOPs, bytes and the head's launch plan.
+
+Legend: T tokens of a micro-batch, D hidden size, V vocabulary, p pipeline stages, t tensor-parallel size.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.cases import Case
+from megatron_ext.head.devices import DEVICES, Device
+from megatron_ext.megatron.pipeline.pass_order import Shape, Times
+
+WIDTH = 2  # bytes of activations, of their gradients and of weights: bf16
+STATISTICS = 3  # fp32 numbers a token that the head exchanges
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder with grouped queries and a gated MLP; embedding and lm head are two matrices."""
+
+    name: str
+    layers: int
+    width: int
+    mlp_width: int
+    heads: int
+    query_groups: int
+    vocab: int
+
+    @property
+    def key_value_width(self) -> int:
+        return self.width // self.heads * self.query_groups
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of one layer's matrices."""
+        return self.width * (2 * self.width + 2 * self.key_value_width + 3 * self.mlp_width)
+
+    def layer_flops(self, tokens: int) -> int:
+        """Forward, of one sequence: the matrices, and the half of the attention scores that a causal mask leaves."""
+        return 2 * tokens * (self.layer_weights + tokens * self.width)
+
+    def layer_activation_bytes(self, tokens: int) -> int:
+        """Kept for backward with flash attention and no recompute, in bf16.
+
+        Both norms' inputs and outputs, queries, keys, values, what attention returns, gate and up projection and their
+        product.
+        """
+        return WIDTH * tokens * (6 * self.width + 2 * self.key_value_width + 3 * self.mlp_width)
+
+
+class Link(NamedTuple):
+    """Between neighbouring stages, for each GPU and direction."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+LINKS = {
+    "NVLink": Link("NVLink", 450e9, 5e-6),
+    "400 Gb/s": Link("400 Gb/s", 50e9, 10e-6),
+}
+
+
+class HeadSeconds(NamedTuple):
+    """Of one rank: logits and exponentials (2 NVH), their product with the weight (2), the weight gradient (2)."""
+
+    statistics: float
+    product: float
+    weight: float
+
+
+@cache
+def head_seconds(tokens: int, width: int, vocab: int, ranks: int, device: Device) -> HeadSeconds:
+    """From the launch plan of the head (`benchmarks/plan.py`); without Triton by FLOPs at the device's rate."""
+    case = Case("simulated", tokens, width, vocab, ranks, torch.bfloat16)
+    if importlib.util.find_spec("triton") is None:
+        return HeadSeconds(*(2 * case.nvh / device.flops,) * 3)
+    from benchmarks.plan import plan
+
+    launches = plan(case, 1, device)[0].launches
+    names = [launch.name for launch in launches]
+    backward = next(at for at, launch in enumerate(launches) if launch.phase == "backward")
+    last_of_dx = names.index("finish_dx_kernel")
+    parts = launches[:backward], launches[backward : last_of_dx + 1], launches[last_of_dx + 1 :]
+    return HeadSeconds(*(sum(launch.seconds for launch in part) for part in parts))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One case. Layers run at `layer_rate` of the rate that large matrix products reach; with sequence parallelism."""
+
+    model: Model
+    stages: int
+    tensor_parallel: int
+    chunks: int  # of the interleaved schedules
+    micro_batches: int
+    link: Link
+    tokens: int = 8192
+    layer_rate: float = 0.7
+    device: Device = DEVICES["H200"]
+    data_parallel: int = 0  # ranks that share the optimizer's state; 0: none does
+
+    @property
+    def name(self) -> str:
+        tensor = f" TP{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.model.name} PP{self.stages}{tensor}, {self.link.name}"
+
+    @property
+    def ranks(self) -> int:
+        """That share the vocabulary."""
+        return self.stages * self.tensor_parallel
+
+    def shape(self, chunks: int) -> Shape:
+        return Shape(self.stages, chunks, self.micro_batches, self.stages)
+
+    # --- time
+
+    @cached_property
+    def layer_seconds(self) -> float:
+        """One layer forward. Backward takes twice that."""
+        rate = self.layer_rate * self.device.flops * self.tensor_parallel
+        return self.model.layer_flops(self.tokens) / rate
+
+    def head_seconds(self, ranks: int) -> HeadSeconds:
+        return head_seconds(self.tokens, self.model.width, self.model.vocab, ranks, self.device)
+
+    @property
+    def lookup_seconds(self) -> float:
+        """The embedding's rows, read and written."""
+        return 2 * WIDTH * self.tokens * self.model.width / self.device.bytes_per_s
+
+    def rows_seconds(self, ranks: int) -> float:
+        """Gradients read by all; the rows that are this rank's are added to in fp32."""
+        return (WIDTH + 8 / ranks) * self.tokens * self.model.width / self.device.bytes_per_s
+
+    @property
+    def slice_bytes(self) -> int:
+        """Hidden states of a micro-batch on one rank, or their gradient."""
+        return WIDTH * self.tokens * self.model.width // self.tensor_parallel
+
+    def message(self, nbytes: float) -> float:
+        return self.link.latency_s + nbytes / self.link.bytes_per_s
+
+    def collective(self, nbytes: float) -> float:
+        """A broadcast or a reduction that passes all stages in pieces, each sending on what it has of it."""
+        return (self.stages - 1) * self.link.latency_s + nbytes / self.link.bytes_per_s
+
+    def times(self, chunks: int) -> Times:
+        """Of our passes and messages, layers spread evenly."""
+        of_chunk = self.model.layers // (self.stages * chunks) * self.layer_seconds
+        head = self.head_seconds(self.ranks)
+        return Times(
+            forward=((of_chunk,) * chunks,) * self.stages,
+            backward=((2 * of_chunk,) * chunks,) * self.stages,
+            lookup=self.lookup_seconds,
+            products=head.statistics + head.product,
+            weight=head.weight,
+            rows=self.rows_seconds(self.ranks),
+            send=self.message(self.slice_bytes),
+            tokens=self.collective(8 * self.tokens),
+            embedding=self.collective(self.slice_bytes),
+            hidden=self.collective(self.slice_bytes),
+            results=self.collective(self.statistics_bytes) + self.collective(self.slice_bytes),
+            grad_loss=self.collective(4 * self.tokens),
+            grad_embedding=self.collective(self.slice_bytes),
+        )
+
+    # --- bytes
+
+    @property
+    def statistics_bytes(self) -> int:
+        """That each rank sends of the statistics of all, in their all-gather."""
+        return (self.ranks - 1) * STATISTICS * 4 * self.tokens
+
+    @property
+    def stock_sent_bytes(self) -> int:
+        """By one rank for one micro-batch and chunk: hidden states one way, their gradient the other way."""
+        return 2 * self.slice_bytes
+
+    @property
+    def our_extra_sent_bytes(self) -> int:
+        """By one rank for one micro-batch: hidden states, dx, embedding and its gradient; statistics, ids and g."""
+        return 4 * self.slice_bytes + self.statistics_bytes + (8 + 4) * self.tokens
+
+    def state_bytes(self, parameters: float) -> float:
+        """bf16 weights, fp32 main gradients, fp32 weights and Adam's two moments: 18 bytes, or the last 12 shared."""
+        return parameters * (6 + 12 / max(1, self.data_parallel))
+
+    def parameters(self, layers: int, vocabulary_shares: float) -> float:
+        """Of one rank: `layers`, and `vocabulary_shares` of [V/t, D] matrices. Norms are left out."""
+        return (layers * self.model.layer_weights + vocabulary_shares * self.model.vocab * self.model.width) / (
+            self.tensor_parallel
+        )
+
+    @property
+    def layer_activation_bytes(self) -> float:
+        """Of one layer and micro-batch on one rank."""
+        return self.model.layer_activation_bytes(self.tokens) / self.tensor_parallel
+
+    def head_activation_bytes(self, ranks: int) -> float:
+        """Exponentials that a rank keeps of a micro-batch; where stages share the head also all its hidden states."""
+        shared = WIDTH * self.tokens * self.model.width if ranks > self.tensor_parallel else 0
+        return WIDTH * self.tokens * self.model.vocab / ranks + shared

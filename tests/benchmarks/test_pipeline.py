@@ -1,0 +1,187 @@
+"""The simulated schedules: what is promised of ours holds, what is compared with is right, the note shows the rows."""
+
+import os
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import record
+from benchmarks.cases import Case
+from benchmarks.pipeline import __main__ as program
+from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
+from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
+from benchmarks.plan import plan
+from megatron_ext.head.devices import DEVICES
+from megatron_ext.megatron.pipeline.pass_order import Kind
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1",
+    reason="the head's launch plan wants compiled kernels; the ordinary run has them",
+)
+SETUPS = list(program.setups(batches_per_stage=2))
+
+
+def committed():
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in record.read(program.CSV):
+        found.setdefault((row.case, row.impl), {})[row.metric] = row.p50
+    return found
+
+
+@cache
+def tiny(**given):
+    """Layers of 1 ms at the given rate, without attention to speak of."""
+    return replace(Setup(Model("tiny", 8, 1024, 4096, 8, 8, 32768), 4, 1, 2, 12, LINKS["NVLink"], tokens=1024), **given)
+
+
+def marked(setup):
+    """Slow links are the harder case for ours; with NVLink, and of 80 layers, only the long run compares."""
+    quick = setup.link is LINKS["400 Gb/s"] and setup.model is not program.LLAMA_70B
+    return pytest.param(setup, id=setup.name, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("setup", [marked(setup) for setup in SETUPS])
+def test_stages_hold_the_same_and_ours_is_as_fast_as_the_best_redistribution(setup):
+    """With few micro-batches here; the committed rows say so of a usual number."""
+    timeline = ours(setup, 1)
+    states = [stage.state_bytes for stage in timeline.stages]
+    assert max(states) <= 1.03 * min(states)
+    assert timeline.seconds <= redistributed(setup, 1).seconds
+    assert ours(setup, setup.chunks).seconds <= stock(setup, even(setup, setup.chunks)).seconds
+
+
+def test_the_committed_rows_keep_the_promises():
+    rows = committed()
+    cases = {case for case, _ in rows}
+    assert cases == {setup.name for setup in SETUPS}
+    for case in cases:
+        for mine, best in program.BESIDE_BEST:
+            assert rows[case, mine][program.STEP] <= rows[case, best][program.STEP]
+            assert rows[case, mine][program.MOST_STATE] <= 1.03 * rows[case, mine][program.LEAST_STATE]
+
+
+def test_the_committed_rows_are_what_is_simulated_now():
+    rows, setup = committed(), next(program.setups())
+    for name, schedule in SCHEDULES.items():
+        for impl, metric, _, (value,) in program.rows(setup, {"1F1B": SCHEDULES["1F1B"](setup), name: schedule(setup)}):
+            if impl == name:
+                found = rows[setup.name, impl][metric]
+                assert found == pytest.approx(value, rel=1e-4), "run `python -m benchmarks.pipeline`"
+
+
+def test_the_note_shows_the_committed_rows():
+    note = Path(__file__).parents[2] / "docs" / "pipeline.md"
+    assert program.summary(program.CSV) in note.read_text()
+
+
+def test_the_heads_time_is_the_launch_plans():
+    whole = plan(Case("", 2048, 1024, 32768, 4, torch.bfloat16), 1, DEVICES["H100"])[0].seconds
+    parts = head_seconds(2048, 1024, 32768, 4, DEVICES["H100"])
+    assert sum(parts) == pytest.approx(whole)
+    assert min(parts) >= 2 * (2048 * 32768 // 4 * 1024) / 790e12
+
+
+def test_layers_by_their_flops():
+    """Llama-3 8B has 6.98e9 weights in its layers; attention adds what its causal half multiplies."""
+    model = program.LLAMA_8B
+    assert model.layers * model.layer_weights == 6979321856
+    assert model.layer_flops(8192) == 2 * 8192 * model.layer_weights + 2 * 8192 * 8192 * 4096
+    setup = Setup(model, 4, 1, 1, 8, LINKS["NVLink"])
+    assert setup.layer_seconds == pytest.approx(model.layer_flops(8192) / (0.7 * 790e12))
+    assert replace(setup, tensor_parallel=8).layer_seconds == pytest.approx(setup.layer_seconds / 8)
+    vocabulary = 2 * model.vocab * model.width
+    assert setup.parameters(model.layers, 2.0) == model.layers * model.layer_weights + vocabulary
+    assert setup.state_bytes(1.0) == 18
+    assert replace(setup, data_parallel=4).state_bytes(1.0) == 9
+
+
+def without_messages(setup):
+    return replace(setup, link=LINKS["NVLink"]._replace(bytes_per_s=float("inf"), latency_s=0.0))
+
+
+def test_stock_takes_what_1f1b_takes():
+    """Without messages: m micro-batches on the slowest stage, and one more way up and down on each of the others."""
+    setup = without_messages(tiny())
+    layers = 2 * setup.layer_seconds
+    head = sum(setup.head_seconds(1))
+    timeline = stock(setup, even(setup, 1))
+    embedding = setup.lookup_seconds + setup.rows_seconds(1)
+    assert timeline.seconds == pytest.approx(3 * 3 * layers + embedding + 12 * (3 * layers + head))
+    busy = 12 * (4 * 3 * layers + head + embedding)
+    assert timeline.bubble == pytest.approx(1 - busy / (4 * timeline.seconds))
+    assert [stage.in_flight for stage in timeline.stages] == [4, 3, 2, 1]
+    states = [stage.state_bytes for stage in timeline.stages]
+    assert states[0] == states[3] == states[1] + 18 * 32768 * 1024
+    assert states[1] == 18 * 2 * setup.model.layer_weights
+    exponentials = 2 * 1024 * 32768
+    assert timeline.stages[3].activation_bytes == 2 * setup.layer_activation_bytes + exponentials
+
+
+def test_interleaved_has_a_smaller_bubble():
+    """1 / chunks of the way up and down, at m a multiple of p."""
+    setup = without_messages(tiny(model=Model("no head", 8, 1024, 4096, 8, 8, 8), layer_rate=0.01))
+    plain, halves = (stock(setup, even(setup, chunks)).seconds for chunks in (1, 2))
+    assert plain == pytest.approx((12 + 3) * 6 * setup.layer_seconds, rel=0.05)
+    assert halves == pytest.approx((12 + 3 / 2) * 6 * setup.layer_seconds, rel=0.05)
+
+
+def test_the_search_finds_the_best_redistribution():
+    """Compared with every distribution of nine layers over three stages."""
+    model = Model("tiny", 9, 1024, 4096, 8, 8, 131072)
+    setup = Setup(model, 3, 1, 1, 6, LINKS["400 Gb/s"], tokens=1024)
+    every = [((a,), (b,), (9 - a - b,)) for a in range(10) for b in range(10 - a)]
+    best = min(stock(setup, layers).seconds for layers in every)
+    found = redistributed(setup, 1)
+    assert found.seconds == pytest.approx(best)
+    assert found.seconds < 0.95 * stock(setup, even(setup, 1)).seconds
+
+
+def test_passes_of_ours_take_6_nvh_on_all_stages_together_and_what_it_sends_is_counted():
+    setup = tiny()
+    timeline = ours(setup, 1)
+    for line in timeline.runs:
+        passes = [run for run in line if run.what.kind in (Kind.PRODUCTS, Kind.WEIGHT)]
+        assert sum(run.end - run.start for run in passes) == pytest.approx(12 * sum(setup.head_seconds(4)))
+    hidden, tokens = 2 * 1024 * 1024, 1024
+    statistics, ids, grad_loss = 3 * 3 * 4 * tokens, 8 * tokens, 4 * tokens
+    assert timeline.sent_bytes == 2 * hidden + 4 * hidden + statistics + ids + grad_loss
+    assert [stage.in_flight for stage in timeline.stages] == [5, 4, 3, 2]
+    held = 2 * (2 * tokens * 32768 / 4 + hidden)
+    assert timeline.stages[3].activation_bytes == pytest.approx(2 * 2 * setup.layer_activation_bytes + held)
+
+
+def test_the_papers_algorithms():
+    """One and two micro-batches more in flight; no pass of the first waits for what comes after it."""
+    setup = tiny()
+    first, second = paper(setup, 1), paper(setup, 2)
+    assert [stage.in_flight for stage in second.stages] == [5, 4, 3, 2]
+    assert [stage.in_flight for stage in first.stages] == [6, 5, 4, 3]
+    begun = [{run.what: run.start for run in line} for line in first.runs]
+    for what, start in begun[3].items():
+        if what.kind is Kind.BACKWARD:
+            weights = [line[what._replace(kind=Kind.WEIGHT)] for line in begun]
+            seconds = sum(setup.head_seconds(4)[1:])
+            assert start >= max(weights) + seconds
+
+
+def test_a_single_micro_batch_has_a_timeline_under_every_schedule():
+    setup = tiny(micro_batches=1)
+    for schedule in SCHEDULES.values():
+        assert isinstance(schedule(setup), Timeline)
+
+
+@pytest.mark.slow
+def test_the_program(capsys, tmp_path, monkeypatch):
+    """Prints a block a schedule, writes the rows, draws the picture."""
+    csv, picture = tmp_path / "rows.csv", tmp_path / "picture.png"
+    given = ["--cases", "8B PP4, NVLink", "--batches-per-stage", "2", "--out", str(csv), "--figure", str(picture)]
+    monkeypatch.setattr("sys.argv", ["pipeline", *given])
+    program.main()
+    printed = capsys.readouterr().out
+    assert "Llama-3 8B PP4, NVLink: 8 micro-batches of 8192 tokens, H200" in printed
+    assert "both of them: refused by Megatron, 34 does not divide by 4" in printed
+    assert {row.impl for row in record.read(csv)} == set(SCHEDULES)
+    assert picture.stat().st_size > 10_000
