@@ -47,7 +47,7 @@ class Times(NamedTuple):
         lookup, products, weight, rows: of the vocabulary layers, on each stage.
         send: activations or gradients from stage to stage.
         tokens, embedding: token ids to all stages; the embedding's sum on the first stage.
-        hidden, results: hidden states to all stages; the statistics' exchange and the sum of dx on the last stage.
+        hidden, statistics, sum: hidden states to all stages; the statistics' exchange; the sum of dx on the last stage.
         grad_loss, grad_embedding: the losses' gradient to all stages; that of the embedding.
     """
 
@@ -61,7 +61,8 @@ class Times(NamedTuple):
     tokens: float = 0.0
     embedding: float = 0.0
     hidden: float = 0.0
-    results: float = 0.0
+    statistics: float = 0.0
+    sum: float = 0.0
     grad_loss: float = 0.0
     grad_embedding: float = 0.0
 
@@ -96,7 +97,10 @@ Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass
 
 # Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
 # before the next forward pass all the same, so that no more than one micro-batch more is in flight.
-_RANK = (Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS, Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT, Kind.FORWARD)
+_RANK = (
+    *(Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS),
+    *(Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT, Kind.FORWARD),
+)
 _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
@@ -256,7 +260,7 @@ def _needs(shape: Shape, times: Times) -> Needs:
                 yield stage, Pass(Kind.WEIGHT, n - _HELD), 0.0
         elif kind is Kind.LOSS:
             for other in range(shape.stages):
-                yield other, Pass(Kind.PRODUCTS, n), times.results
+                yield other, Pass(Kind.PRODUCTS, n), times.statistics + times.sum
         elif kind is Kind.BACKWARD:
             if stage < last:
                 yield stage + 1, what, times.send

@@ -1,0 +1,181 @@
+"""Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_ext.distributed import collectives
+from megatron_ext.megatron import model_seams
+from megatron_ext.megatron.module_calls import attribute
+from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
+
+SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
+
+
+class _Holder(nn.Module):
+    """In the place of an embedding on a stage that has none of its own."""
+
+    def __init__(self, word_embeddings: SharedEmbedding):
+        super().__init__()
+        self.word_embeddings = word_embeddings
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return self.word_embeddings.sharded_state_dict(f"{prefix}word_embeddings.", sharded_offsets, metadata)
+
+
+class Sharing:
+    """The chunks of one model on this stage, as Megatron builds them, one after the other."""
+
+    def __init__(self) -> None:
+        self.groups: PipelineGroups | None = None
+        self.embedding: SharedEmbedding | None = None
+        self.output: SharedOutputLayer | None = None
+        self._chunks_seen = 0
+
+    def add(self, model: Any) -> None:
+        """Share the vocabulary layers of the next chunk. Before it is wrapped and its optimizer is made.
+
+        Communicates: one broadcast over the pipeline for the embedding and one for an output layer that is not tied to
+        it, each of what Megatron would have kept on one stage.
+
+        Raises:
+            ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
+                all stages can see it.
+        """
+        config = model.config
+        check_config(config)
+        check_model(model)
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        chunk = self._chunks_seen % chunks
+        if chunk == 0:
+            self.close()
+            self.groups = PipelineGroups()
+        self._chunks_seen = chunk + 1
+        groups = self.groups
+        assert groups is not None
+        tied, size = model.share_embeddings_and_output_weights, model.vocab_size
+        check_vocabulary(size, groups)
+        if chunk == 0:
+            own = model.embedding.word_embeddings if groups.is_first else None
+            weight = self._rows(None if own is None else own.weight, 0, size, config)
+            in_slices = config.sequence_parallel and model.position_embedding_type != "learned_absolute"
+            in_slices = in_slices and getattr(model, "scatter_embedding_sequence_parallel", True)
+            self.embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
+            if groups.is_first:
+                model.embedding.word_embeddings = self.embedding
+            else:
+                model.embedding = _Holder(self.embedding)
+        if chunk == chunks - 1:
+            assert self.embedding is not None
+            if tied:
+                weight = self.embedding.weight
+            else:
+                weight = self._rows(model.output_layer.weight if groups.is_last else None, groups.last, size, config)
+            self.output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
+            model.output_layer = self.output
+            if groups.is_last:
+                setattr(model, model_seams.LOSS, self.output.losses)
+        # The rows of embedding and output layer lie on the same rank: there is nothing to be summed between stages.
+        model.share_embeddings_and_output_weights = False
+        if tied and groups.is_last:
+            model.sharded_state_dict = _without_output_layer(model)
+        setattr(model, SHARED, self)
+
+    def _rows(self, whole: Tensor | None, source: int, size: int, config: Any) -> nn.Parameter:
+        """This rank's rows of the tensor-parallel shard that stage `source` has made."""
+        groups = self.groups
+        assert groups is not None
+        columns = size // parallel_state.get_tensor_model_parallel_world_size()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if whole is None:
+            buffer = torch.empty(columns, config.hidden_size, dtype=config.params_dtype, device=device)
+        else:
+            buffer = whole.detach().to(device).contiguous()
+        collectives.start_broadcast(buffer, groups["hidden"], source).wait()
+        rows = columns // groups.stages
+        own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
+        weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
+        # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
+        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        weight.partition_dim = 0  # type: ignore[attr-defined]
+        weight.partition_stride = 1  # type: ignore[attr-defined]
+        weight.allreduce = True  # type: ignore[attr-defined]
+        weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+        return weight
+
+    def close(self) -> None:
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
+
+
+def _without_output_layer(model: Any) -> Any:
+    """The model's `sharded_state_dict` where the output layer's rows are the embedding's: they are stored once.
+
+    Megatron's looks for an entry of the output layer on every stage that has one.
+    """
+    original = model.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with attribute(model, "post_process", False):
+            return original(*args, **kwargs)
+
+    return sharded_state_dict
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for a config whose vocabulary cannot be shared over the stages, before anything is sent."""
+    if config.pipeline_model_parallel_size < 2:
+        raise ValueError(
+            "pipeline_model_parallel_size is 1: there are no stages to share the vocabulary; train with at least 2, or "
+            "without sharing"
+        )
+    refused = {
+        "mtp_num_layers": "multi-token prediction takes several losses of one micro-batch",
+        "enable_autocast": "the stages agree on dtypes in advance",
+        "variable_seq_lengths": "the stages agree on shapes in advance",
+        "defer_embedding_wgrad_compute": "the output layer's weight gradient has its own place in the schedule",
+        "num_microbatches_with_partial_activation_checkpoints": "recomputation is the same for all micro-batches here",
+        "overlap_moe_expert_parallel_comm": "that is a schedule of its own",
+        "fine_grained_activation_offloading": "that is a schedule of its own",
+        "use_mup": "its logits are scaled",
+    }
+    for name, reason in refused.items():
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name} is {getattr(config, name)!r}: a vocabulary shared over pipeline stages cannot be trained with "
+                f"it, because {reason}; turn one of them off"
+            )
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for a model whose vocabulary layers are not Megatron's plain ones."""
+    for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
+        if not hasattr(model, name):
+            raise ValueError(
+                f"{type(model).__name__} has no {name}: only language models as GPTModel can share their vocabulary over "
+                f"pipeline stages"
+            )
+    layer = model_seams.output_layer(model)
+    if layer is None:
+        return
+    reason = model_seams.why_not_fused(model)
+    if reason is None and (getattr(layer, "bias", None) is not None or getattr(layer, "softcap", None) is not None):
+        reason = "its output layer has a bias or a softcap"
+    if reason is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
+        )
+
+
+def check_vocabulary(size: int, groups: PipelineGroups) -> None:
+    pieces = groups.stages * groups.tp.size()
+    if size % pieces:
+        raise ValueError(
+            f"the padded vocabulary has {size} rows: each of {groups.stages} pipeline stages x {groups.tp.size()} "
+            f"tensor-parallel ranks holds an equal share; pad it to {-(-size // pieces) * pieces} "
+            f"(--make-vocab-size-divisible-by)"
+        )
