@@ -146,12 +146,12 @@ def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
     return Pending(x, dist.reduce(x, dst=dist.get_global_rank(group, target), group=group, async_op=True))
 
 
-def start_send(x: Tensor, group: Group, target: int) -> Pending:
+def start_send(x: Tensor, group: dist.ProcessGroup, target: int) -> Pending:
     """Begin to send a contiguous `x` to the group's rank `target`."""
     return Pending(x, dist.isend(x, dist.get_global_rank(group, target), group=group))
 
 
-def start_receive(x: Tensor, group: Group, source: int) -> Pending:
+def start_receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
     """Begin to receive what the group's rank `source` sends, into a contiguous `x`."""
     return Pending(x, dist.irecv(x, dist.get_global_rank(group, source), group=group))
 

@@ -28,10 +28,10 @@ _sharing: Sharing | None = None
 def share_vocabulary() -> None:
     """GPT models built from now on share embedding and output layer over all pipeline stages.
 
-    Each of p stages x t tensor-parallel ranks holds V/(p t) rows of both, with the values that Megatron's initialisation
-    gives them; losses, gradients and checkpoints (`dist_checkpointing`) are those of stock. Call it before the model is
-    built and after `initialize_model_parallel`; calling it twice does nothing more. `restore()` undoes it; models that
-    were built meanwhile stay as they are, and need it again to be trained.
+    Each of p stages x t tensor-parallel ranks holds V/(p t) rows of both, with the values that Megatron's
+    initialisation gives them; losses, gradients and checkpoints (`dist_checkpointing`) are those of stock. Call it
+    before the model is built; calling it twice does nothing more. `restore()` undoes it; models that were built
+    meanwhile stay as they are and cannot be trained any more.
 
     Communicates: nothing. While a model is built: see `Sharing.add`. While it is trained: see `stage_run`.
 

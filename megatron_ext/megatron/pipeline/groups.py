@@ -31,7 +31,9 @@ class PipelineGroups:
         self.tp = parallel_state.get_tensor_model_parallel_group()
         like = (parallel_state.get_model_parallel_group(), self.tp, *(pipeline for _ in KINDS))
         own = [dist.get_process_group_ranks(group) for group in like]
-        self._made = [_own_of(ranks) for ranks in zip(*collectives.all_gather_object(own, dist.group.WORLD), strict=True)]
+        self._made = [
+            _own_of(ranks) for ranks in zip(*collectives.all_gather_object(own, dist.group.WORLD), strict=True)
+        ]
         self.statistics, self.tp_aside, *rest = self._made
         self._kinds = dict(zip(KINDS, rest, strict=True))
 
@@ -59,6 +61,6 @@ class PipelineGroups:
 
 
 def _own_of(groups: Any) -> Any:
-    """A new group of the ranks in each of `groups`, which are those of every rank of the job; this rank's comes back."""
+    """Makes a new group of the ranks in each of `groups`, one entry for each rank of the job; returns this rank's."""
     made = [dist.new_group(list(ranks)) for ranks in sorted({tuple(group) for group in groups})]
     return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)

@@ -1,8 +1,8 @@
 """Tensors in one buffer of bytes, with a mark of which rank failed: what stages send each other is one message each.
 
-A rank that fails in a pass goes on sending and receiving, with zeros for what it cannot compute and with its mark, until
-the schedule ends; so no other rank waits for it in vain, and every rank that a mark has reached raises at the end. The
-marks stay on the device until then.
+A rank that fails in a pass goes on sending and receiving, with zeros for what it cannot compute and with its mark,
+until the schedule ends; so no other rank waits for it in vain, and every rank that a mark has reached raises at the
+end. The marks stay on the device until then.
 """
 
 from collections.abc import Sequence

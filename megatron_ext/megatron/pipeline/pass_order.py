@@ -120,7 +120,7 @@ def length(runs: Sequence[Sequence[Run]]) -> float:
 
 
 def layer_order(stage: int, shape: Shape, extra: int) -> list[Pass]:
-    """The forward and backward passes of a stage's layers, in Megatron's order with `extra` forward passes more in front."""
+    """The forward and backward passes of a stage's layers, as Megatron orders them but for `extra` passes in front."""
     last_stage_first = 2 if shape.chunks > 1 else 1
     total = shape.micro_batches * shape.chunks
     warmup = (shape.stages - stage - 1) * last_stage_first + (shape.chunks - 1) * shape.group + extra

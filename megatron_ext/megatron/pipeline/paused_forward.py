@@ -25,7 +25,7 @@ class AskEmbedding(NamedTuple):
 
 
 class AskLosses(NamedTuple):
-    """Wanted: the losses of labels `[B, S]` from hidden states `[S, B, H]` (under sequence parallelism `[S/R, B, H]`)."""
+    """Wanted: the losses of labels `[B, S]` from hidden states `[S, B, H]` (`[S/R, B, H]` in sequence parallelism)."""
 
     hidden_SBH: Tensor
     labels_BS: Tensor

@@ -41,8 +41,10 @@ def forward_backward(
     """
     refuse_others(others)
     sharing = sharing_of(model)
-    assert sharing is not None and sharing.groups is not None
-    assert sharing.embedding is not None and sharing.output is not None
+    assert sharing is not None
+    assert sharing.groups is not None
+    assert sharing.embedding is not None
+    assert sharing.output is not None
     models = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config = get_model_config(models[0])
@@ -96,7 +98,9 @@ def refuse_others(others: dict[str, Any]) -> None:
                 f"process groups and shapes; leave it out, or train without sharing"
             )
     if others.get("decoder_seq_length") not in (None, 0):
-        raise ValueError("decoder_seq_length was given: encoder-decoder models cannot share their vocabulary; leave it out")
+        raise ValueError(
+            "decoder_seq_length was given: encoder-decoder models cannot share their vocabulary; leave it out"
+        )
 
 
 def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int, micro_batch_size: int) -> Times:

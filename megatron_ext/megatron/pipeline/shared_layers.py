@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.module_calls import Hooks
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask
 from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits
-from megatron_ext.tensor_parallel.sharding import sharded_tensor
 
 
 class SharedRows(nn.Module):
@@ -33,8 +33,8 @@ class SharedRows(nn.Module):
         self.vocab = VocabShard(start, start + weight.shape[0], size)
         self.pieces = parallel_state.get_tensor_model_parallel_world_size() * stages
 
-    def forward(self, compute: Any) -> Any:
-        return compute(self.weight)
+    def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
+        return input_(self.weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class SharedEmbedding(SharedRows):
         super().__init__(*rows)
         self.reduce_scatter_embeddings = in_slices  # under sequence parallelism: [S/R, B, H]
 
-    def forward(self, input_: Any) -> Any:
+    def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
         """Of token ids `[B, S]` their embeddings `[B, S, H]`; of a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
@@ -100,12 +100,17 @@ class SharedOutputLayer(SharedRows):
         self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
         self.output_size_per_partition = self.vocab.columns
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.counters: ModelFusion | None = None  # of the model whose losses these are
 
-    def forward(self, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None, **_: Any) -> Any:
+    def forward(
+        self, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None, *_: Any, **__: Any
+    ) -> Any:
         """Of hidden states promised logits and None; of a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
-        return promise_logits(self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS), None
+        return promise_logits(
+            self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS
+        ), None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {} if self.tied else super().sharded_state_dict(*args, **kwargs)
@@ -113,8 +118,12 @@ class SharedOutputLayer(SharedRows):
     def losses(self, labels_BS: Tensor, logits: Any, *_: Any, **__: Any) -> Tensor:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
         if not isinstance(logits, PromisedLogits) or logits.terms.made is not None:
-            raise ValueError("the logits were changed before the loss: a vocabulary shared over pipeline stages has none")
+            raise ValueError(
+                "the logits were changed before the loss: a vocabulary shared over pipeline stages has none"
+            )
         terms: Terms = logits.terms
+        if self.counters is not None:
+            self.counters.losses_fused += 1
         hidden = terms.hidden if terms.scale == 1 else terms.hidden * terms.scale
         loss_BS, unit_dx, send_gradient = ask(AskLosses(hidden.detach(), labels_BS))
         return _Losses.apply(hidden, loss_BS, unit_dx, send_gradient)
@@ -125,8 +134,8 @@ _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
 
 def _no_logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
     raise ValueError(
-        "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the model "
-        "with labels, or train without it"
+        "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
+        "model with labels, or train without sharing"
     )
 
 
@@ -139,7 +148,7 @@ class _Sent(torch.autograd.Function):
         return answer.view_as(answer)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.send(grad)
         return None, None, None
 
@@ -154,7 +163,7 @@ class _Losses(torch.autograd.Function):
         return loss_BS.view_as(loss_BS)
 
     @staticmethod
-    def backward(ctx: Any, grad_BS: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_BS: Tensor) -> Any:
         (unit_dx,) = ctx.saved_tensors
         own_SB = ctx.send(grad_BS)  # this rank's part of the sequence
         return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype), None, None, None

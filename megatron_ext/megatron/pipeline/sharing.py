@@ -7,7 +7,8 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_ext.distributed import collectives
-from megatron_ext.megatron import model_seams
+from megatron_ext.megatron import model_seams, wrapping
+from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.module_calls import attribute
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
@@ -78,6 +79,7 @@ class Sharing:
             model.output_layer = self.output
             if groups.is_last:
                 setattr(model, model_seams.LOSS, self.output.losses)
+                self.output.counters = counters_of(model)
         # The rows of embedding and output layer lie on the same rank: there is nothing to be summed between stages.
         model.share_embeddings_and_output_weights = False
         if tied and groups.is_last:
@@ -156,9 +158,15 @@ def check_model(model: Any) -> None:
     for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
         if not hasattr(model, name):
             raise ValueError(
-                f"{type(model).__name__} has no {name}: only language models as GPTModel can share their vocabulary over "
-                f"pipeline stages"
+                f"{type(model).__name__} has no {name}: only language models as GPTModel can share their vocabulary "
+                f"over pipeline stages"
             )
+    changed = wrapping.settings_of(model, model_seams.region(type(model))).changed_loss()
+    if changed is not None:
+        raise ValueError(
+            f"the fused head was asked for {changed}: over a vocabulary shared by pipeline stages the loss is the "
+            f"plain cross entropy; leave these options at their defaults"
+        )
     layer = model_seams.output_layer(model)
     if layer is None:
         return

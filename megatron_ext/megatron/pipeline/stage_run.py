@@ -1,9 +1,9 @@
 """One step of training on one pipeline stage whose vocabulary layers all stages share: its passes, in their order.
 
 Layers, loss and data run by Megatron's own `forward_step` and `backward_step`. What is sent per micro-batch beyond
-Megatron's activations and gradients: token ids (a broadcast), the embedding (a sum on the first stage) and its gradient
-(a broadcast); hidden states with the labels (a broadcast), statistics (an all-gather), the hidden states' gradient (a sum
-on the last stage) and that of the losses (a broadcast of a number per token).
+Megatron's activations and gradients: token ids (a broadcast), the embedding (a sum on the first stage) and its
+gradient (a broadcast); hidden states with the labels (a broadcast), statistics (an all-gather), the hidden states'
+gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token).
 
 A pass that fails on one rank: see `parcels`.
 
@@ -61,7 +61,9 @@ class Sizes(NamedTuple):
 class StageRun:
     """Runs `order`, this stage's passes. `embedding` and `output` are its shared layers, `config` is Megatron's."""
 
-    def __init__(self, call: Call, config: Any, groups: PipelineGroups, embedding: SharedEmbedding, output: SharedOutputLayer):
+    def __init__(
+        self, call: Call, config: Any, groups: PipelineGroups, embedding: SharedEmbedding, output: SharedOutputLayer
+    ):
         self.call, self.config, self.groups = call, config, groups
         self.embedding, self.output = embedding, output
         self.backward = not call.forward_only
@@ -118,8 +120,8 @@ class StageRun:
         failed = int(self.marks.mark)
         if failed:
             raise RuntimeError(
-                f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own error "
-                f"says why"
+                f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
+                f"error says why"
             )
         return self.data_store
 
@@ -232,7 +234,7 @@ class StageRun:
         self._broadcast("tokens", ids)
 
     def look_up(self, what: Pass) -> None:
-        batch, sequence, piece, width = self.sizes
+        batch, sequence, _, width = self.sizes
         if what in self.arriving:
             self.ids[what.micro_batch] = self._arrived(what)[0].clone()
         ids, vocab = self.ids[what.micro_batch], self.embedding.vocab
@@ -305,16 +307,16 @@ class StageRun:
     def _ask_stages(self, n: int, question: Any, paused: Callable[[], Any]) -> None:
         if not isinstance(question, AskLosses):
             raise ValueError(
-                "the model on the last pipeline stage did not take a loss: call it with labels; a vocabulary shared over "
-                "pipeline stages gives losses, and no logits"
+                "the model on the last pipeline stage did not take a loss: call it with labels; a vocabulary shared "
+                "over pipeline stages gives losses, and no logits"
             )
         batch, sequence, piece, width = self.sizes
         hidden = _checked("hidden states", question.hidden_SBH, (piece, batch, width))
         labels = _checked("labels", question.labels_BS, (batch, sequence))
         if hidden.dtype != self.output.weight.dtype:
             raise ValueError(
-                f"the hidden states are {hidden.dtype}, the output layer's weight {self.output.weight.dtype}: they must "
-                f"be equal; train without autocast"
+                f"the hidden states are {hidden.dtype}, the output layer's weight {self.output.weight.dtype}: they "
+                f"must be equal; train without autocast"
             )
         self.paused[n] = paused()
         self.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
@@ -367,10 +369,9 @@ class StageRun:
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
         hidden, labels = self._arrived(what) if what in self.arriving else self.hidden.pop(n)
-        batch, sequence, piece, width = self.sizes
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
-        hidden_TD, labels_T = hidden.reshape(-1, width), labels.reshape(-1)
+        hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
 
         def go(weight: Tensor) -> Any:
             return steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
@@ -387,7 +388,7 @@ class StageRun:
             self.results[n] = result
 
     def _result(self, found: steps.Products, statistics: Pending, weight: Tensor) -> Any:
-        """Beside the passes: this rank's `steps.Result`, on the last stage with the sum over all ranks as `unit_dx_TD`."""
+        """Beside the passes: a `steps.Result`, on the last stage with the sum over all ranks as its `unit_dx_TD`."""
         stats_RKT = statistics.wait()
         result = self._attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
         if result is None:
@@ -464,7 +465,7 @@ class StageRun:
 
     @contextlib.contextmanager
     def _sync(self, last: bool) -> Any:
-        """Data parallelism may reduce gradients that are complete in this pass, unless the config has them reduced at the end."""
+        """In the last pass data parallelism may reduce gradients, unless the config has them reduced at the end."""
         config = self.config
         functions = config.no_sync_func
         if functions is None or (last and config.grad_sync_func is None):
