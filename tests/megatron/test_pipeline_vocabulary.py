@@ -67,13 +67,14 @@ def whole_state(chunks) -> dict[str, torch.Tensor]:
     return whole
 
 
-def trained(sizes: dict, ours: bool, tied: bool, steps: int = STEPS, weights="names", **overrides):
+def trained(sizes: dict, ours: bool, tied: bool, steps: int = STEPS, weights="names", spec=stock_spec, **overrides):
     """The losses of some steps, and the weights after them."""
     with model_parallel(**sizes), shared(ours):
-        chunks = tiny_gpt(stock_spec, tied=tied, weights=weights, **overrides)
+        chunks = tiny_gpt(spec, tied=tied, weights=weights, **overrides)
         seed_ranks()
         wrapped = data_parallel(chunks)
-        optimizer = make_optimizer(wrapped, lr=3e-3)
+        # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
+        optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
         losses = [train_step(wrapped, optimizer, tokens)[0] for tokens in tiny_batches(steps=steps, batch=8)]
         evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], forward_only=True)
         return torch.tensor([*losses, evaluated], dtype=torch.float64), whole_state(chunks)
@@ -88,9 +89,16 @@ def parity(sizes: dict, tied: bool, **overrides) -> None:
     assert our_weights.keys() == stock_weights.keys()
     for name, weight in stock_weights.items():
         assert not our_weights[name].isnan().any(), f"{name} is not whole"
-        # Adam divides by the root of the second moment: where gradients are near 0 rounding moves a weight by more.
         error = (our_weights[name] - weight).norm() / weight.norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        limit = 5e-6 if name.endswith("bias") else 1e-6  # biases begin at 0
+        assert error < limit, f"{name}: {error:.1e}"
+
+
+def our_attention(config, vp_stage=None):
+    """Layers with attention under context parallelism, for which Megatron needs Transformer Engine."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return gpt_block_spec(config, vp_stage=vp_stage)
 
 
 DEEP = {"num_layers": 4}
@@ -124,7 +132,7 @@ def test_two_ranks(tied, sizes, overrides):
         pytest.param(False, {"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
         pytest.param(True, {"pp": 2, "tp": 2}, {"sequence_parallel": True, **DROPOUT}, id="pp2-tp2-sp-tied-dropout"),
         pytest.param(False, {"pp": 2, "tp": 2}, {"sequence_parallel": True, "weights": "init"}, id="pp2-tp2-sp-init"),
-        pytest.param(False, {"pp": 2, "cp": 2}, {}, id="pp2-cp2"),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
         pytest.param(True, {"pp": 2}, {}, id="pp2-dp2-tied"),
     ],
 )
@@ -241,17 +249,16 @@ def test_what_is_refused():
 
 def run(sizes: dict, ours: bool, tied: bool, folder: str, load: bool, steps: slice) -> list[float]:
     """Some steps of one training, from the checkpoint in `folder` or into it."""
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     with model_parallel(**sizes), shared(ours):
         from megatron.core import dist_checkpointing
 
-        wrapped = data_parallel(tiny_gpt(stock_spec, tied=tied))
-        optimizer = make_optimizer(wrapped, lr=3e-3)
+        # Megatron's distributed optimizer stores wrong moments of tables this small, as it warns: bucket padding.
+        wrapped = data_parallel(tiny_gpt(stock_spec, tied=tied), distributed_optimizer=False)
+        optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4, use_distributed_optimizer=False)
 
         def state(is_loading: bool) -> dict:
-            weights = wrapped[0].module.sharded_state_dict(metadata=dict(metadata))
-            moments = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=dict(metadata))
-            return {"model": weights, "optimizer": moments}
+            weights = wrapped[0].module.sharded_state_dict()
+            return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
 
         if load:
             read = dist_checkpointing.load(state(True), folder)

@@ -34,57 +34,53 @@ class Sharing:
         self.groups: PipelineGroups | None = None
         self.embedding: SharedEmbedding | None = None
         self.output: SharedOutputLayer | None = None
-        self._chunks_seen = 0
+        self._built: list[Any] = []
 
     def add(self, model: Any) -> None:
-        """Share the vocabulary layers of the next chunk. Before it is wrapped and its optimizer is made.
+        """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
 
-        Communicates: one broadcast over the pipeline for the embedding and one for an output layer that is not tied to
-        it, each of what Megatron would have kept on one stage.
+        Communicates, with the last chunk: which ranks form groups; one broadcast over the pipeline for the embedding and
+        one for an output layer that is not tied to it, each of what Megatron would have kept on one stage.
 
         Raises:
             ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
                 all stages can see it.
         """
-        config = model.config
-        check_config(config)
+        check_config(model.config)
         check_model(model)
-        chunks = config.virtual_pipeline_model_parallel_size or 1
-        chunk = self._chunks_seen % chunks
-        if chunk == 0:
-            self.close()
-            self.groups = PipelineGroups()
-        self._chunks_seen = chunk + 1
-        groups = self.groups
-        assert groups is not None
-        tied, size = model.share_embeddings_and_output_weights, model.vocab_size
-        check_vocabulary(size, groups)
-        if chunk == 0:
-            own = model.embedding.word_embeddings if groups.is_first else None
-            weight = self._rows(None if own is None else own.weight, 0, size, config)
-            in_slices = config.sequence_parallel and model.position_embedding_type != "learned_absolute"
-            in_slices = in_slices and getattr(model, "scatter_embedding_sequence_parallel", True)
-            self.embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
-            if groups.is_first:
-                model.embedding.word_embeddings = self.embedding
-            else:
-                model.embedding = _Holder(self.embedding)
-        if chunk == chunks - 1:
-            assert self.embedding is not None
+        check_vocabulary(model.vocab_size, model.config)
+        self._built.append(model)
+        # Not before: Megatron's first and last stage send each other tied weights while they build their chunks.
+        if len(self._built) == (model.config.virtual_pipeline_model_parallel_size or 1):
+            built, self._built = self._built, []
+            self._share(built[0], built[-1], model.share_embeddings_and_output_weights)
+            for chunk in built:
+                # The rows of embedding and output layer lie on the same rank: stages have nothing to sum.
+                chunk.share_embeddings_and_output_weights = False
+                setattr(chunk, SHARED, self)
+
+    def _share(self, front: Any, back: Any, tied: bool) -> None:
+        """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
+        self.close()
+        groups = self.groups = PipelineGroups()
+        config, size = front.config, front.vocab_size
+        weight = self._rows(front.embedding.word_embeddings.weight if groups.is_first else None, 0, size, config)
+        in_slices = config.sequence_parallel and front.position_embedding_type != "learned_absolute"
+        in_slices = in_slices and getattr(front, "scatter_embedding_sequence_parallel", True)
+        self.embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
+        if groups.is_first:
+            front.embedding.word_embeddings = self.embedding
+        else:
+            front.embedding = _Holder(self.embedding)
+        if not tied:
+            weight = self._rows(back.output_layer.weight if groups.is_last else None, groups.last, size, config)
+        self.output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
+        back.output_layer = self.output
+        if groups.is_last:
+            setattr(back, model_seams.LOSS, self.output.losses)
+            self.output.counters = counters_of(back)
             if tied:
-                weight = self.embedding.weight
-            else:
-                weight = self._rows(model.output_layer.weight if groups.is_last else None, groups.last, size, config)
-            self.output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
-            model.output_layer = self.output
-            if groups.is_last:
-                setattr(model, model_seams.LOSS, self.output.losses)
-                self.output.counters = counters_of(model)
-        # The rows of embedding and output layer lie on the same rank: there is nothing to be summed between stages.
-        model.share_embeddings_and_output_weights = False
-        if tied and groups.is_last:
-            model.sharded_state_dict = _without_output_layer(model)
-        setattr(model, SHARED, self)
+                back.sharded_state_dict = _without_output_layer(back)
 
     def _rows(self, whole: Tensor | None, source: int, size: int, config: Any) -> nn.Parameter:
         """This rank's rows of the tensor-parallel shard that stage `source` has made."""
@@ -179,11 +175,12 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_vocabulary(size: int, groups: PipelineGroups) -> None:
-    pieces = groups.stages * groups.tp.size()
-    if size % pieces:
+def check_vocabulary(size: int, config: Any) -> None:
+    """Raises ValueError for a vocabulary that does not divide by the ranks which share it."""
+    stages, ranks = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    if size % (stages * ranks):
         raise ValueError(
-            f"the padded vocabulary has {size} rows: each of {groups.stages} pipeline stages x {groups.tp.size()} "
-            f"tensor-parallel ranks holds an equal share; pad it to {-(-size // pieces) * pieces} "
+            f"the padded vocabulary has {size} rows: each of {stages} pipeline stages x {ranks} tensor-parallel ranks "
+            f"holds an equal share; pad it to {-(-size // (stages * ranks)) * stages * ranks} "
             f"(--make-vocab-size-divisible-by)"
         )
