@@ -39,17 +39,18 @@ class Sharing:
     def add(self, model: Any) -> None:
         """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
 
-        Communicates, with the last chunk: which ranks form groups; one broadcast over the pipeline for the embedding and
-        one for an output layer that is not tied to it, each of what Megatron would have kept on one stage.
+        Communicates, with the last chunk: which ranks form groups; one broadcast over the pipeline for the embedding
+        and one for an output layer that is not tied to it, each of what Megatron would have kept on one stage.
 
         Raises:
             ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
                 all stages can see it.
         """
+        built, self._built = self._built, []  # nothing is left of a model that is refused
         check_config(model.config)
         check_model(model)
         check_vocabulary(model.vocab_size, model.config)
-        self._built.append(model)
+        self._built = [*built, model]
         # Not before: Megatron's first and last stage send each other tied weights while they build their chunks.
         if len(self._built) == (model.config.virtual_pipeline_model_parallel_size or 1):
             built, self._built = self._built, []
