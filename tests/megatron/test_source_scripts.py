@@ -69,3 +69,14 @@ def test_our_layers_train_an_unmodified_script_as_stock(tmp_path):
     stock, _ = losses(tmp_path, script, options)
     ours, _ = losses(tmp_path, script, options, "--linear-ce", "--tensor-parallel")
     assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("pretrain_gpt.py" not in SCRIPTS, reason="PyPI's Megatron-Core has no scripts")
+@pytest.mark.parametrize("options", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
+def test_stages_share_the_vocabulary_of_an_unmodified_script(tmp_path, options):
+    options = ["--pipeline-model-parallel-size", "2", *options]
+    stock, _ = losses(tmp_path, "pretrain_gpt.py", options)
+    ours, _ = losses(tmp_path, "pretrain_gpt.py", options, "--pipeline-vocab")
+    assert len(stock) == STEPS
+    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=3e-7)
