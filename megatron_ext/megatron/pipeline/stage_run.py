@@ -28,11 +28,11 @@ from megatron_ext.head import steps
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.megatron.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.parcels import Form, Marks, empty_parcel
 from megatron_ext.megatron.pipeline.pass_order import Kind, Pass
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, PausedForward
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
 from megatron_ext.megatron.pipeline.side_work import SideWork
+from megatron_ext.megatron.pipeline.stage_messages import StageMessages, sizes_of
 
 
 class Call(NamedTuple):
@@ -49,15 +49,6 @@ class Call(NamedTuple):
     first_val_step: bool | None
 
 
-class Sizes(NamedTuple):
-    """Shapes on this rank: B, S (over all tensor-parallel ranks), S of its slice, H."""
-
-    batch: int
-    sequence: int
-    slice: int
-    hidden: int
-
-
 class StageRun:
     """Runs `order`, this stage's passes. `embedding` and `output` are its shared layers, `config` is Megatron's."""
 
@@ -68,9 +59,9 @@ class StageRun:
         self.embedding, self.output = embedding, output
         self.backward = not call.forward_only
         self.device = output.weight.device
-        self.marks = Marks(self.device)
         self.error: BaseException | None = None
-        self.sizes = _sizes(call, config)
+        self.sizes = sizes_of(call.micro_batch_size, call.seq_length, config)
+        self.messages = StageMessages(groups, self.sizes, config, embedding, output, len(call.model))
         self.options = HeadOptions(
             groups.statistics,
             output.vocab,
@@ -81,8 +72,6 @@ class StageRun:
         self.side = SideWork(self.device)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self.data_store: list[Any] = []
-        self.sent: list[Pending] = []
-        self.arriving: dict[Pass, Pending] = {}
         self.paused: dict[int, PausedForward] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Any] = {}
@@ -104,20 +93,18 @@ class StageRun:
         """
         try:
             for what, following in zip(order, [*order[1:], None], strict=True):
-                self._expect(what)
+                self.messages.expect(what)
                 if following is not None:
-                    self._expect(following)
+                    self.messages.expect(following)
                 _PASSES[what.kind](self, what)
-                self.sent = [pending for pending in self.sent if not pending.done]
                 if on_pass is not None:
                     on_pass(what)
-            for pending in self.sent:
-                pending.wait()
+            self.messages.wait_for_sent()
         finally:
             self.side.close()
         if self.error is not None:
             raise self.error
-        failed = int(self.marks.mark)
+        failed = int(self.messages.marks.mark)
         if failed:
             raise RuntimeError(
                 f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
@@ -133,60 +120,8 @@ class StageRun:
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
                 self.error = error
-                self.marks.fail(dist.get_rank())
+                self.messages.marks.fail(dist.get_rank())
         return otherwise
-
-    # Messages.
-
-    def _form(self, what: Pass) -> list[Form] | None:
-        """What arrives for a pass from another stage; None if nothing does."""
-        batch, sequence, piece, width = self.sizes
-        kind, dtype = what.kind, self.output.weight.dtype
-        first, last = self.groups.is_first, self.groups.is_last
-        activations: list[Form] = [((piece, batch, width), self.config.pipeline_dtype)]
-        if kind is Kind.FORWARD:
-            return None if first and what.chunk == 0 else activations
-        if kind is Kind.BACKWARD:
-            return None if last and what.chunk == len(self.call.model) - 1 else activations
-        if kind is Kind.LOOKUP:
-            return None if first else [((batch, sequence), torch.int64)]
-        if kind is Kind.PRODUCTS:
-            return None if last else [((piece, batch, width), dtype), ((sequence, batch), torch.int64)]
-        if kind is Kind.WEIGHT:
-            return None if last else [((sequence, batch), torch.float32)]
-        if kind is Kind.ROWS:
-            shape = (piece, batch, width) if self.embedding.reduce_scatter_embeddings else (batch, sequence, width)
-            return None if first else [(shape, dtype)]
-        return None
-
-    def _expect(self, what: Pass) -> None:
-        """Begin to receive what a pass needs."""
-        form = self._form(what)
-        if form is None or what in self.arriving:
-            return
-        buffer, groups = empty_parcel(form, self.device), self.groups
-        if what.kind is Kind.FORWARD:
-            source = (groups.stage - 1) % groups.stages
-            self.arriving[what] = collectives.start_receive(buffer, groups["forward"], source)
-        elif what.kind is Kind.BACKWARD:
-            source = (groups.stage + 1) % groups.stages
-            self.arriving[what] = collectives.start_receive(buffer, groups["backward"], source)
-        else:
-            kind, source = _BROADCASTS[what.kind]
-            self.arriving[what] = collectives.start_broadcast(buffer, groups[kind], source % groups.stages)
-
-    def _arrived(self, what: Pass) -> list[Tensor]:
-        form = self._form(what)
-        assert form is not None
-        return self.marks.unpack(self.arriving.pop(what).wait(), form)
-
-    def _broadcast(self, kind: str, *tensors: Tensor) -> None:
-        """This stage's tensors to all the others. At one stage more than it takes, so nothing waits here."""
-        self.sent.append(collectives.start_broadcast(self.marks.pack(*tensors), self.groups[kind], self.groups.stage))
-
-    def _send(self, kind: str, tensor: Tensor, stage: int) -> None:
-        target = stage % self.groups.stages
-        self.sent.append(collectives.start_send(self.marks.pack(tensor.detach()), self.groups[kind], target))
 
     # Passes of the layers.
 
@@ -231,12 +166,12 @@ class StageRun:
 
         nothing = torch.zeros(batch, sequence, dtype=torch.int64, device=self.device)
         ids = self.ids[what.micro_batch] = self._attempt(begin, nothing)
-        self._broadcast("tokens", ids)
+        self.messages.broadcast("tokens", ids)
 
     def look_up(self, what: Pass) -> None:
         batch, sequence, _, width = self.sizes
-        if what in self.arriving:
-            self.ids[what.micro_batch] = self._arrived(what)[0].clone()
+        if self.messages.are_for(what):
+            self.ids[what.micro_batch] = self.messages.arrived(what)[0].clone()
         ids, vocab = self.ids[what.micro_batch], self.embedding.vocab
         if not self.backward:
             del self.ids[what.micro_batch]
@@ -256,7 +191,7 @@ class StageRun:
         if self.groups.is_first:
             self.sums[what.micro_batch] = pending
         else:
-            self.sent.append(pending)
+            self.messages.sent.append(pending)
 
     def forward(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
@@ -275,7 +210,7 @@ class StageRun:
                 self._enter_chunk(n, chunk)
                 return paused.go((answer, lambda grad: self._send_embedding_gradient(n, grad)))
         else:
-            (input_,) = self._arrived(what)
+            (input_,) = self.messages.arrived(what)
             input_ = input_.detach().requires_grad_(self.backward)
 
             def go() -> Any:
@@ -291,13 +226,13 @@ class StageRun:
                     self.output.weight.new_zeros(piece, batch, width),
                     torch.full((sequence, batch), IGNORE_INDEX, dtype=torch.int64, device=self.device),
                 )
-            self._broadcast("hidden", *self.hidden[n])
+            self.messages.broadcast("hidden", *self.hidden[n])
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
             output, tokens = self._attempt(go, ([zeros], 0))
             output = output[0] if isinstance(output, list) else output
             self.tokens += tokens
-            self._send("forward", output, self.groups.stage + 1)
+            self.messages.send("forward", output, self.groups.stage + 1)
             if self.backward:
                 self.outputs[n, chunk] = output
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -341,7 +276,7 @@ class StageRun:
         n, chunk = what.micro_batch, what.chunk
         last = self.groups.is_last and chunk == len(self.call.model) - 1
         batch, sequence, piece, width = self.sizes
-        grad = None if last else self._arrived(what)[0]
+        grad = None if last else self.messages.arrived(what)[0]
         input_, output = self.inputs.pop((n, chunk)), self.outputs.pop((n, chunk))
 
         def go() -> Any:
@@ -362,13 +297,13 @@ class StageRun:
         input_grad = input_grad[0] if isinstance(input_grad, list) else input_grad
         if input_grad is None:
             input_grad = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
-        self._send("backward", input_grad, self.groups.stage - 1)
+        self.messages.send("backward", input_grad, self.groups.stage - 1)
 
     # Passes of the vocabulary layers.
 
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
-        hidden, labels = self._arrived(what) if what in self.arriving else self.hidden.pop(n)
+        hidden, labels = self.messages.arrived(what) if self.messages.are_for(what) else self.hidden.pop(n)
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -407,14 +342,14 @@ class StageRun:
         """Returns this rank's part of it, `[S/R, B]` under sequence parallelism."""
         grad_SB = grad_BS.detach().t().contiguous().float()
         self.grad_losses[n] = grad_SB
-        self._broadcast("grad_loss", grad_SB)
+        self.messages.broadcast("grad_loss", grad_SB)
         piece = self.sizes.slice
         start = parallel_state.get_tensor_model_parallel_rank() * piece if self.output.sequence_parallel else 0
         return grad_SB[start : start + piece]
 
     def weight_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        grad = self._arrived(what)[0] if what in self.arriving else self.grad_losses.pop(n)
+        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_losses.pop(n)
         result = self.results.pop(n)()
 
         def go() -> None:
@@ -428,11 +363,11 @@ class StageRun:
     def _send_embedding_gradient(self, n: int, grad: Tensor) -> None:
         grad = grad.detach().to(self.output.weight.dtype)
         self.grad_embeddings[n] = grad
-        self._broadcast("grad_embedding", grad)
+        self.messages.broadcast("grad_embedding", grad)
 
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        grad = self._arrived(what)[0] if what in self.arriving else self.grad_embeddings.pop(n)
+        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_embeddings.pop(n)
         if self.embedding.reduce_scatter_embeddings:
             grad = collectives.all_gather(grad, self.groups.tp).transpose(0, 1)
         ids, vocab, weight = self.ids.pop(n), self.embedding.vocab, self.embedding.weight
@@ -487,19 +422,6 @@ _PASSES: dict[Kind, Callable[[StageRun, Pass], None]] = {
     Kind.WEIGHT: StageRun.weight_gradient,
     Kind.ROWS: StageRun.embedding_gradient,
 }
-# The group, and the stage that has what a pass needs (-1: the last).
-_BROADCASTS = {
-    Kind.LOOKUP: ("tokens", 0),
-    Kind.PRODUCTS: ("hidden", -1),
-    Kind.WEIGHT: ("grad_loss", -1),
-    Kind.ROWS: ("grad_embedding", 0),
-}
-
-
-def _sizes(call: Call, config: Any) -> Sizes:
-    sequence = call.seq_length // parallel_state.get_context_parallel_world_size()
-    ranks = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-    return Sizes(call.micro_batch_size, sequence, sequence // ranks, config.hidden_size)
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
