@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -67,12 +68,21 @@ def whole_state(chunks) -> dict[str, torch.Tensor]:
     return whole
 
 
-def trained(sizes: dict, ours: bool, tied: bool, steps: int = STEPS, weights="names", spec=stock_spec, **overrides):
+def trained(
+    sizes: dict,
+    ours: bool,
+    tied: bool,
+    steps: int = STEPS,
+    weights="names",
+    spec=stock_spec,
+    wrap=data_parallel,
+    **overrides,
+):
     """The losses of some steps, and the weights after them."""
     with model_parallel(**sizes), shared(ours):
         chunks = tiny_gpt(spec, tied=tied, weights=weights, **overrides)
         seed_ranks()
-        wrapped = data_parallel(chunks)
+        wrapped = wrap(chunks)
         # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
         losses = [train_step(wrapped, optimizer, tokens)[0] for tokens in tiny_batches(steps=steps, batch=8)]
@@ -99,6 +109,23 @@ def our_attention(config, vp_stage=None):
     from megatron_ext.megatron.layer_specs import gpt_block_spec
 
     return gpt_block_spec(config, vp_stage=vp_stage)
+
+
+def overlapped(chunks, at_the_end: bool = False) -> list:
+    """Gradients are reduced over replicas while backward runs, or all when it ends (`align_grad_reduce`)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=2000)
+    wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
+    if at_the_end:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if len(chunks) == 1:
+        config.no_sync_func = config.no_sync_func[0]
+        config.grad_sync_func = config.grad_sync_func and config.grad_sync_func[0]
+    return wrapped
 
 
 DEEP = {"num_layers": 4}
@@ -133,7 +160,9 @@ def test_two_ranks(tied, sizes, overrides):
         pytest.param(True, {"pp": 2, "tp": 2}, {"sequence_parallel": True, **DROPOUT}, id="pp2-tp2-sp-tied-dropout"),
         pytest.param(False, {"pp": 2, "tp": 2}, {"sequence_parallel": True, "weights": "init"}, id="pp2-tp2-sp-init"),
         pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
-        pytest.param(True, {"pp": 2}, {}, id="pp2-dp2-tied"),
+        pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
+        pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
+        pytest.param(True, {"pp": 2, "vp": 2}, {"wrap": overlapped, **DEEP}, id="interleaved-dp2-tied-overlapped"),
     ],
 )
 def test_four_ranks(tied, sizes, overrides):
