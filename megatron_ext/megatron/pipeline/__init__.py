@@ -17,8 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
-from megatron_ext.megatron.pipeline.schedule import forward_backward, sharing_of
+from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
 from megatron_ext.megatron.pipeline.sharing import Sharing
+
+__all__ = ["recorded", "restore", "share_vocabulary"]
 
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 _stock: dict[Any, Any] = {}

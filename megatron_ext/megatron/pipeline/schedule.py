@@ -1,12 +1,12 @@
 """The schedule that takes the place of Megatron's where a model shares its vocabulary over the pipeline stages."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron_ext.megatron.pipeline.pass_order import Shape, Times, pass_order
+from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
 from megatron_ext.megatron.pipeline.sharing import SHARED, Sharing
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
 
@@ -61,12 +61,26 @@ def forward_backward(
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     with _without_timers(config):
         run = StageRun(call, config, sharing.groups, sharing.embedding, sharing.output)
-        found = run.run([one.what for one in order[sharing.groups.stage]])
+        found = run.run([one.what for one in order[sharing.groups.stage]], _recordings[-1] if _recordings else None)
         if not forward_only:
             _finish(config, models, run)
     if timers is not None:
         timers("forward-backward").stop()
     return found
+
+
+_recordings: list[Callable[[Run], None]] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Run]]:
+    """What this stage's schedule runs meanwhile, pass by pass, with the host's `time.perf_counter()`."""
+    runs: list[Run] = []
+    _recordings.append(runs.append)
+    try:
+        yield runs
+    finally:
+        _recordings.pop()
 
 
 def _finish(config: Any, models: list[Any], run: StageRun) -> None:

@@ -12,6 +12,7 @@ Legend: B batch, S sequence positions of this context-parallel rank, T = S B tok
 
 import contextlib
 import inspect
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from megatron_ext.head import steps
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.megatron.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.pass_order import Kind, Pass
+from megatron_ext.megatron.pipeline.pass_order import Kind, Pass, Run
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, PausedForward
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
 from megatron_ext.megatron.pipeline.side_work import SideWork
@@ -85,8 +86,10 @@ class StageRun:
 
     # The run.
 
-    def run(self, order: list[Pass], on_pass: Callable[[Pass], None] | None = None) -> list[Any]:
+    def run(self, order: list[Pass], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
         """Megatron's list of what the loss function reported, on the last stage; empty elsewhere.
+
+        `on_pass` is told of each pass when it has ended on the host, with `time.perf_counter()`.
 
         Raises:
             RuntimeError: another rank failed. What fails on this rank is raised as it is.
@@ -96,9 +99,10 @@ class StageRun:
                 self.messages.expect(what)
                 if following is not None:
                     self.messages.expect(following)
+                start = time.perf_counter()
                 _PASSES[what.kind](self, what)
                 if on_pass is not None:
-                    on_pass(what)
+                    on_pass(Run(what, start, time.perf_counter()))
             self.messages.wait_for_sent()
         finally:
             self.side.close()
