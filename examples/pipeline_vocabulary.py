@@ -4,8 +4,7 @@
 
 Prints both losses of each step and each stage's parameters, and draws what every stage did in the last step, stock
 above and shared below, in runs/pipeline_vocabulary/timeline.png. Runs on GPUs over NCCL, or on the CPU over gloo, where
-times say little: four processes share what cores there are, and a pass waits in its own bar. The order of the passes is
-that of a GPU.
+times say little: four processes share what cores there are. The order of the passes is that of a GPU.
 """
 
 import time

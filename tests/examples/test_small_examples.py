@@ -5,6 +5,7 @@ import re
 import fsdp2_gpt
 import patch_gpt
 import pipeline_stage
+import pipeline_vocabulary
 import pytest
 import replace_loss
 import torch
@@ -67,6 +68,19 @@ def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     assert len(stock_losses) == 10
     assert_learns_alike(our_losses, stock_losses)
     assert re.search(r"fused head: (Hybrid|Mamba)Model: 1 losses fused, logits made 0 times\n", ours.stderr)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_stages_share_the_vocabulary(tmp_path):
+    """Losses are stock's, each stage has as many parameters, and the picture is drawn."""
+    with model_parallel(pp=4):
+        (stock, spans, sizes), (ours, our_spans, our_sizes) = map(pipeline_vocabulary.train, (False, True))
+        assert ours == pytest.approx(stock, rel=1e-6)
+        assert max(sizes) > 5 * min(sizes)
+        assert max(our_sizes) < 1.01 * min(our_sizes)
+        pipeline_vocabulary.draw({"stock": spans, "ours": our_spans}, tmp_path / "timeline.png")
+        assert (tmp_path / "timeline.png").stat().st_size > 10000
 
 
 @ranks(1, 2)

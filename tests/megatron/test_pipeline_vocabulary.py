@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import (
+    SEQUENCE,
     VOCAB,
     child_processes,
     data_parallel,
@@ -193,6 +194,22 @@ def test_what_is_sent():
     assert sum(sent.values()) == 7, sent
     rows = (VOCAB // 2, 32)
     assert sizes["embedding.word_embeddings.weight"] == sizes["output_layer.weight"] == rows
+
+
+@ranks(2)
+def test_passes_run_in_the_order_of_the_simulation():
+    with model_parallel(pp=2), shared():
+        from megatron_ext.megatron import pipeline
+        from megatron_ext.megatron.pipeline.pass_order import Shape, pass_order
+        from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
+
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        with pipeline.recorded() as found:
+            run_schedule(wrapped, tiny_batches(batch=8)[0])
+        shape = Shape(stages=2, chunks=1, micro_batches=4, group=4)
+        times = estimated_times(wrapped[0].config, shape, sharing_of(wrapped), SEQUENCE, 2)
+        assert [run.what for run in found] == [run.what for run in pass_order(shape, times)[dist.get_rank()]]
+        assert len(found) == 4 * 7  # each stage has six kinds of passes, and the first the tokens, the last the losses
 
 
 @ranks(2)

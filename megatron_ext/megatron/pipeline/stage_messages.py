@@ -95,6 +95,10 @@ class StageMessages:
     def are_for(self, what: Pass) -> bool:
         return what in self._arriving
 
+    def wait_for(self, what: Pass) -> None:
+        if what in self._arriving:
+            self._arriving[what].wait()
+
     def arrived(self, what: Pass) -> list[Tensor]:
         form = self.form(what)
         assert form is not None

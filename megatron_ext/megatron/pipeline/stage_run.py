@@ -89,7 +89,8 @@ class StageRun:
     def run(self, order: list[Pass], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
         """Megatron's list of what the loss function reported, on the last stage; empty elsewhere.
 
-        `on_pass` is told of each pass when it has ended on the host, with `time.perf_counter()`.
+        `on_pass` is told of each pass when it has ended on the host: from when its message had arrived until then, by
+        `time.perf_counter()`.
 
         Raises:
             RuntimeError: another rank failed. What fails on this rank is raised as it is.
@@ -99,6 +100,7 @@ class StageRun:
                 self.messages.expect(what)
                 if following is not None:
                     self.messages.expect(following)
+                self.messages.wait_for(what)
                 start = time.perf_counter()
                 _PASSES[what.kind](self, what)
                 if on_pass is not None:
