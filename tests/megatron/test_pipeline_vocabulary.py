@@ -25,6 +25,7 @@ from tests.gpt import (
     seed_ranks,
     stock_spec,
     tiny_batches,
+    tiny_config,
     tiny_gpt,
     train_step,
 )
@@ -273,6 +274,8 @@ def test_what_is_refused():
     from megatron_ext.megatron import pipeline
 
     with model_parallel(pp=2), shared():
+        from megatron.core.models.bert import bert_model as bert
+
         with pytest.raises(ValueError, match="65 rows.*pad it to 66"):
             tiny_gpt(stock_spec, vocab_size=65)
         with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
@@ -289,6 +292,8 @@ def test_what_is_refused():
             tokens = tiny_batches(batch=1)[0]
             with pytest.raises(RuntimeError, match="get_forward_backward_func"):
                 chunks[0](tokens[:, :-1], torch.arange(16).expand(1, 16), None)
+        with pytest.raises(ValueError, match="BertModel cannot share its vocabulary.*only GPTModel"):
+            bert.BertModel(tiny_config(), 2, None, VOCAB, SEQUENCE)
     with model_parallel(), shared(), pytest.raises(ValueError, match="pipeline_model_parallel_size is 1"):
         tiny_gpt(stock_spec)
 
@@ -338,3 +343,12 @@ def test_checkpoints_go_both_ways(tied):
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folders[0])
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    from megatron_ext.megatron import pipeline
+    from megatron_ext.megatron.pipeline import paused_forward
+
+    monkeypatch.setattr(paused_forward, "greenlet", None)
+    with pytest.raises(RuntimeError, match="pip install greenlet"):
+        pipeline.share_vocabulary()

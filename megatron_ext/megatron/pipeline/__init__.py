@@ -13,6 +13,7 @@ Models that Megatron builds from then on have their vocabulary layers cut over a
 import functools
 from typing import Any
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 
@@ -39,7 +40,8 @@ def share_vocabulary() -> None:
 
     Raises:
         RuntimeError: greenlet is not installed.
-        ValueError: from building and training, see `Sharing.add` and `schedule.forward_backward`.
+        ValueError: from building and training, see `Sharing.add` and `schedule.forward_backward`; a language model is
+            built that is no GPTModel.
     """
     global _sharing
     check_installed()
@@ -53,8 +55,21 @@ def share_vocabulary() -> None:
         stock_init(self, *args, **kwargs)
         sharing.add(self)
 
+    stock_base = LanguageModule.__init__
+
+    @functools.wraps(stock_base)
+    def base(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, GPTModel):
+            raise ValueError(
+                f"{type(self).__name__} cannot share its vocabulary over pipeline stages, only GPTModel can: train it "
+                f"without share_vocabulary() (--pipeline-vocab)"
+            )
+        stock_base(self, *args, **kwargs)
+
     _stock[GPTModel, "__init__"] = stock_init
     GPTModel.__init__ = init
+    _stock[LanguageModule, "__init__"] = stock_base
+    LanguageModule.__init__ = base
     for name in _SCHEDULES:
         _stock[schedules, name] = getattr(schedules, name)
         setattr(schedules, name, _or_stock(getattr(schedules, name)))
