@@ -19,13 +19,13 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
 from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
-from megatron_ext.megatron.pipeline.sharing import Sharing
+from megatron_ext.megatron.pipeline.sharing import Builder
 
 __all__ = ["recorded", "restore", "share_vocabulary"]
 
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 _stock: dict[Any, Any] = {}
-_sharing: Sharing | None = None
+_builder: Builder | None = None
 
 
 def share_vocabulary() -> None:
@@ -36,24 +36,24 @@ def share_vocabulary() -> None:
     before the model is built; calling it twice does nothing more. `restore()` undoes it; models that were built
     meanwhile stay as they are and cannot be trained any more.
 
-    Communicates: nothing. While a model is built: see `Sharing.add`. While it is trained: see `stage_run`.
+    Communicates: nothing. While a model is built: see `Builder.add`. While it is trained: see `stage_run`.
 
     Raises:
         RuntimeError: greenlet is not installed.
-        ValueError: from building and training, see `Sharing.add` and `schedule.forward_backward`; a language model is
+        ValueError: from building and training, see `Builder.add` and `schedule.forward_backward`; a language model is
             built that is no GPTModel.
     """
-    global _sharing
+    global _builder
     check_installed()
     if _stock:
         return
-    sharing = _sharing = Sharing()
+    builder = _builder = Builder()
     stock_init = GPTModel.__init__
 
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, *args, **kwargs)
-        sharing.add(self)
+        builder.add(self)
 
     stock_base = LanguageModule.__init__
 
@@ -77,13 +77,13 @@ def share_vocabulary() -> None:
 
 def restore() -> None:
     """Undo `share_vocabulary`: Megatron's own functions are back. Harmless without it."""
-    global _sharing
+    global _builder
     for (owner, name), original in _stock.items():
         setattr(owner, name, original)
     _stock.clear()
-    if _sharing is not None:
-        _sharing.close()
-        _sharing = None
+    if _builder is not None:
+        _builder.close()
+        _builder = None
 
 
 def _or_stock(stock: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.distributed.tensor import DTensor
 
 from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
 from megatron_ext.megatron.pipeline.sharing import SHARED, Sharing
@@ -42,9 +43,11 @@ def forward_backward(
     refuse_others(others)
     sharing = sharing_of(model)
     assert sharing is not None
-    assert sharing.groups is not None
-    assert sharing.embedding is not None
-    assert sharing.output is not None
+    if isinstance(sharing.output.weight, DTensor):
+        raise ValueError(
+            "the weights are sharded by FSDP: a vocabulary shared over pipeline stages is trained in Megatron's "
+            "DistributedDataParallel; leave FSDP out, or train without sharing"
+        )
     models = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config = get_model_config(models[0])
@@ -119,7 +122,6 @@ def refuse_others(others: dict[str, Any]) -> None:
 
 def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int, micro_batch_size: int) -> Times:
     """How long passes take, in FLOPs per token of a rank: all stages count alike, and so find the same order."""
-    assert sharing.output is not None
     width, rows = config.hidden_size, sharing.output.vocab.columns
     tp = config.tensor_model_parallel_size
     feed_forward = (config.ffn_hidden_size or 4 * width) * (3 if config.gated_linear_unit else 2)

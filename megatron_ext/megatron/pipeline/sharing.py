@@ -1,5 +1,6 @@
 """Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,14 +28,21 @@ class _Holder(nn.Module):
         return self.word_embeddings.sharded_state_dict(f"{prefix}word_embeddings.", sharded_offsets, metadata)
 
 
+@dataclass
 class Sharing:
-    """The chunks of one model on this stage, as Megatron builds them, one after the other."""
+    """How a model, on all of its chunks on this stage, shares its vocabulary."""
+
+    groups: PipelineGroups
+    embedding: SharedEmbedding
+    output: SharedOutputLayer
+
+
+class Builder:
+    """Shares the vocabulary of the models that Megatron builds on this stage, chunk after chunk."""
 
     def __init__(self) -> None:
-        self.groups: PipelineGroups | None = None
-        self.embedding: SharedEmbedding | None = None
-        self.output: SharedOutputLayer | None = None
         self._built: list[Any] = []
+        self._groups: list[PipelineGroups] = []
 
     def add(self, model: Any) -> None:
         """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
@@ -54,61 +62,64 @@ class Sharing:
         # Not before: Megatron's first and last stage send each other tied weights while they build their chunks.
         if len(self._built) == (model.config.virtual_pipeline_model_parallel_size or 1):
             built, self._built = self._built, []
-            self._share(built[0], built[-1], model.share_embeddings_and_output_weights)
+            sharing = self._share(built[0], built[-1], model.share_embeddings_and_output_weights)
             for chunk in built:
                 # The rows of embedding and output layer lie on the same rank: stages have nothing to sum.
                 chunk.share_embeddings_and_output_weights = False
-                setattr(chunk, SHARED, self)
-
-    def _share(self, front: Any, back: Any, tied: bool) -> None:
-        """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
-        self.close()
-        groups = self.groups = PipelineGroups()
-        config, size = front.config, front.vocab_size
-        weight = self._rows(front.embedding.word_embeddings.weight if groups.is_first else None, 0, size, config)
-        in_slices = config.sequence_parallel and front.position_embedding_type != "learned_absolute"
-        in_slices = in_slices and getattr(front, "scatter_embedding_sequence_parallel", True)
-        self.embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
-        if groups.is_first:
-            front.embedding.word_embeddings = self.embedding
-        else:
-            front.embedding = _Holder(self.embedding)
-        if not tied:
-            weight = self._rows(back.output_layer.weight if groups.is_last else None, groups.last, size, config)
-        self.output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
-        back.output_layer = self.output
-        if groups.is_last:
-            setattr(back, model_seams.LOSS, self.output.losses)
-            self.output.counters = counters_of(back)
-            if tied:
-                back.sharded_state_dict = _without_output_layer(back)
-
-    def _rows(self, whole: Tensor | None, source: int, size: int, config: Any) -> nn.Parameter:
-        """This rank's rows of the tensor-parallel shard that stage `source` has made."""
-        groups = self.groups
-        assert groups is not None
-        columns = size // parallel_state.get_tensor_model_parallel_world_size()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        if whole is None:
-            buffer = torch.empty(columns, config.hidden_size, dtype=config.params_dtype, device=device)
-        else:
-            buffer = whole.detach().to(device).contiguous()
-        collectives.start_broadcast(buffer, groups["hidden"], source).wait()
-        rows = columns // groups.stages
-        own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
-        weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
-        # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
-        weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-        weight.partition_dim = 0  # type: ignore[attr-defined]
-        weight.partition_stride = 1  # type: ignore[attr-defined]
-        weight.allreduce = True  # type: ignore[attr-defined]
-        weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
-        return weight
+                setattr(chunk, SHARED, sharing)
 
     def close(self) -> None:
-        if self.groups is not None:
-            self.groups.close()
-            self.groups = None
+        """The models are not trained any more."""
+        for groups in self._groups:
+            groups.close()
+        self._groups.clear()
+
+    def _share(self, front: Any, back: Any, tied: bool) -> Sharing:
+        """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
+        groups = PipelineGroups()
+        self._groups.append(groups)
+        config, size = front.config, front.vocab_size
+        whole = front.embedding.word_embeddings.weight if groups.is_first else None
+        weight = _rows(whole, groups, 0, size, config)
+        in_slices = config.sequence_parallel and front.position_embedding_type != "learned_absolute"
+        in_slices = in_slices and getattr(front, "scatter_embedding_sequence_parallel", True)
+        embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
+        if groups.is_first:
+            front.embedding.word_embeddings = embedding
+        else:
+            front.embedding = _Holder(embedding)
+        if not tied:
+            whole = back.output_layer.weight if groups.is_last else None
+            weight = _rows(whole, groups, groups.last, size, config)
+        output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
+        back.output_layer = output
+        if groups.is_last:
+            setattr(back, model_seams.LOSS, output.losses)
+            output.counters = counters_of(back)
+            if tied:
+                back.sharded_state_dict = _without_output_layer(back)
+        return Sharing(groups, embedding, output)
+
+
+def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, config: Any) -> nn.Parameter:
+    """This rank's rows of the tensor-parallel shard that stage `source` has made."""
+    columns = size // parallel_state.get_tensor_model_parallel_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if whole is None:
+        buffer = torch.empty(columns, config.hidden_size, dtype=config.params_dtype, device=device)
+    else:
+        buffer = whole.detach().to(device).contiguous()
+    collectives.start_broadcast(buffer, groups["hidden"], source).wait()
+    rows = columns // groups.stages
+    own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
+    weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
+    # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim = 0  # type: ignore[attr-defined]
+    weight.partition_stride = 1  # type: ignore[attr-defined]
+    weight.allreduce = True  # type: ignore[attr-defined]
+    weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+    return weight
 
 
 def _without_output_layer(model: Any) -> Any:
@@ -141,9 +152,12 @@ def check_config(config: Any) -> None:
         "overlap_moe_expert_parallel_comm": "that is a schedule of its own",
         "fine_grained_activation_offloading": "that is a schedule of its own",
         "use_mup": "its logits are scaled",
+        "init_model_with_meta_device": "the stages get their rows from the initial weights",
+        "enable_cuda_graph": "the passes of the vocabulary layers change places with those of the layers",
+        "cuda_graph_impl": "the passes of the vocabulary layers change places with those of the layers",
     }
     for name, reason in refused.items():
-        if getattr(config, name, None):
+        if getattr(config, name, None) not in (None, False, 0, "none"):
             raise ValueError(
                 f"{name} is {getattr(config, name)!r}: a vocabulary shared over pipeline stages cannot be trained with "
                 f"it, because {reason}; turn one of them off"
