@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_ext import doctor
+from tests.ranks import TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +21,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 def test_the_program_prints_json():
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ext.doctor", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "megatron_ext.doctor", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

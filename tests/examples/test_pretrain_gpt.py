@@ -83,7 +83,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     assert rest == whole[3:]
 
 
-@ranks(4, timeout_s=180)
+@ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["stock", "ext"])
 def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
@@ -103,7 +103,7 @@ def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
 
 
 @pytest.mark.slow
-@ranks(4, timeout_s=180)
+@ranks(4)
 def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
     replicas = metrics_of(FOUR_RANKS, tmp_path)["losses"]
     assert_same_losses(metrics_of(f"{FOUR_RANKS} --tensor-model-parallel-size 2", tmp_path)["losses"], replicas)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import EXAMPLES
+from tests.ranks import TIMEOUT_S
 
 ROOT = EXAMPLES.parent
 PRETRAIN = str(EXAMPLES / "pretrain_gpt.py")
@@ -22,7 +23,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run(*command: str, **kwargs):
-    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S, **kwargs)
 
 
 def descendants(pid: int) -> set[int]:
@@ -41,17 +42,18 @@ def alive(pid: int) -> bool:
         return False
 
 
-def interrupt_when(seen: str, command: list[str], log: Path, cwd: Path) -> tuple[float, str, set[int]]:
+def interrupt_when(seen: str, command: list[str], log: Path, cwd: Path) -> tuple[bool, str, set[int]]:
     """Starts `command`, sends it SIGINT once its output has `seen`.
 
-    Returns the seconds until it ended, its output, and the processes that it left.
+    Returns whether it ended soon, its output, and the processes that it left. Soon is well before a launcher that
+    waits for its ranks would kill them, or, where the machine is too slow for that, sooner than it began.
     """
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=ENVIRONMENT, cwd=cwd, start_new_session=True
         )
-        deadline = time.monotonic() + 120
-        while seen not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while seen not in log.read_text() and process.poll() is None and time.monotonic() < begun + TIMEOUT_S:
             time.sleep(0.05)
         family = descendants(process.pid)
         assert process.poll() is None, log.read_text()
@@ -59,22 +61,22 @@ def interrupt_when(seen: str, command: list[str], log: Path, cwd: Path) -> tuple
         start = time.monotonic()
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(60)
+            process.wait(TIMEOUT_S)
         finally:
-            seconds = time.monotonic() - start
+            soon = time.monotonic() - start < max(10, start - begun)
             time.sleep(0.5)  # for the kernel to clear up
             left = {pid for pid in family if alive(pid)}
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
-    return seconds, log.read_text(), left
+    return soon, log.read_text(), left
 
 
 @pytest.mark.slow
 def test_interrupting_the_demo_ends_all_ranks(tmp_path):
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--device", "cpu", "--data", str(ROOT / "LICENSE")]
-    seconds, output, left = interrupt_when("2/60", command, tmp_path / "log", tmp_path)
+    soon, output, left = interrupt_when("2/60", command, tmp_path / "log", tmp_path)
     assert not left
-    assert seconds < 10, output
+    assert soon, output
     assert "interrupted: all ranks have ended" in output
     assert "Traceback" not in output
 
@@ -83,10 +85,10 @@ def test_interrupting_the_demo_ends_all_ranks(tmp_path):
 def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
     command = [*TORCHRUN, PRETRAIN, *SMALL, "--tensor-model-parallel-size", "2", "--train-iters", "100000"]
     command += ["--save", str(tmp_path / "run"), "--save-interval", "50"]
-    seconds, output, left = interrupt_when("60/100000", command, tmp_path / "log", tmp_path)
+    soon, output, left = interrupt_when("60/100000", command, tmp_path / "log", tmp_path)
     assert (tmp_path / "run" / "iter_0000050").exists()
     assert not left
-    assert seconds < 10, output
+    assert soon, output
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.examples import EXAMPLES
 from tests.examples.test_programs import ENVIRONMENT, TORCHRUN
 from tests.gpt import model_parallel
-from tests.ranks import ranks
+from tests.ranks import TIMEOUT_S, ranks
 
 SCRIPT = str(EXAMPLES / "rl_logprobs.py")
 
@@ -33,7 +33,7 @@ def test_every_layout_finds_what_one_process_finds():
 
 @pytest.mark.slow
 def test_as_a_program():
-    done = subprocess.run([*TORCHRUN, SCRIPT], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    done = subprocess.run([*TORCHRUN, SCRIPT], capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["one", "process", "TP", "2", "CP", "2"]
@@ -45,6 +45,6 @@ def test_as_a_program():
 @pytest.mark.slow
 def test_a_wrong_number_is_said_before_anything_starts():
     command = [sys.executable, SCRIPT, "--steps", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=TIMEOUT_S)
     assert done.returncode == 1
     assert done.stderr == "rl_logprobs.py: --steps is 0: it must be at least 1\n"

@@ -67,7 +67,7 @@ def test_whole_graph(name, layout):
 
 # One rank compiles what two do, without the collectives; both layouts are one there.
 @pytest.mark.slow
-@ranks(2, timeout_s=300)
+@ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name, layout",

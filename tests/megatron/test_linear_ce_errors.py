@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import VOCAB, model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run, unpatch
-from tests.ranks import ranks
+from tests.ranks import TIMEOUT_S, ranks
 from tests.test_run import ENVIRONMENT
 
 
@@ -292,6 +292,6 @@ def test_a_label_that_the_last_stage_alone_sees_ends_the_job(tmp_path):
     script = tmp_path / "pipeline.py"
     script.write_text(PIPELINE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([*torchrun, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 1
     assert "ValueError: labels holds [1000000], outside" in done.stderr

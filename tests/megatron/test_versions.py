@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from megatron_ext.megatron import versions
+from tests.ranks import TIMEOUT_S
 
 EVERY = dict.fromkeys([seam for seams in versions.SEAMS.values() for seam in seams] + list(versions.LATER))
 
@@ -39,7 +40,9 @@ def test_arguments_that_ours_do_not_take():
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
