@@ -92,12 +92,13 @@ def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
         words = f"{common} --tensor-model-parallel-size 2 --save {tmp_path}/run --save-interval 3"
         whole = metrics_of(words, tmp_path)["losses"]
     (tmp_path / "run" / checkpoint.LATEST).write_text("3\n")
-    for sizes in (
+    every = (
         "",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 4 --sequence-parallel",
         "--pipeline-model-parallel-size 2",
-    ):
+    )
+    for sizes in every if layers == "ext" else every[:1]:  # of stock: that the script saves and loads it as well
         rest = metrics_of(f"{common} {sizes} --load {tmp_path}/run", tmp_path)["losses"]
         assert_same_losses(rest, whole[3:])
 
