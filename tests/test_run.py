@@ -166,7 +166,13 @@ def test_signals_pass_through(tmp_path, script, number):
     """)
     command = [sys.executable, "-m", "megatron_ext.run", str(path)]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
     )
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
