@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
 from tests.policy.problems import tiny_batch, tiny_config
-from tests.policy.test_ray_policy import WORKERS, ray  # noqa: F401  # a fixture
+from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ class SleepsOnce(NLLLoss):
 
 @pytest.fixture(scope="module")
 def policy(ray):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5, heartbeat_timeout_s=4) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, heartbeat_timeout_s=4) as policy:
         yield policy
 
 
@@ -78,7 +78,7 @@ def gone(process):
 
 def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # noqa: F811
     data, weights = tiny_batch(), str(tmp_path / "weights")
-    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL) as policy:
         policy.train(data, NLLLoss())
         policy.save_checkpoint(weights)
         saved = policy.get_logprobs(data)["logprobs"]
@@ -121,7 +121,7 @@ def test_a_long_step_goes_on(policy, call):
 
 
 def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, cpus_per_worker=0.5, call_timeout_s=10) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, call_timeout_s=10) as policy:
         assert policy._all("sleep_on_all", 0.1) == [0, 1]
         with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 10 s; rank"):
             policy._all("sleep_on_all", 10_000)

@@ -21,6 +21,7 @@ from tests.ranks import TIMEOUT_S
 pytestmark = pytest.mark.slow  # each actor is a process that imports torch and transformers
 
 WORKERS = 2
+SMALL = {"cpus_per_worker": 0.5, "start_timeout_s": TIMEOUT_S}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def truth():
 @pytest.fixture(scope="module")
 def policy(ray):
     """One that the tests leave as it was."""
-    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Mortal, **SMALL) as policy:
         yield policy
 
 
@@ -115,7 +116,7 @@ def test_as_one_worker(ray, truth, tp):
     data, loss_fn = tiny_batch(), ClippedPGLoss()
     before, losses, after = truth
     config = tiny_config(tp=tp, generation={"max_new_tokens": 3})
-    with RayPolicy(config, WORKERS, cpus_per_worker=0.5) as policy:
+    with RayPolicy(config, WORKERS, **SMALL) as policy:
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], before, rtol=1e-5, atol=1e-5)
         found = [policy.train(data, loss_fn) for _ in range(2)]
         torch.testing.assert_close(torch.cat([step["global_loss"] for step in found]), losses, rtol=1e-5, atol=1e-6)
@@ -169,7 +170,7 @@ def test_rows_that_do_not_divide_are_scored(policy):
 def test_a_dead_actor_and_life_after(ray, tmp_path, monkeypatch):
     data = tiny_batch()
     monkeypatch.setattr("megatron_ext.policy.ray_actors._GRACE_S", TIMEOUT_S)
-    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Mortal, **SMALL) as policy:
         policy.train(data, NLLLoss())
         policy.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         saved = policy.get_logprobs(data)["logprobs"]
