@@ -14,6 +14,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
+from tests.ranks import TIMEOUT_S
 from tests.test_run import ENVIRONMENT, ROOT
 
 SOURCE = Path(megatron.core.__file__).parents[2]
@@ -46,7 +47,7 @@ def losses(folder: Path, script: str, options: list[str], *ways: str) -> tuple[l
     command += ["-m", "megatron_ext.run", "--cpu", *ways, str(SOURCE / script), *ARGUMENTS, *options]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SOURCE)]), "PATH": os.environ["PATH"]}
     environment = ENVIRONMENT | paths
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return re.findall(r"lm loss: (\S+)", done.stdout), done.stdout + done.stderr
 
