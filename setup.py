@@ -19,9 +19,10 @@ setup(
     package_data={"megatron_ext": ["py.typed"]},
     install_requires=["torch>=2.10"],
     extras_require={
-        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy"],
+        "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", "greenlet>=3"],
         "examples": [*MEGATRON, "tokenizers>=0.20", "tqdm>=4.60", "matplotlib>=3.8", "numpy"],
         "triton": [TRITON],
+        "pipeline": [*MEGATRON, "greenlet>=3"],
         "te": ["transformer-engine[pytorch]>=2.0"],
         "hf": HF,
         "ray": ["ray>=2.40"],

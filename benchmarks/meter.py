@@ -6,16 +6,16 @@ Works on real tensors and, at any size on any machine, on fake ones with the `fa
 import importlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megatron_ext.distributed.counting import count_collectives
 
@@ -23,12 +23,12 @@ aten = torch.ops.aten
 
 
 def _addmm_flops(total, a, b, *_, **__) -> int:
-    """Of shapes: what FlopCounterMode hands to a formula."""
+    """Of shapes, as `shape_wrapper` calls it."""
     return 2 * a[0] * a[1] * b[1]
 
 
-# FlopCounterMode knows matmuls by their functional names only, and takes addmm's `out_dtype` for a shape.
-_FORMULAS = {aten.addmm_: _addmm_flops, aten.addmm: _addmm_flops}
+# torch knows matmuls by their functional names only, and takes addmm's `out_dtype` for a shape.
+_FORMULAS = flop_registry | {aten.addmm_: shape_wrapper(_addmm_flops), aten.addmm: shape_wrapper(_addmm_flops)}
 
 
 @dataclass
@@ -42,21 +42,32 @@ class Costs:
     largest: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)  # (dtype, shape) of new tensors
 
 
-class _Memory(TorchDispatchMode):
-    """Bytes of all storages that appear while it is active, until they are freed."""
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+class _Meter(TorchDispatchMode):
+    """FLOPs of all products, and bytes of all storages that appear while it is active, until they are freed."""
 
     def __init__(self, costs: Costs):
         super().__init__()
         self.costs, self.known = costs, weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for x in tree_iter((args, kwargs)):
-            if isinstance(x, torch.Tensor):
-                self.known.add(x.untyped_storage())  # older than the measurement
-        out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
-                storage = x.untyped_storage()
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls ask for that
+        kwargs = kwargs or {}
+        for x in _tensors((*args, *kwargs.values())):
+            self.known.add(x.untyped_storage())  # older than the measurement
+        out = func(*args, **kwargs)
+        if formula := _FORMULAS.get(func._overloadpacket):
+            self.costs.flops += formula(*args, **kwargs, out_val=out)
+        for x in _tensors((out,)):
+            if (storage := x.untyped_storage()) not in self.known:
                 self.known.add(storage)
                 self.costs.alive_bytes += storage.nbytes()
                 self.costs.peak_bytes = max(self.costs.peak_bytes, self.costs.alive_bytes)
@@ -72,10 +83,9 @@ class _Memory(TorchDispatchMode):
 def measure() -> Iterator[Costs]:
     """`with measure() as costs:` fills `costs` once the block is left (the peak grows as it runs)."""
     costs = Costs()
-    flops = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    with flops, count_collectives() as counts, _Memory(costs):
+    with count_collectives() as counts, _Meter(costs):
         yield costs
-    costs.flops, costs.collectives = flops.get_total_flops(), counts.copy()
+    costs.collectives = counts.copy()
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     sys.argv = [options.script, *options.args]
     if options.cpu:
         _emulate()
-    if options.linear_ce or options.tensor_parallel or options.check:
+    if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
         _change_megatron(parser, options)
     if before is not None:
         before()
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
     parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
+    parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="all that follows is the script's")
@@ -105,7 +106,8 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         import megatron.core  # noqa: F401
     except ModuleNotFoundError as error:
         parser.error(
-            f"--linear-ce, --tensor-parallel and --check are about Megatron-Core, which is not to be found: {error}"
+            f"--linear-ce, --tensor-parallel, --pipeline-vocab and --check are about Megatron-Core, which is not to be "
+            f"found: {error}"
         )
     if options.tensor_parallel:
         from megatron_ext import substitute_tensor_parallel
@@ -119,6 +121,13 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         except ValueError as refusal:
             parser.error(str(refusal))
         _report_after_first_step()
+    if options.pipeline_vocab:
+        from megatron_ext.megatron import pipeline
+
+        try:
+            pipeline.share_vocabulary()
+        except RuntimeError as missing:
+            parser.error(str(missing))
     if options.check:
         from megatron_ext.megatron.build_check import stop_when_built
 

@@ -8,7 +8,7 @@ if "--rehearse" in sys.argv:
 import pytest
 import torch
 
-from tests.ranks import close_pools, prepare_process
+from tests.ranks import TIMEOUT_S, close_pools, prepare_process
 
 
 def pytest_addoption(parser):
@@ -23,6 +23,7 @@ def pytest_configure(config):
     prepare_process()
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -379,14 +379,18 @@ def train_steps(
 
 @contextmanager
 def child_processes() -> Iterator[None]:
-    """For `dist_checkpointing.save`, which starts processes: the pool's workers are daemons, which may not have any."""
+    """For `dist_checkpointing.save`, which starts processes: the pool's workers are daemons, which may not have any.
+
+    One of them holds a queue for the others. Megatron would spawn it, to import torch anew; here it is forked.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     config = multiprocessing.current_process()._config
     daemon, config["daemon"] = config.get("daemon", False), False
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     try:
         yield
     finally:
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
         config["daemon"] = daemon
         filesystem_async._results_queue = None  # else kept for the next save, in a process that waits for it
         for child in multiprocessing.active_children():

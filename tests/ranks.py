@@ -20,7 +20,7 @@ from datetime import timedelta
 
 import pytest
 
-TIMEOUT_S = 120  # longer than any test may take beside others; a slow one says @ranks(..., timeout_s=...)
+TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
 # Imported once, before the ranks are forked.
 _PRELOAD = [
     "torch.distributed.tensor",
@@ -94,10 +94,10 @@ class _Pool:
         for worker in self.workers:
             worker.start()
 
-    def run(self, module, name, kwargs, timeout_s):
+    def run(self, module, name, kwargs):
         for jobs in self.jobs:
             jobs.put((module, name, kwargs))
-        pending, errors, deadline = set(range(len(self.workers))), {}, time.monotonic() + timeout_s
+        pending, errors, deadline = set(range(len(self.workers))), {}, time.monotonic() + TIMEOUT_S
         while pending and (left := deadline - time.monotonic()) > 0:
             try:
                 rank, error, threads = self.replies.get(timeout=min(left, 1.0))
@@ -135,7 +135,7 @@ class _Pool:
             os.unlink(self.store)
 
 
-def ranks(*world_sizes, timeout_s=TIMEOUT_S):
+def ranks(*world_sizes):
     """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized."""
 
     def decorate(body):
@@ -146,7 +146,7 @@ def ranks(*world_sizes, timeout_s=TIMEOUT_S):
         def test(**kwargs):
             world_size = kwargs.pop("world_size")
             pool = _pools.pop(world_size, None) or _Pool(world_size)
-            pool.run(body.__module__, body.__name__, kwargs, timeout_s)  # on failure the pool stays out of _pools
+            pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
             if pool.crowded:
                 pool.kill()
             else:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megatron_ext import doctor
+from tests.programs import python
+from tests.ranks import TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +22,11 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 def test_the_program_prints_json():
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_ext.doctor", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "megatron_ext.doctor", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -173,8 +179,8 @@ print("trained")
 )
 def test_a_users_model_is_built_and_not_trained(tmp_path, arguments, said, status):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_ext.doctor", "--cpu", "--model"]
-    done = subprocess.run([*command, str(tmp_path / "script.py"), *arguments], cwd=ROOT, capture_output=True, text=True)
+    command = ("-m", "megatron_ext.doctor", "--cpu", "--model", str(tmp_path / "script.py"))
+    done = python(*command, *arguments, ignore_warnings=True)
     assert done.returncode == status, done.stderr[-3000:]
     assert said in done.stdout + done.stderr
     assert ("trained" in done.stdout) == (arguments == ["no model"])

@@ -164,8 +164,9 @@ class Setup:
             send=self.message(self.slice_bytes),
             tokens=self.collective(8 * self.tokens),
             embedding=self.collective(self.slice_bytes),
-            hidden=self.collective(self.slice_bytes),
-            results=self.collective(self.statistics_bytes) + self.collective(self.slice_bytes),
+            hidden=self.collective(self.slice_bytes + 8 * self.tokens),
+            statistics=self.collective(self.statistics_bytes),
+            sum=self.collective(self.slice_bytes),
             grad_loss=self.collective(4 * self.tokens),
             grad_embedding=self.collective(self.slice_bytes),
         )
@@ -184,8 +185,8 @@ class Setup:
 
     @property
     def our_extra_sent_bytes(self) -> int:
-        """By one rank for one micro-batch: hidden states, dx, embedding and its gradient; statistics, ids and g."""
-        return 4 * self.slice_bytes + self.statistics_bytes + (8 + 4) * self.tokens
+        """By one rank for a micro-batch: hidden states, dx, embedding and its gradient; statistics; ids, labels, g."""
+        return 4 * self.slice_bytes + self.statistics_bytes + (8 + 8 + 4) * self.tokens
 
     def state_bytes(self, parameters: float) -> float:
         """bf16 weights, fp32 main gradients, fp32 weights and Adam's two moments: 18 bytes, or the last 12 shared."""

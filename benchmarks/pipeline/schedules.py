@@ -204,25 +204,24 @@ def paper(setup: Setup, algorithm: int) -> Timeline:
     """
     shape, times = setup.shape(1), setup.times(1)
     statistics = 3 * 2 * setup.collective(4 * setup.tokens)
-    dx = setup.collective(setup.slice_bytes)
     sent = setup.stock_sent_bytes + setup.our_extra_sent_bytes - setup.statistics_bytes + 3 * 2 * 4 * setup.tokens
     if algorithm == 2:
-        runs = pass_order(shape, times._replace(results=statistics + dx))
+        runs = pass_order(shape, times._replace(statistics=statistics))
     else:
         head = setup.head_seconds(setup.ranks)
-        times = times._replace(products=head.statistics, weight=head.product + head.weight, results=statistics)
-        runs = _two_barriers(shape, times, dx)
+        times = times._replace(products=head.statistics, weight=head.product + head.weight, statistics=statistics)
+        runs = _two_barriers(shape, times)
     return Timeline(setup, runs, even(setup, 1), shared=True, sent_bytes=sent)
 
 
-def _two_barriers(shape: Shape, times: Times, dx: float) -> tuple[tuple[Run, ...], ...]:
+def _two_barriers(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
     """Algorithm 1: the backward pass waits for every stage's second pass of the head."""
     last = shape.stages - 1
-    of_ours = pass_needs(shape, times)
+    of_ours = pass_needs(shape, times._replace(sum=0.0))
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
         if what.kind is Kind.BACKWARD and stage == last:
-            return [(other, Pass(Kind.WEIGHT, what.micro_batch), dx) for other in range(shape.stages)]
+            return [(other, Pass(Kind.WEIGHT, what.micro_batch), times.sum) for other in range(shape.stages)]
         if what.kind is Kind.PRODUCTS:
             return [(last, Pass(Kind.FORWARD, what.micro_batch), times.hidden)]
         return of_ours(stage, what)

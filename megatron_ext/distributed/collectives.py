@@ -1,4 +1,5 @@
-"""What the package sends by torch.distributed: four collectives on tensors and their waiting halves, and two helpers.
+"""What the package sends by torch.distributed: four collectives on tensors and their waiting halves, and what a
+pipeline of stages sends: broadcasts, sums on one rank, messages from rank to rank.
 
 `start_x(...)` begins a collective and returns a `Pending`; `.wait()` gives its result. `x(...)` is both at once. With a
 group of one rank (or None) nothing is communicated and the result is the input itself (contiguous).
@@ -26,10 +27,14 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 
 class Pending:
-    """A collective under way. `wait()` returns its result, and returns the same one when called again."""
+    """A collective or a message under way. `wait()` returns its result, and returns the same one when called again."""
 
     def __init__(self, result: Tensor, work: Any = None, finish: Callable[[Tensor], Tensor] | None = None):
         self._result, self._work, self._finish = result, work, finish
+
+    @property
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -125,6 +130,30 @@ def start_all_to_all(
         return Pending(functional.all_to_all_single(x, received, sent, group), finish=functional.wait_tensor)
     out = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
     return Pending(out, dist.all_to_all_single(out, x, received, sent, group=group, async_op=True))
+
+
+def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
+    """Begin to copy `x` of the group's rank `source` to every rank. In place: `x` is the buffer on the others."""
+    if group is None or group_size(group) == 1:
+        return Pending(x)
+    return Pending(x, dist.broadcast(x, src=dist.get_global_rank(group, source), group=group, async_op=True))
+
+
+def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
+    """Begin to sum every rank's contiguous `x` on the group's rank `target`. In place: the others' `x` is spent."""
+    if group is None or group_size(group) == 1:
+        return Pending(x)
+    return Pending(x, dist.reduce(x, dst=dist.get_global_rank(group, target), group=group, async_op=True))
+
+
+def start_send(x: Tensor, group: dist.ProcessGroup, target: int) -> Pending:
+    """Begin to send a contiguous `x` to the group's rank `target`."""
+    return Pending(x, dist.isend(x, dist.get_global_rank(group, target), group=group))
+
+
+def start_receive(x: Tensor, group: dist.ProcessGroup, source: int) -> Pending:
+    """Begin to receive what the group's rank `source` sends, into a contiguous `x`."""
+    return Pending(x, dist.irecv(x, dist.get_global_rank(group, source), group=group))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", *, in_place: bool = False) -> Tensor:

@@ -61,7 +61,7 @@ class LinearHead(torch.autograd.Function):
         with torch.autocast(hidden_TD.device.type, enabled=False):
             kept_T = labels_T != options.ignore_index
             target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
-            stats_KT, exp_TV, shift_T = _statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep)
+            stats_KT, exp_TV, shift_T = statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep)
             stats_RKT = statistics.exchange(stats_KT, options)
             check_exchange(stats_RKT, labels_T, options)
             stats, results = token_results(stats_RKT, stats_KT, shift_T, kept_T, options)
@@ -81,7 +81,7 @@ class LinearHead(torch.autograd.Function):
         return dx_TD, dw_VD, db_V, None, None, None, None
 
 
-def _statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep):
+def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep):
     """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and what exponentials are relative to."""
     tokens, columns, dtype = target_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
@@ -175,7 +175,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
             if block.stop == columns:
                 if dw is not None:
                     dw.release()
-                done_TD = _finished_dx(rows, product_TD, grad, target_T, w_VD, bias_V, options, in_slices)
+                done_TD = finished_dx(rows, product_TD, grad, target_T, w_VD, bias_V, options, in_slices)
                 product_TD = None
                 if dx_TD is None:
                     dx_TD = done_TD if rows.stop == tokens else done_TD.new_empty(tokens, done_TD.shape[1])
@@ -187,7 +187,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
                     dx = collectives.start_all_reduce(dx_TD, options.group if tokens else None, in_place=True)
         if need_dw:
             if dw is None:
-                counted_V = None if grad.offset is None else _counted(bias_V, columns, options, grad.offset)
+                counted_V = None if grad.offset is None else counted(bias_V, columns, options, grad.offset)
                 parts = (grad.scale, target_T, grad.target, grad.offset, counted_V)
                 dw = WeightGradient(dw_VD, gathered.wait(), *parts, accumulate=fused is not None)
             dw.add(block, g_TV)
@@ -201,7 +201,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     if need_db:
         common = counted_V = None
         if grad.offset is not None:
-            common, counted_V = grad.offset.sum(0, True), _counted(bias_V, columns, options, db_V)
+            common, counted_V = grad.offset.sum(0, True), counted(bias_V, columns, options, db_V)
         add_label_rows(db_V.unsqueeze(1), db_V.new_ones(tokens, 1), target_T, grad.target, common, counted_V)
         db_V = db_V.to(bias_V.dtype)
     return None if dx is None else dx.wait(), dw_VD, db_V
@@ -237,7 +237,7 @@ def _tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> T
     return g_TV
 
 
-def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
     """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
@@ -250,7 +250,7 @@ def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passin
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
-        counted_V = _counted(bias_V, w_VD.shape[0], options, grad.target)
+        counted_V = counted(bias_V, w_VD.shape[0], options, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
@@ -259,7 +259,7 @@ def _finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passin
     return out_TD
 
 
-def _counted(bias_V, columns, options, like) -> Tensor:
+def counted(bias_V, columns, options, like) -> Tensor:
     """1 for each column that counts, else 0, `[V]`: below the true vocabulary size and not masked by a bias of -inf."""
     counted_V = torch.arange(columns, device=like.device) < options.vocab.counted
     if bias_V is not None and options.softcap is None:

@@ -39,8 +39,9 @@ def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
 
 
 def is_promising(model: Any) -> bool:
-    """Whether a call of the model further up the stack makes its output layer promise logits already."""
-    return getattr(vars(model_seams.output_layer(model)).get(model_seams.FORWARD), "promises", False)
+    """Whether its output layer promises logits already: in a call of the model further up the stack, or always."""
+    layer = model_seams.output_layer(model)
+    return getattr(layer, "promises", False) or getattr(vars(layer).get(model_seams.FORWARD), "promises", False)
 
 
 class Region:

@@ -48,7 +48,7 @@ def cell(name, column):
     size = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
     pool = pools._pools.pop(size, None) or pools._Pool(size)
     try:
-        pool.run("tests.dtensor.family_table", "run_cell", {"name": name, "layout": layout}, 120)
+        pool.run("tests.dtensor.family_table", "run_cell", {"name": name, "layout": layout})
     except BaseException as failure:  # pytest's own
         refusal = re.search(r"^ValueError: (.*not supported.*|.*needs all experts.*)$", str(failure), re.MULTILINE)
         if refusal is None:

@@ -29,7 +29,7 @@ from tests.gpt import (
     train_steps,
 )
 from tests.megatron.language_models import tiny_hybrid
-from tests.ranks import ranks
+from tests.ranks import TIMEOUT_S, ranks
 
 STEPS = 6
 LR = 3e-4
@@ -363,7 +363,7 @@ def test_megatron_may_be_imported_first(tmp_path):
     """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""
     environment = {**os.environ, "STORE": str(tmp_path / "store"), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTED_FIRST], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTED_FIRST], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     with model_parallel():

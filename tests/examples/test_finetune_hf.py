@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import finetune_hf
 import hf_directory
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.examples import EXAMPLES
 from tests.examples.test_programs import ROOT, TORCHRUN, run
+from tests.programs import python
 from tests.ranks import ranks
 
 PROGRAM = str(EXAMPLES / "finetune_hf.py")
@@ -176,15 +176,17 @@ def test_sequences_and_models_that_do_not_fit_are_refused(tmp_path):
 def test_the_program_learns_and_goes_on_in_one_process(tmp_path):
     launch = [*TORCHRUN, PROGRAM]
     launch[launch.index("--nproc-per-node") + 1] = "4"
-    words = "--tensor-parallel-size 2 --save run --save-interval 110 --export model --metrics metrics.json"
-    done = run(*launch, *words.split(), cwd=tmp_path)
+    words = "--global-batch-size 8 --seq-length 64 --learning-rate 6e-3"
+    more = "--tensor-parallel-size 2 --save run --save-interval 110 --export model --metrics metrics.json"
+    done = run(*launch, *words.split(), *more.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "120/120" in done.stderr
     assert "Warning" not in done.stderr
     assert "dp 2 x cp 1 x tp 2: held-out loss" in done.stdout
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["held_out_after"] < 0.8 * metrics["held_out_before"]
-    alone = run(*launch[:1], PROGRAM, "--load", "run/step_110", "--metrics", "alone.json", cwd=tmp_path)
+    more = "--load run/step_110 --metrics alone.json"
+    alone = run(*launch[:1], PROGRAM, *words.split(), *more.split(), cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     found = json.loads((tmp_path / "alone.json").read_text())["losses"]
     torch.testing.assert_close(found, metrics["losses"][110:], rtol=5e-7, atol=0)
@@ -192,6 +194,6 @@ def test_the_program_learns_and_goes_on_in_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_ends_every_rank_with_the_reason(tmp_path):
-    done = run(*TORCHRUN, PROGRAM, "--tensor-parallel-size", "4", cwd=Path(tmp_path))
+    done = python(PROGRAM, "--tensor-parallel-size", "4", cwd=tmp_path, ranks=2)
     assert done.returncode != 0
     assert "it must divide the number of ranks, which is 2" in done.stderr

@@ -10,6 +10,7 @@ import grpo_tiny
 import pytest
 
 from megatron_ext.policy.ray_policy import local_ray
+from tests.ranks import TIMEOUT_S
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_tiny.py"
 STEPS = ("--steps", "60")  # half of what the example takes by itself: the curve is steep by then
@@ -30,7 +31,10 @@ def learn(out: Path, *arguments: str) -> list[float]:
 @pytest.mark.slow
 def test_the_program_with_seed_0(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--out", str(tmp_path), *STEPS], capture_output=True, text=True, timeout=600
+        [sys.executable, str(EXAMPLE), "--out", str(tmp_path), *STEPS],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     said = re.search(r"first tenth ([\d.]+), last tenth ([\d.]+)", done.stdout)

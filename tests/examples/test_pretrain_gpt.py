@@ -83,7 +83,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     assert rest == whole[3:]
 
 
-@ranks(4, timeout_s=180)
+@ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["stock", "ext"])
 def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
@@ -92,18 +92,19 @@ def test_a_run_saved_at_tp2_goes_on_at_other_sizes(layers, tmp_path):
         words = f"{common} --tensor-model-parallel-size 2 --save {tmp_path}/run --save-interval 3"
         whole = metrics_of(words, tmp_path)["losses"]
     (tmp_path / "run" / checkpoint.LATEST).write_text("3\n")
-    for sizes in (
+    every = (
         "",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
         "--tensor-model-parallel-size 4 --sequence-parallel",
         "--pipeline-model-parallel-size 2",
-    ):
+    )
+    for sizes in every if layers == "ext" else every[:1]:  # of stock: that the script saves and loads it as well
         rest = metrics_of(f"{common} {sizes} --load {tmp_path}/run", tmp_path)["losses"]
         assert_same_losses(rest, whole[3:])
 
 
 @pytest.mark.slow
-@ranks(4, timeout_s=180)
+@ranks(4)
 def test_replicas_and_tensor_parallel_ranks_see_the_same_samples(tmp_path):
     replicas = metrics_of(FOUR_RANKS, tmp_path)["losses"]
     assert_same_losses(metrics_of(f"{FOUR_RANKS} --tensor-model-parallel-size 2", tmp_path)["losses"], replicas)

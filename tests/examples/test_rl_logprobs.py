@@ -1,15 +1,12 @@
 """GRPO's terms and updates are those of one process, whatever the layout."""
 
-import subprocess
-import sys
-
 import pytest
 import rl_logprobs
 import torch.distributed as dist
 
 from tests.examples import EXAMPLES
-from tests.examples.test_programs import ENVIRONMENT, TORCHRUN
 from tests.gpt import model_parallel
+from tests.programs import python
 from tests.ranks import ranks
 
 SCRIPT = str(EXAMPLES / "rl_logprobs.py")
@@ -33,7 +30,7 @@ def test_every_layout_finds_what_one_process_finds():
 
 @pytest.mark.slow
 def test_as_a_program():
-    done = subprocess.run([*TORCHRUN, SCRIPT], capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    done = python(SCRIPT, ranks=2)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split() == ["one", "process", "TP", "2", "CP", "2"]
@@ -44,7 +41,6 @@ def test_as_a_program():
 
 @pytest.mark.slow
 def test_a_wrong_number_is_said_before_anything_starts():
-    command = [sys.executable, SCRIPT, "--steps", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    done = python(SCRIPT, "--steps", "0")
     assert done.returncode == 1
     assert done.stderr == "rl_logprobs.py: --steps is 0: it must be at least 1\n"

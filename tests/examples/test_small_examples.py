@@ -5,6 +5,7 @@ import re
 import fsdp2_gpt
 import patch_gpt
 import pipeline_stage
+import pipeline_vocabulary
 import pytest
 import replace_loss
 import torch
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.examples import EXAMPLES
-from tests.examples.test_programs import TORCHRUN, run
 from tests.gpt import model_parallel
+from tests.programs import python
 from tests.ranks import ranks
 
 
@@ -58,8 +59,8 @@ def test_patching_a_gpt_in_fsdp2_changes_no_loss():
 @pytest.mark.slow
 def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     script = str(EXAMPLES / "pretrain_hybrid.py")
-    launcher = (*TORCHRUN, "-m", "megatron_ext.run", "--cpu")
-    stock, ours = run(*launcher, script), run(*launcher, "--linear-ce", script)
+    launcher = ("-m", "megatron_ext.run", "--cpu")
+    stock, ours = python(*launcher, script, ranks=2), python(*launcher, "--linear-ce", script, ranks=2)
     assert stock.returncode == ours.returncode == 0, stock.stderr + ours.stderr
     stock_losses, our_losses = (
         [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)] for done in (stock, ours)
@@ -67,6 +68,19 @@ def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     assert len(stock_losses) == 10
     assert_learns_alike(our_losses, stock_losses)
     assert re.search(r"fused head: (Hybrid|Mamba)Model: 1 losses fused, logits made 0 times\n", ours.stderr)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_stages_share_the_vocabulary(tmp_path):
+    """Losses are stock's, each stage has as many parameters, and the picture is drawn."""
+    with model_parallel(pp=4):
+        (stock, spans, sizes), (ours, our_spans, our_sizes) = map(pipeline_vocabulary.train, (False, True))
+        assert ours == pytest.approx(stock, rel=1e-6)
+        assert max(sizes) > 5 * min(sizes)
+        assert max(our_sizes) < 1.01 * min(our_sizes)
+        pipeline_vocabulary.draw({"stock": spans, "ours": our_spans}, tmp_path / "timeline.png")
+        assert (tmp_path / "timeline.png").stat().st_size > 10000
 
 
 @ranks(1, 2)
@@ -94,9 +108,9 @@ def test_a_pipeline_of_own_stages():
         torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-5, atol=1e-8, msg=name)
 
 
-def printed(*command: str) -> list[list[str]]:
+def printed(name: str, ranks: int) -> list[list[str]]:
     """The numbers of each line that the program prints."""
-    done = run(*command)
+    done = python(str(EXAMPLES / name), ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return [re.findall(r"\d+\.\d+", line) for line in done.stdout.splitlines()]
@@ -105,14 +119,13 @@ def printed(*command: str) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["replace_loss.py", "patch_gpt.py"])
 def test_programs_print_both_losses(name):
-    lines = printed(*TORCHRUN, str(EXAMPLES / name))
+    lines = printed(name, 2)
     assert len(lines) == 10
     assert all(float(stock) == pytest.approx(float(ours), abs=2e-5) for stock, ours in lines)
 
 
 @pytest.mark.slow
 def test_the_pipeline_program_does_not_depend_on_its_stages():
-    program = str(EXAMPLES / "pipeline_stage.py")
-    one, two = printed(TORCHRUN[0], program), printed(*TORCHRUN, program)
+    one, two = (printed("pipeline_stage.py", ranks) for ranks in (0, 2))
     assert len(one) == 10
     assert [float(x) for (x,) in one] == pytest.approx([float(x) for (x,) in two], abs=2e-5)

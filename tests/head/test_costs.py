@@ -6,9 +6,8 @@ import torch
 from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
 
-# One rank of 8 with sequence 16384, D 8192, V 152064 in bf16: the logits' size, dW's, dx's in bytes of 1 per logit.
+# One rank of 8 with sequence 16384, D 8192, V 152064 in bf16.
 T, D, V, R = 16384, 8192, 152064, 8
-LOGITS = T * V // R
 SMALL = (1024, 512, 8192, 4)
 
 
@@ -29,33 +28,31 @@ def costs(cache, layout="replicated", sizes=(T, D, V, R), call="loss", frozen=Fa
         return found
 
 
-def allowed_bytes(layout):
+def allowed_bytes(layout, tokens):
     """dx and dW at 4 bytes an element; with the sequence layout the gathered x and the full-length dx at 2."""
-    full = T * D
+    full = tokens * D
     return 4 * (V // R) * D + (4 * full if layout == "replicated" else 4 * full // R + 2 * full + 2 * full)
 
 
-def slow(*values):
-    """Many small operations, counted one by one."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "cache, layout, flops, logits_bytes",
+    "tokens, cache, layout, flops, logits_bytes",
     [
-        slow(0, "replicated", 8, 0.35),
-        slow(0, "sequence", 8, 0.35),
-        slow(0.5, "sequence", 7, 1.35),
-        slow(1, "replicated", 6, 2.25),
-        slow(1, "sequence", 6, 2.25),
+        # Many small operations, counted one by one: a quarter of the tokens shows as much.
+        (T // 4, 0, "replicated", 8, 0.35),
+        (T // 4, 0, "sequence", 8, 0.35),
+        (T // 4, 0.5, "sequence", 7, 1.35),
+        (T // 4, 1, "replicated", 6, 2.25),
+        (T, 1, "sequence", 6, 2.25),
     ],
 )
-def test_full_size(cache, layout, flops, logits_bytes):
-    found = costs(cache, layout)
-    assert found.flops == flops * T * V * D // R
-    assert found.peak_bytes <= allowed_bytes(layout) + logits_bytes * LOGITS
+def test_full_width(tokens, cache, layout, flops, logits_bytes):
+    logits = tokens * V // R
+    found = costs(cache, layout, (tokens, D, V, R))
+    assert found.flops == flops * logits * D
+    assert found.peak_bytes <= allowed_bytes(layout, tokens) + logits_bytes * logits
     assert found.collectives.total() == (2 if layout == "replicated" else 4)
-    large = [(dtype, shape) for dtype, shape in found.largest if torch.Size(shape).numel() >= min(LOGITS, V // R * D)]
+    large = [(dtype, shape) for dtype, shape in found.largest if torch.Size(shape).numel() >= min(logits, V // R * D)]
     assert not [shape for dtype, shape in large if dtype == "torch.float32"], "nothing of that size in fp32"
     assert found.largest["torch.bfloat16", (V // R, D)] == 1, "dW, and no copy of the weight"
 

@@ -99,6 +99,6 @@ def test_a_few():
 
 
 @pytest.mark.slow
-@ranks(1, 2, 4, timeout_s=240)
+@ranks(1, 2, 4)
 def test_many():
     run(60)

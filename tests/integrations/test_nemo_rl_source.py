@@ -205,7 +205,7 @@ def _context_group(cp: int):
     return parallel_state.get_context_parallel_group() if cp > 1 else None
 
 
-@ranks(1, 2, 4, timeout_s=300)
+@ranks(1, 2, 4)
 def test_the_megatron_path():
     world = dist.get_world_size()
     with source() as parts:
@@ -252,7 +252,7 @@ def automodel_numbers(parts, mesh) -> dict:
     return numbers
 
 
-@ranks(1, 2, timeout_s=300)
+@ranks(1, 2)
 def test_the_dtensor_path():
     with source() as parts:
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("cp", "tp"))

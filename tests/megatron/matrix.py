@@ -43,7 +43,6 @@ from tests.ranks import _Pool, prepare_process
 
 STEPS = 20
 LIMIT = 1e-6
-TIMEOUT_S = 150
 WAYS = ("patch", "spec", "substitution", "all")
 EXPERTS = {
     "num_moe_experts": 4,
@@ -195,7 +194,7 @@ def run_one(pools: list, one: Configuration, way: str, steps: int) -> dict:
         results = Path(folder) / "results.json"
         try:
             arguments = {"one": one, "way": way, "steps": steps, "results": str(results)}
-            pools[0].run(__name__, "measure", arguments, TIMEOUT_S)
+            pools[0].run(__name__, "measure", arguments)
         except pytest.fail.Exception as failure:
             pools.clear()
             return {"error": reason(str(failure))}

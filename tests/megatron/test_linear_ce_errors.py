@@ -1,7 +1,5 @@
 """What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,8 +10,8 @@ from torch import Tensor
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import VOCAB, model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run, unpatch
+from tests.programs import python
 from tests.ranks import ranks
-from tests.test_run import ENVIRONMENT
 
 
 @ranks(2)
@@ -287,11 +285,8 @@ with model_parallel(pp=2):
 
 
 @pytest.mark.slow
-def test_a_label_that_the_last_stage_alone_sees_ends_the_job(tmp_path):
-    """The first stage waits for gradients, and is stopped by torchrun."""
-    script = tmp_path / "pipeline.py"
-    script.write_text(PIPELINE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+def test_a_label_that_the_last_stage_alone_sees_ends_the_job():
+    """The first stage waits for gradients, and is ended by whoever started both."""
+    done = python("-c", PIPELINE, ranks=2, ignore_warnings=True)
     assert done.returncode == 1
     assert "ValueError: labels holds [1000000], outside" in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 import megatron.core
 import pytest
 
+from tests.ranks import TIMEOUT_S
 from tests.test_run import ENVIRONMENT, ROOT
 
 SOURCE = Path(megatron.core.__file__).parents[2]
@@ -46,7 +47,7 @@ def losses(folder: Path, script: str, options: list[str], *ways: str) -> tuple[l
     command += ["-m", "megatron_ext.run", "--cpu", *ways, str(SOURCE / script), *ARGUMENTS, *options]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SOURCE)]), "PATH": os.environ["PATH"]}
     environment = ENVIRONMENT | paths
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return re.findall(r"lm loss: (\S+)", done.stdout), done.stdout + done.stderr
 
@@ -69,3 +70,14 @@ def test_our_layers_train_an_unmodified_script_as_stock(tmp_path):
     stock, _ = losses(tmp_path, script, options)
     ours, _ = losses(tmp_path, script, options, "--linear-ce", "--tensor-parallel")
     assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("pretrain_gpt.py" not in SCRIPTS, reason="PyPI's Megatron-Core has no scripts")
+@pytest.mark.parametrize("options", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
+def test_stages_share_the_vocabulary_of_an_unmodified_script(tmp_path, options):
+    options = ["--pipeline-model-parallel-size", "2", *options]
+    stock, _ = losses(tmp_path, "pretrain_gpt.py", options)
+    ours, _ = losses(tmp_path, "pretrain_gpt.py", options, "--pipeline-vocab")
+    assert len(stock) == STEPS
+    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=3e-7)

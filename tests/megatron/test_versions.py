@@ -1,11 +1,9 @@
 """The table of seams against the Megatron-Core that is installed; refusals by name, and their advice followed."""
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron_ext.megatron import versions
+from tests.programs import python
 
 EVERY = dict.fromkeys([seam for seams in versions.SEAMS.values() for seam in seams] + list(versions.LATER))
 
@@ -39,7 +37,7 @@ def test_arguments_that_ours_do_not_take():
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200)
+    done = python("-c", code, ignore_warnings=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

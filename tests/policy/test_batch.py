@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.policy import BatchedDataDict
@@ -12,7 +12,7 @@ from tests.policy.problems import tiny_batch
 LENGTHS = st.lists(st.integers(1, 20), min_size=2, max_size=24).filter(lambda lengths: len(lengths) % 2 == 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(LENGTHS, st.integers(40, 90), st.sampled_from([1, 2]), st.sampled_from([1, 4]))
 def test_every_row_comes_once_and_within_the_budget(lengths, tokens, unit, multiple):
     places = [-(-n // multiple) * multiple for n in lengths]

@@ -115,10 +115,10 @@ def test_models(kind, tied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp_sp", "cp_tp_sp"])
+@pytest.mark.parametrize("layout, kinds", [("tp_sp", ["dynamic"]), ("cp_tp_sp", ["fixed", "packed"])])
 @ranks(4)
-def test_four_ranks(layout):
-    check(layout, "qwen3")
+def test_four_ranks(layout, kinds):
+    check(layout, "qwen3", kinds=kinds)
 
 
 @ranks(2)
@@ -135,10 +135,10 @@ def test_stages(layout, kind, layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp", "pp_tp_sp", "pp_cp"])
+@pytest.mark.parametrize("layout, kinds", [("pp", ["fixed"]), ("pp_tp_sp", ["packed"]), ("pp_cp", ["fixed", "packed"])])
 @ranks(4)
-def test_pipelines_beside_other_parallelism(layout):
-    check(layout, "qwen2")
+def test_pipelines_beside_other_parallelism(layout, kinds):
+    check(layout, "qwen2", kinds=kinds)
 
 
 @ranks(2)
@@ -147,11 +147,18 @@ def test_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("layout", ["pp_ep", "ep_tp_sp"])
+@pytest.mark.parametrize(
+    "layout, kind, cut",
+    [
+        ("pp_ep", "mixtral", "fixed"),
+        ("pp_ep", "qwen3_moe", "packed"),
+        ("ep_tp_sp", "mixtral", "packed"),
+        ("ep_tp_sp", "qwen3_moe", "fixed"),
+    ],
+)
 @ranks(4)
-def test_experts_beside_other_parallelism(layout, kind):
-    check(layout, kind)
+def test_experts_beside_other_parallelism(layout, kind, cut):
+    check(layout, kind, kinds=[cut])
 
 
 @ranks(2)

@@ -16,10 +16,12 @@ from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.ray_policy import local_ray
 from megatron_ext.policy.refit import read_weights
 from tests.policy.problems import tiny_batch, tiny_config
+from tests.ranks import TIMEOUT_S
 
 pytestmark = pytest.mark.slow  # each actor is a process that imports torch and transformers
 
 WORKERS = 2
+SMALL = {"cpus_per_worker": 0.5, "start_timeout_s": TIMEOUT_S}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +59,8 @@ class Mortal(DTensorPolicyWorker):
     def all_fail(self, rank):
         agree(lambda: self.fail(rank))
 
-    def nap(self, seconds):
-        time.sleep(seconds)
+    def nap(self, end):
+        wait_until(end.exists)
 
 
 class BrokenLoss(NLLLoss):
@@ -77,8 +79,8 @@ def a_function(**make):
     return Mortal(**make)
 
 
-def wait_until(true, seconds=10):
-    deadline = time.monotonic() + seconds
+def wait_until(true):
+    deadline = time.monotonic() + TIMEOUT_S
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -105,7 +107,7 @@ def truth():
 @pytest.fixture(scope="module")
 def policy(ray):
     """One that the tests leave as it was."""
-    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Mortal, **SMALL) as policy:
         yield policy
 
 
@@ -114,7 +116,7 @@ def test_as_one_worker(ray, truth, tp):
     data, loss_fn = tiny_batch(), ClippedPGLoss()
     before, losses, after = truth
     config = tiny_config(tp=tp, generation={"max_new_tokens": 3})
-    with RayPolicy(config, WORKERS, cpus_per_worker=0.5) as policy:
+    with RayPolicy(config, WORKERS, **SMALL) as policy:
         torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], before, rtol=1e-5, atol=1e-5)
         found = [policy.train(data, loss_fn) for _ in range(2)]
         torch.testing.assert_close(torch.cat([step["global_loss"] for step in found]), losses, rtol=1e-5, atol=1e-6)
@@ -165,9 +167,10 @@ def test_rows_that_do_not_divide_are_scored(policy):
     torch.testing.assert_close(found[4:], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_dead_actor_and_life_after(ray, tmp_path):
+def test_a_dead_actor_and_life_after(ray, tmp_path, monkeypatch):
     data = tiny_batch()
-    with RayPolicy(tiny_config(), WORKERS, Mortal, cpus_per_worker=0.5) as policy:
+    monkeypatch.setattr("megatron_ext.policy.ray_actors._GRACE_S", TIMEOUT_S)
+    with RayPolicy(tiny_config(), WORKERS, Mortal, **SMALL) as policy:
         policy.train(data, NLLLoss())
         policy.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
         saved = policy.get_logprobs(data)["logprobs"]
@@ -179,7 +182,9 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
         with pytest.raises(RuntimeError, match="rank 1 of 2 died: .*Worker exit detail: .*SIGSEGV") as caught:
             policy._all("die", 1)
         assert "actor_id" not in str(caught.value)
-        assert time.monotonic() - start < 15, "the other rank waits in a collective, and nobody should wait for it"
+        assert time.monotonic() - start < TIMEOUT_S / 2, (
+            "the other rank waits in a collective, and nobody should wait for it"
+        )
         with pytest.raises(RuntimeError, match=r"rank 1 of 2 died.*restart"):
             policy.get_logprobs(data)
         assert not policy.is_alive()
@@ -203,11 +208,10 @@ def test_a_dead_actor_and_life_after(ray, tmp_path):
             policy.get_logprobs(data)
 
 
-def test_an_actor_that_is_busy_does_not_answer_and_goes_on(policy):
-    begun = policy._begin("nap", 2)
-    start = time.monotonic()
-    assert not policy.is_alive(timeout_s=0.2)
-    assert time.monotonic() - start < 1.8
+def test_an_actor_that_is_busy_does_not_answer_and_goes_on(policy, tmp_path):
+    begun = policy._begin("nap", tmp_path / "end")
+    assert not policy.is_alive(timeout_s=0.2)  # does not wait until they answer, which is after this line
+    (tmp_path / "end").touch()
     policy.wait(begun)
     assert policy.is_alive()
 

@@ -18,7 +18,7 @@ from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, l
 from megatron_ext.policy.refit import buckets
 from megatron_ext.policy.shared_block import SharedBlock, map_block
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
-from tests.ranks import ranks
+from tests.ranks import TIMEOUT_S, ranks
 
 BUFFER_BYTES = 16 << 10  # the embedding takes 12 kB: several buckets
 
@@ -215,7 +215,7 @@ def test_a_shared_block_is_mapped_by_its_host_while_it_lasts():
 def _lay_open(pipe):
     held = refit.HeldWeights(buckets({"w": (torch.Size([3]), torch.float32)}, 1024)[0], torch.device("cpu"))
     pipe.send(held.handle)
-    time.sleep(60)
+    time.sleep(TIMEOUT_S)
 
 
 def test_nothing_is_left_of_a_process_that_was_killed():

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.sequence.cp_utils import _shard_thd_chunk_for_te, make_cp_batch_for_te
@@ -45,7 +45,7 @@ def packs(draw, multiple):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_each_rank_gets_its_chunks_of_every_document(size, data):
     rows = data.draw(packs(2 * size))

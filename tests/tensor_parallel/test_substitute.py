@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
-from tests.ranks import ranks
+from tests.ranks import TIMEOUT_S, ranks
 
 LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 
@@ -124,7 +124,9 @@ def test_models_that_cannot_run_again_are_not_in_use():
 
 def in_a_new_process(code):
     """Imports stay imported: what matters before and after an import needs an interpreter of its own."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -48,7 +48,7 @@ class Times(NamedTuple):
         lookup, products, weight, rows: of the vocabulary layers, on each stage.
         send: activations or gradients from stage to stage.
         tokens, embedding: token ids to all stages; the embedding's sum on the first stage.
-        hidden, results: hidden states to all stages; the statistics' exchange and the sum of dx on the last stage.
+        hidden, statistics, sum: hidden states to all stages; the statistics' exchange; the sum of dx on the last stage.
         grad_loss, grad_embedding: the losses' gradient to all stages; that of the embedding.
     """
 
@@ -62,7 +62,8 @@ class Times(NamedTuple):
     tokens: float = 0.0
     embedding: float = 0.0
     hidden: float = 0.0
-    results: float = 0.0
+    statistics: float = 0.0
+    sum: float = 0.0
     grad_loss: float = 0.0
     grad_embedding: float = 0.0
 
@@ -275,7 +276,7 @@ def pass_needs(shape: Shape, times: Times) -> Needs:
                 yield stage, Pass(Kind.WEIGHT, n - _HELD), 0.0
         elif kind is Kind.LOSS:
             for other in range(shape.stages):
-                yield other, Pass(Kind.PRODUCTS, n), times.results
+                yield other, Pass(Kind.PRODUCTS, n), times.statistics + times.sum
         elif kind is Kind.BACKWARD:
             yield from of_layers(stage, what)
             if stage == last and chunk == last_chunk:

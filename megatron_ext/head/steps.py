@@ -1,0 +1,136 @@
+"""The fused linear head in steps that a schedule may place: for a vocabulary shared by ranks that do not run in step.
+
+`LinearHead` (see `linear.py`) does in its forward what comes before the loss and in its backward what comes after it.
+Here the products with the weight come first, before anything is known of the other ranks:
+
+    E = exp(z - m),  P = E @ W                                 `products`: no communication
+    alpha = exp(m - lse), u = alpha * P + the label's terms    `result`: after one all-gather of the statistics
+    dx = g * (u summed over the ranks)                         whoever holds g, the gradient of each token's loss
+    dW = E.T @ (g alpha * x) + the label's terms               `weight_gradient`: whenever there is time
+
+Rows are scaled after the products, so the sum over ranks needs no g: that is what lets the exchange be hidden. The
+order of passes is that of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288); the products
+and the passes over rows are the head's own. FLOPs are those of `LinearHead` at `cache=1`: 6 T D V / R.
+
+Legend: T tokens, D hidden size, V columns of this rank's shard, K statistics, R ranks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.collectives import Pending
+from megatron_ext.head import linear, matmul, statistics
+from megatron_ext.head.checks import check_exchange, check_floating, check_labels, linear_fault
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.head.passes import token_gradient, token_results
+from megatron_ext.head.weight_gradient import WeightGradient
+
+
+class Products(NamedTuple):
+    """What a rank has of a batch of tokens before the exchange."""
+
+    x_TD: Tensor
+    labels_T: Tensor
+    target_T: Tensor
+    stats_KT: Tensor
+    shift_T: Tensor
+    exp_TV: Tensor  # [T, 0] if no gradient is wanted
+    product_TD: Tensor | None  # E @ W, fp32 (fp64 for fp64)
+
+
+class Result(NamedTuple):
+    """What a rank has of it after the exchange.
+
+    Attributes:
+        loss_T: the losses, the same on every rank, in the dtype of the passes.
+        unit_dx_TD: this rank's part of the gradient of the hidden states where every loss has the gradient 1, in the
+            weight's dtype; None if no gradient is wanted. Summed over the ranks and multiplied by the losses' gradient
+            it is dx.
+    """
+
+    loss_T: Tensor
+    unit_dx_TD: Tensor | None
+    products: Products
+    stats: statistics.Statistics
+
+
+def check_options(options: HeadOptions) -> None:
+    """Raises ValueError for options whose gradient is not a row's factor times E: those know it after the exchange."""
+    if options.entropy or options.softcap is not None:
+        raise ValueError(
+            f"entropy is {options.entropy}, softcap {options.softcap}: the head in steps takes neither, its products "
+            f"are made before the ranks' statistics are known; use linear_cross_entropy"
+        )
+
+
+@torch.no_grad()
+def products(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: HeadOptions, backward: bool) -> Products:
+    """The first step, of hidden states `[T, D]` that every rank holds, with this rank's shard `[V/R, D]`.
+
+    Raises:
+        ValueError: the options cannot be had in steps, a label is outside the vocabulary, dtypes or shapes do not fit.
+    """
+    check_options(options)
+    check_floating("hidden", hidden_TD, 2)
+    fault = linear_fault(hidden_TD, weight_VD, None, options.vocab, options.ranks)
+    if fault is not None:
+        raise fault
+    check_labels(labels_T, options.ignore_index, options.vocab.size)
+    kept_T = labels_T != options.ignore_index
+    target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
+    with torch.autocast(hidden_TD.device.type, enabled=False):
+        stats_KT, exp_TV, shift_T = linear.statistics_pass(
+            hidden_TD, weight_VD, None, target_T, options, sizes=None, keep=backward
+        )
+        product_TD = matmul.add_product(None, exp_TV, weight_VD) if backward else None
+    return Products(hidden_TD, labels_T, target_T, stats_KT, shift_T, exp_TV, product_TD)
+
+
+def start_exchange(found: Products, options: HeadOptions) -> Pending:
+    """Begin the second step's exchange. Communicates: 1 all-gather of `[K, T + 1]`."""
+    return collectives.start_all_gather(found.stats_KT.unsqueeze(0), options.group)
+
+
+@torch.no_grad()
+def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor, options: HeadOptions) -> Result:
+    """The second step. `stats_RKT`: the exchange's result.
+
+    Raises:
+        ValueError: the ranks' shards do not make up the vocabulary.
+    """
+    check_exchange(stats_RKT, found.labels_T, options)
+    kept_T = found.labels_T != options.ignore_index
+    stats, results = token_results(stats_RKT, found.stats_KT, found.shift_T, kept_T, options)
+    unit_TD = None
+    if found.product_TD is not None:
+        grad = token_gradient(stats, kept_T, found.target_T, torch.ones_like(results.loss), None, options)
+        rows = slice(0, found.target_T.shape[0])
+        unit_TD = linear.finished_dx(
+            rows, found.product_TD, grad, found.target_T, weight_VD, None, options, passing=False
+        )
+    return Result(results.loss, unit_TD, found._replace(product_TD=None), stats)
+
+
+@torch.no_grad()
+def weight_gradient(found: Result, grad_loss_T: Tensor, weight: Tensor, options: HeadOptions) -> Tensor | None:
+    """The last step: dW `[V/R, D]` in the weight's dtype.
+
+    With `options.fuse_main_grad` it is added to `weight.main_grad`, and what autograd is to be given in its place
+    comes back (None if it wants nothing).
+    """
+    exp_TV, x_TD, target_T = found.products.exp_TV, found.products.x_TD, found.products.target_T
+    kept_T = found.products.labels_T != options.ignore_index
+    grad = token_gradient(found.stats, kept_T, target_T, grad_loss_T, None, options)
+    out_VD = main_grad.buffer_of(weight) if options.fuse_main_grad else torch.empty_like(weight)
+    counted_V = None
+    if grad.offset is not None:
+        counted_V = linear.counted(None, weight.shape[0], options, grad.offset)
+    parts = (grad.scale, target_T, grad.target, grad.offset, counted_V)
+    total = WeightGradient(out_VD, x_TD, *parts, accumulate=options.fuse_main_grad)
+    total.add(slice(0, weight.shape[0]), exp_TV)
+    total.finish()
+    return main_grad.finish(weight, weight.dtype) if options.fuse_main_grad else out_VD

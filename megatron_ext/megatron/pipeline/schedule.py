@@ -1,0 +1,149 @@
+"""The schedule that takes the place of Megatron's where a model shares its vocabulary over the pipeline stages."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
+from megatron_ext.megatron.pipeline.sharing import SHARED, Sharing
+from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
+
+
+def sharing_of(model: Any) -> Sharing | None:
+    """How a model (one chunk, or a list of them, wrapped or not) shares its vocabulary; None: it does not."""
+    chunk = model[0] if isinstance(model, list) else model
+    try:
+        return get_attr_wrapped_model(chunk, SHARED)
+    except RuntimeError:
+        return None
+
+
+def forward_backward(
+    *,
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    **others: Any,
+) -> list[Any]:
+    """What Megatron's schedules do, with their arguments and their result.
+
+    Raises:
+        ValueError: the call asks for something that this schedule lacks.
+        RuntimeError: a rank of this pipeline failed; on that rank its own error.
+    """
+    refuse_others(others)
+    sharing = sharing_of(model)
+    assert sharing is not None
+    if isinstance(sharing.output.weight, DTensor):
+        raise ValueError(
+            "the weights are sharded by FSDP: a vocabulary shared over pipeline stages is trained in Megatron's "
+            "DistributedDataParallel; leave FSDP out, or train without sharing"
+        )
+    models = model if isinstance(model, list) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
+    config = get_model_config(models[0])
+    call = Call(
+        *(forward_step_func, iterators, models, num_microbatches, seq_length, micro_batch_size),
+        *(forward_only, collect_non_loss_data, first_val_step),
+    )
+    stages = sharing.groups.stages
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+    shape = Shape(stages, len(models), num_microbatches, group if len(models) > 1 else num_microbatches, forward_only)
+    order = pass_order(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    with _without_timers(config):
+        run = StageRun(call, config, sharing.groups, sharing.embedding, sharing.output)
+        found = run.run([one.what for one in order[sharing.groups.stage]], _recordings[-1] if _recordings else None)
+        if not forward_only:
+            _finish(config, models, run)
+    if timers is not None:
+        timers("forward-backward").stop()
+    return found
+
+
+_recordings: list[Callable[[Run], None]] = []
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Run]]:
+    """What this stage's schedule runs meanwhile, pass by pass, with the host's `time.perf_counter()`."""
+    runs: list[Run] = []
+    _recordings.append(runs.append)
+    try:
+        yield runs
+    finally:
+        _recordings.pop()
+
+
+def _finish(config: Any, models: list[Any], run: StageRun) -> None:
+    functions = config.grad_sync_func
+    if functions is not None:
+        functions = functions if isinstance(functions, (list, tuple)) else [functions]
+        for function, chunk in zip(functions, models, strict=True):
+            function(chunk.parameters())
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(models, run.tokens if config.calculate_per_token_loss else None)
+
+
+@contextlib.contextmanager
+def _without_timers(config: Any) -> Iterator[None]:
+    """Megatron's timers of single passes cannot be nested, and passes here pause within each other."""
+    timers, config.timers = config.timers, None
+    try:
+        yield
+    finally:
+        config.timers = timers
+
+
+def refuse_others(others: dict[str, Any]) -> None:
+    """Raises ValueError for arguments that would change how the schedule runs."""
+    for name in ("adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"):
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{name} was given: the schedule of a vocabulary shared over pipeline stages uses Megatron's own "
+                f"process groups and shapes; leave it out, or train without sharing"
+            )
+    if others.get("decoder_seq_length") not in (None, 0):
+        raise ValueError(
+            "decoder_seq_length was given: encoder-decoder models cannot share their vocabulary; leave it out"
+        )
+
+
+def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int, micro_batch_size: int) -> Times:
+    """How long passes take, in FLOPs per token of a rank: all stages count alike, and so find the same order."""
+    width, rows = config.hidden_size, sharing.output.vocab.columns
+    tp = config.tensor_model_parallel_size
+    feed_forward = (config.ffn_hidden_size or 4 * width) * (3 if config.gated_linear_unit else 2)
+    layer = 2 * (4 * width * width + width * feed_forward + 2 * width * seq_length) / tp
+    forward = layer * config.num_layers / (shape.stages * shape.chunks)
+    per_stage = tuple((forward,) * shape.chunks for _ in range(shape.stages))
+    twice = tuple((2 * forward,) * shape.chunks for _ in range(shape.stages))
+    head = 2 * width * rows
+    message = forward / 20
+    return Times(
+        per_stage,
+        twice,
+        lookup=forward / 100,
+        products=2 * head,
+        weight=head,
+        rows=forward / 100,
+        send=message,
+        tokens=message / 10,
+        embedding=message,
+        hidden=message,
+        statistics=message / 10,
+        sum=message,
+        grad_loss=message / 10,
+        grad_embedding=message,
+    )

@@ -1,0 +1,169 @@
+"""This stage's rows of the embedding and of the output layer, where all pipeline stages share them.
+
+With p stages and t tensor-parallel ranks each rank holds V/(p t) rows: rank r of the tensor-parallel group on stage s
+has piece r p + s of the vocabulary, a part of what Megatron's own layers would give rank r.
+
+Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.megatron.fusion_report import ModelFusion
+from megatron_ext.megatron.module_calls import Hooks
+from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask
+from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits
+
+
+class SharedRows(nn.Module):
+    """`[V/(p t), H]` rows of a vocabulary of `size` token ids.
+
+    Called with a function, `rows(compute)` is `compute(weight)`: a call of the module, so that hooks which gather
+    parameters run.
+    """
+
+    def __init__(self, weight: nn.Parameter, size: int, stages: int, stage: int):
+        super().__init__()
+        self.weight = weight
+        start = (parallel_state.get_tensor_model_parallel_rank() * stages + stage) * weight.shape[0]
+        self.vocab = VocabShard(start, start + weight.shape[0], size)
+        self.pieces = parallel_state.get_tensor_model_parallel_world_size() * stages
+
+    def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
+        return input_(self.weight)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """For Megatron's dist_checkpointing: the same entry as of Megatron's own layer, cut into more pieces."""
+        key = f"{prefix}weight"
+        weight = self.state_dict(keep_vars=True)["weight"]
+        cut = [(0, self.vocab.start // self.vocab.columns, self.pieces)]
+        return {key: sharded_tensor_of_rows(weight, key, cut, sharded_offsets, metadata)}
+
+
+def sharded_tensor_of_rows(weight: Tensor, key: str, cut: Any, sharded_offsets: Any, metadata: Any) -> Any:
+    """Megatron's ShardedTensor of a piece of a table that may be padded otherwise where it is loaded."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    given = (metadata or {}).get("dp_cp_group")
+    copies = copies if given is None else given.rank()
+    return ShardedTensor.from_rank_offsets(
+        key,
+        weight,
+        *sharded_offsets,
+        *((axis + len(sharded_offsets), piece, pieces) for axis, piece, pieces in cut),
+        replica_id=(0, 0, copies),
+        prepend_axis_num=len(sharded_offsets),
+        allow_shape_mismatch=True,
+    )
+
+
+class SharedEmbedding(SharedRows):
+    """In the place of a model's `word_embeddings`. On the first stage it answers the model, from all stages' rows."""
+
+    def __init__(self, *rows: Any, in_slices: bool):
+        super().__init__(*rows)
+        self.reduce_scatter_embeddings = in_slices  # under sequence parallelism: [S/R, B, H]
+
+    def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
+        """Of token ids `[B, S]` their embeddings `[B, S, H]`; of a function see `SharedRows`."""
+        if not isinstance(input_, Tensor):
+            return super().forward(input_)
+        answer, send_gradient = ask(AskEmbedding(input_))
+        return _Sent.apply(torch.zeros(0, device=input_.device, requires_grad=True), answer, send_gradient)
+
+
+class SharedOutputLayer(SharedRows):
+    """In the place of a model's `output_layer`. On the last stage it promises logits, which the loss redeems.
+
+    `weight_is_elsewhere`: the rows are the embedding's (tied), whose parameter is not this module's.
+    """
+
+    gather_output = False
+    skip_bias_add = False
+    bias = None
+    promises = True  # the fused head stays out: see `fused_region.is_promising`
+
+    def __init__(self, weight: nn.Parameter, *rows: Any, tied: bool, config: Any):
+        super().__init__(weight, *rows)
+        self.tied = tied
+        if tied:
+            del self.weight
+            object.__setattr__(self, "weight", weight)
+        self.sequence_parallel = config.sequence_parallel
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion
+        self.output_size_per_partition = self.vocab.columns
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.counters: ModelFusion | None = None  # of the model whose losses these are
+
+    def forward(
+        self, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None, *_: Any, **__: Any
+    ) -> Any:
+        """Of hidden states promised logits and None; of a function see `SharedRows`."""
+        if not isinstance(input_, Tensor):
+            return super().forward(input_)
+        return promise_logits(
+            self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS
+        ), None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {} if self.tied else super().sharded_state_dict(*args, **kwargs)
+
+    def losses(self, labels_BS: Tensor, logits: Any, *_: Any, **__: Any) -> Tensor:
+        """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
+        if not isinstance(logits, PromisedLogits) or logits.terms.made is not None:
+            raise ValueError(
+                "the logits were changed before the loss: a vocabulary shared over pipeline stages has none"
+            )
+        terms: Terms = logits.terms
+        if self.counters is not None:
+            self.counters.losses_fused += 1
+        hidden = terms.hidden if terms.scale == 1 else terms.hidden * terms.scale
+        loss_BS, unit_dx, send_gradient = ask(AskLosses(hidden.detach(), labels_BS))
+        return _Losses.apply(hidden, loss_BS, unit_dx, send_gradient)
+
+
+_NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
+
+
+def _no_logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
+    raise ValueError(
+        "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
+        "model with labels, or train without sharing"
+    )
+
+
+class _Sent(torch.autograd.Function):
+    """`answer`, whose gradient is sent to the other stages."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, answer: Tensor, send: Any) -> Tensor:
+        ctx.send = send
+        return answer.view_as(answer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.send(grad)
+        return None, None, None
+
+
+class _Losses(torch.autograd.Function):
+    """The losses `[B, S]` of hidden states, whose gradient is known up to that of each loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss_BS: Tensor, unit_dx: Tensor | None, send: Any) -> Tensor:
+        ctx.save_for_backward(unit_dx)
+        ctx.send = send
+        return loss_BS.view_as(loss_BS)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BS: Tensor) -> Any:
+        (unit_dx,) = ctx.saved_tensors
+        own_SB = ctx.send(grad_BS)  # this rank's part of the sequence
+        return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype), None, None, None

@@ -1,0 +1,201 @@
+"""Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_ext.distributed import collectives
+from megatron_ext.megatron import model_seams, wrapping
+from megatron_ext.megatron.fusion_report import counters_of
+from megatron_ext.megatron.module_calls import attribute
+from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
+
+SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
+
+
+class _Holder(nn.Module):
+    """In the place of an embedding on a stage that has none of its own."""
+
+    def __init__(self, word_embeddings: SharedEmbedding):
+        super().__init__()
+        self.word_embeddings = word_embeddings
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return self.word_embeddings.sharded_state_dict(f"{prefix}word_embeddings.", sharded_offsets, metadata)
+
+
+@dataclass
+class Sharing:
+    """How a model, on all of its chunks on this stage, shares its vocabulary."""
+
+    groups: PipelineGroups
+    embedding: SharedEmbedding
+    output: SharedOutputLayer
+
+
+class Builder:
+    """Shares the vocabulary of the models that Megatron builds on this stage, chunk after chunk."""
+
+    def __init__(self) -> None:
+        self._built: list[Any] = []
+        self._groups: list[PipelineGroups] = []
+
+    def add(self, model: Any) -> None:
+        """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
+
+        Communicates, with the last chunk: which ranks form groups; one broadcast over the pipeline for the embedding
+        and one for an output layer that is not tied to it, each of what Megatron would have kept on one stage.
+
+        Raises:
+            ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
+                all stages can see it.
+        """
+        built, self._built = self._built, []  # nothing is left of a model that is refused
+        check_config(model.config)
+        check_model(model)
+        check_vocabulary(model.vocab_size, model.config)
+        self._built = [*built, model]
+        # Not before: Megatron's first and last stage send each other tied weights while they build their chunks.
+        if len(self._built) == (model.config.virtual_pipeline_model_parallel_size or 1):
+            built, self._built = self._built, []
+            sharing = self._share(built[0], built[-1], model.share_embeddings_and_output_weights)
+            for chunk in built:
+                # The rows of embedding and output layer lie on the same rank: stages have nothing to sum.
+                chunk.share_embeddings_and_output_weights = False
+                setattr(chunk, SHARED, sharing)
+
+    def close(self) -> None:
+        """The models are not trained any more."""
+        for groups in self._groups:
+            groups.close()
+        self._groups.clear()
+
+    def _share(self, front: Any, back: Any, tied: bool) -> Sharing:
+        """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
+        groups = PipelineGroups()
+        self._groups.append(groups)
+        config, size = front.config, front.vocab_size
+        whole = front.embedding.word_embeddings.weight if groups.is_first else None
+        weight = _rows(whole, groups, 0, size, config)
+        in_slices = config.sequence_parallel and front.position_embedding_type != "learned_absolute"
+        in_slices = in_slices and getattr(front, "scatter_embedding_sequence_parallel", True)
+        embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
+        if groups.is_first:
+            front.embedding.word_embeddings = embedding
+        else:
+            front.embedding = _Holder(embedding)
+        if not tied:
+            whole = back.output_layer.weight if groups.is_last else None
+            weight = _rows(whole, groups, groups.last, size, config)
+        output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
+        back.output_layer = output
+        if groups.is_last:
+            setattr(back, model_seams.LOSS, output.losses)
+            output.counters = counters_of(back)
+            if tied:
+                back.sharded_state_dict = _without_output_layer(back)
+        return Sharing(groups, embedding, output)
+
+
+def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, config: Any) -> nn.Parameter:
+    """This rank's rows of the tensor-parallel shard that stage `source` has made."""
+    columns = size // parallel_state.get_tensor_model_parallel_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if whole is None:
+        buffer = torch.empty(columns, config.hidden_size, dtype=config.params_dtype, device=device)
+    else:
+        buffer = whole.detach().to(device).contiguous()
+    collectives.start_broadcast(buffer, groups["hidden"], source).wait()
+    rows = columns // groups.stages
+    own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
+    weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
+    # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    weight.partition_dim = 0  # type: ignore[attr-defined]
+    weight.partition_stride = 1  # type: ignore[attr-defined]
+    weight.allreduce = True  # type: ignore[attr-defined]
+    weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+    return weight
+
+
+def _without_output_layer(model: Any) -> Any:
+    """The model's `sharded_state_dict` where the output layer's rows are the embedding's: they are stored once.
+
+    Megatron's looks for an entry of the output layer on every stage that has one.
+    """
+    original = model.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with attribute(model, "post_process", False):
+            return original(*args, **kwargs)
+
+    return sharded_state_dict
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for a config whose vocabulary cannot be shared over the stages, before anything is sent."""
+    if config.pipeline_model_parallel_size < 2:
+        raise ValueError(
+            "pipeline_model_parallel_size is 1: there are no stages to share the vocabulary; train with at least 2, or "
+            "without sharing"
+        )
+    refused = {
+        "mtp_num_layers": "multi-token prediction takes several losses of one micro-batch",
+        "enable_autocast": "the stages agree on dtypes in advance",
+        "variable_seq_lengths": "the stages agree on shapes in advance",
+        "defer_embedding_wgrad_compute": "the output layer's weight gradient has its own place in the schedule",
+        "num_microbatches_with_partial_activation_checkpoints": "recomputation is the same for all micro-batches here",
+        "overlap_moe_expert_parallel_comm": "that is a schedule of its own",
+        "fine_grained_activation_offloading": "that is a schedule of its own",
+        "use_mup": "its logits are scaled",
+        "init_model_with_meta_device": "the stages get their rows from the initial weights",
+        "enable_cuda_graph": "the passes of the vocabulary layers change places with those of the layers",
+        "cuda_graph_impl": "the passes of the vocabulary layers change places with those of the layers",
+    }
+    for name, reason in refused.items():
+        if getattr(config, name, None) not in (None, False, 0, "none"):
+            raise ValueError(
+                f"{name} is {getattr(config, name)!r}: a vocabulary shared over pipeline stages cannot be trained with "
+                f"it, because {reason}; turn one of them off"
+            )
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for a model whose vocabulary layers are not Megatron's plain ones."""
+    for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
+        if not hasattr(model, name):
+            raise ValueError(
+                f"{type(model).__name__} has no {name}: only language models as GPTModel can share their vocabulary "
+                f"over pipeline stages"
+            )
+    changed = wrapping.settings_of(model, model_seams.region(type(model))).changed_loss()
+    if changed is not None:
+        raise ValueError(
+            f"the fused head was asked for {changed}: over a vocabulary shared by pipeline stages the loss is the "
+            f"plain cross entropy; leave these options at their defaults"
+        )
+    layer = model_seams.output_layer(model)
+    if layer is None:
+        return
+    reason = model_seams.why_not_fused(model)
+    if reason is None and (getattr(layer, "bias", None) is not None or getattr(layer, "softcap", None) is not None):
+        reason = "its output layer has a bias or a softcap"
+    if reason is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
+        )
+
+
+def check_vocabulary(size: int, config: Any) -> None:
+    """Raises ValueError for a vocabulary that does not divide by the ranks which share it."""
+    stages, ranks = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    if size % (stages * ranks):
+        raise ValueError(
+            f"the padded vocabulary has {size} rows: each of {stages} pipeline stages x {ranks} tensor-parallel ranks "
+            f"holds an equal share; pad it to {-(-size // (stages * ranks)) * stages * ranks} "
+            f"(--make-vocab-size-divisible-by)"
+        )

@@ -1,0 +1,354 @@
+"""Embedding and lm head shared by all pipeline stages: losses, weights and checkpoints against Megatron's own."""
+
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.counting import count_collectives
+from tests.gpt import (
+    SEQUENCE,
+    VOCAB,
+    child_processes,
+    data_parallel,
+    forward_step,
+    make_optimizer,
+    model_parallel,
+    run_schedule,
+    seed_ranks,
+    stock_spec,
+    tiny_batches,
+    tiny_config,
+    tiny_gpt,
+    train_step,
+)
+from tests.ranks import ranks
+
+STEPS = 20
+
+
+@contextmanager
+def shared(on: bool = True):
+    """Models built inside share their vocabulary."""
+    from megatron_ext.megatron import pipeline
+
+    if on:
+        pipeline.share_vocabulary()
+    try:
+        yield
+    finally:
+        pipeline.restore()
+
+
+def whole_state(chunks) -> dict[str, torch.Tensor]:
+    """All parameters of the model by their names in a checkpoint, put together from all ranks."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    own = []
+    for chunk in chunks:
+        state = chunk.sharded_state_dict()
+        apply_factories(state)
+        own += [
+            (shard.key, shard.global_shape, shard.global_offset, shard.data.detach().clone(), shard.prepend_axis_num)
+            for shard in nested_values(state)
+            if isinstance(shard, ShardedTensor)
+        ]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    whole = {}
+    for key, shape, offset, data, axes in (shard for rank in found for shard in rank):
+        full = whole.setdefault(key, torch.full(shape, torch.nan))
+        full[(*offset[:axes], *(slice(at, at + n) for at, n in zip(offset[axes:], data.shape, strict=True)))] = data
+    return whole
+
+
+def trained(
+    sizes: dict,
+    ours: bool,
+    tied: bool,
+    steps: int = STEPS,
+    weights="names",
+    spec=stock_spec,
+    wrap=data_parallel,
+    **overrides,
+):
+    """The losses of some steps, and the weights after them."""
+    with model_parallel(**sizes), shared(ours):
+        chunks = tiny_gpt(spec, tied=tied, weights=weights, **overrides)
+        seed_ranks()
+        wrapped = wrap(chunks)
+        # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
+        optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
+        losses = [train_step(wrapped, optimizer, tokens)[0] for tokens in tiny_batches(steps=steps, batch=8)]
+        evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], forward_only=True)
+        return torch.tensor([*losses, evaluated], dtype=torch.float64), whole_state(chunks)
+
+
+def parity(sizes: dict, tied: bool, **overrides) -> None:
+    stock, stock_weights = trained(sizes, False, tied, **overrides)
+    ours, our_weights = trained(sizes, True, tied, **overrides)
+    assert stock.std() > 1e-3, "the losses of a model that does not learn agree with anything"
+    worst = ((ours - stock).abs() / stock).max()
+    assert worst < 1e-6, f"relative difference {worst:.1e}\nstock {stock}\nours  {ours}"
+    assert our_weights.keys() == stock_weights.keys()
+    for name, weight in stock_weights.items():
+        assert not our_weights[name].isnan().any(), f"{name} is not whole"
+        error = (our_weights[name] - weight).norm() / weight.norm()
+        limit = 5e-6 if name.endswith("bias") else 1e-6  # biases begin at 0
+        assert error < limit, f"{name}: {error:.1e}"
+
+
+def our_attention(config, vp_stage=None):
+    """Layers with attention under context parallelism, for which Megatron needs Transformer Engine."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return gpt_block_spec(config, vp_stage=vp_stage)
+
+
+def overlapped(chunks, at_the_end: bool = False) -> list:
+    """Gradients are reduced over replicas while backward runs, or all when it ends (`align_grad_reduce`)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=2000)
+    wrapped = [DistributedDataParallel(config, settings, chunk) for chunk in chunks]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = [chunk.no_sync for chunk in wrapped]
+    if at_the_end:
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
+    if len(chunks) == 1:
+        config.no_sync_func = config.no_sync_func[0]
+        config.grad_sync_func = config.grad_sync_func and config.grad_sync_func[0]
+    return wrapped
+
+
+DEEP = {"num_layers": 4}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "tied,sizes,overrides",
+    [
+        pytest.param(True, {"pp": 2}, {}, id="tied"),
+        pytest.param(False, {"pp": 2}, {"weights": "init", **DROPOUT}, id="init-dropout", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {"weights": "init"}, id="tied-init", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2, "vp": 2}, DEEP, id="interleaved", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, RECOMPUTE, id="tied-recompute", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(tied, sizes, overrides):
+    parity(sizes, tied, **overrides)
+
+
+@ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tied,sizes,overrides",
+    [
+        pytest.param(False, {"pp": 4}, DEEP, id="pp4"),
+        pytest.param(True, {"pp": 4}, DEEP, id="pp4-tied"),
+        pytest.param(False, {"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
+        pytest.param(True, {"pp": 2, "tp": 2}, {"sequence_parallel": True, **DROPOUT}, id="pp2-tp2-sp-tied-dropout"),
+        pytest.param(False, {"pp": 2, "tp": 2}, {"sequence_parallel": True, "weights": "init"}, id="pp2-tp2-sp-init"),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
+        pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
+        pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
+        pytest.param(True, {"pp": 2, "vp": 2}, {"wrap": overlapped, **DEEP}, id="interleaved-dp2-tied-overlapped"),
+    ],
+)
+def test_four_ranks(tied, sizes, overrides):
+    parity(sizes, tied, **overrides)
+
+
+@ranks(2)
+def test_what_is_sent():
+    """Per micro-batch beyond stock 4 messages of the head and 3 of the embedding, and the weights' pieces are equal."""
+    counts, sizes = {}, {}
+    for micro_batches in (2, 4):
+        with model_parallel(pp=2), shared():
+            chunks = tiny_gpt(stock_spec, tied=False)
+            wrapped = data_parallel(chunks)
+            # The sum of dx is sent by a thread, in which the counter does not see it.
+            sums = mock.patch.object(collectives, "start_reduce", wraps=collectives.start_reduce)
+            with sums as start_reduce, count_collectives() as found:
+                run_schedule(wrapped, tiny_batches(batch=2 * micro_batches)[0])
+            counts[micro_batches] = found.copy()
+            counts[micro_batches]["reduce"] = start_reduce.call_count
+            sizes = {name: tuple(p.shape) for name, p in chunks[0].named_parameters() if "layers" not in name}
+    more = {name: (counts[4][name] - counts[2][name]) / 2 for name in counts[4]}
+    sent = {name: number for name, number in more.items() if number and name not in ("send", "recv_", "recv")}
+    # Token ids, hidden states, the losses' gradient, the embedding's gradient; embedding and dx; statistics.
+    assert sum(number for name, number in sent.items() if "broadcast" in name) == 4, sent
+    assert sum(number for name, number in sent.items() if name.startswith("reduce")) == 2, sent
+    assert sum(number for name, number in sent.items() if "gather" in name) == 1, sent
+    assert sum(sent.values()) == 7, sent
+    rows = (VOCAB // 2, 32)
+    assert sizes["embedding.word_embeddings.weight"] == sizes["output_layer.weight"] == rows
+
+
+@ranks(2)
+def test_passes_run_in_the_order_of_the_simulation():
+    with model_parallel(pp=2), shared():
+        from megatron_ext.megatron import pipeline
+        from megatron_ext.megatron.pipeline.pass_order import Shape, pass_order
+        from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
+
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        with pipeline.recorded() as found:
+            run_schedule(wrapped, tiny_batches(batch=8)[0])
+        shape = Shape(stages=2, chunks=1, micro_batches=4, group=4)
+        times = estimated_times(wrapped[0].config, shape, sharing_of(wrapped), SEQUENCE, 2)
+        assert [run.what for run in found] == [run.what for run in pass_order(shape, times)[dist.get_rank()]]
+        assert len(found) == 4 * 7  # each stage has six kinds of passes, and the first the tokens, the last the losses
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch):
+    calls = iter(range(100))
+
+    def step(microbatches, model):
+        call = next(calls)
+        if call == micro_batch and dist.get_rank() == stage:
+            raise FloatingPointError("this batch cannot be read")
+        return forward_step(microbatches, model)
+
+    with model_parallel(pp=2), shared():
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        own = dist.get_rank() == stage
+        kind, words = (FloatingPointError, "cannot be read") if own else (RuntimeError, f"rank {stage} failed")
+        with pytest.raises(kind, match=words):
+            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+
+
+@ranks(2)
+def test_a_backward_that_fails_is_reported_on_all():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise FloatingPointError("this gradient cannot be had")
+
+    def step(microbatches, model):
+        output, loss = forward_step(microbatches, model)
+        return output, lambda per_token: loss(Fails.apply(per_token))
+
+    with model_parallel(pp=2), shared():
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        kind, words = (FloatingPointError, "cannot be had") if dist.get_rank() else (RuntimeError, "rank 1 failed")
+        with pytest.raises(kind, match=words):
+            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+
+
+@ranks(2)
+def test_labels_outside_of_the_vocabulary_are_reported_on_all():
+    def step(microbatches, model):
+        tokens = next(microbatches).clone()
+        if dist.get_rank() == 1:  # the stage that has labels
+            tokens[0, 3] = VOCAB + 5
+        return forward_step(iter([tokens]), model)
+
+    with model_parallel(pp=2), shared():
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        with pytest.raises(ValueError, match=f"labels.*{VOCAB + 5}"):
+            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+
+
+@ranks(2)
+def test_what_is_refused():
+    from megatron_ext.megatron import pipeline
+
+    with model_parallel(pp=2), shared():
+        from megatron.core.models.bert import bert_model as bert
+
+        with pytest.raises(ValueError, match="65 rows.*pad it to 66"):
+            tiny_gpt(stock_spec, vocab_size=65)
+        with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
+            tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
+        chunks = tiny_gpt(stock_spec)
+        with pytest.raises(ValueError, match="pg_collection was given"):
+            pipeline.forward_backward(
+                **dict.fromkeys(("forward_step_func", "data_iterator", "num_microbatches", "seq_length"), None),
+                micro_batch_size=1,
+                model=chunks,
+                pg_collection=object(),
+            )
+        if dist.get_rank() == 0:
+            tokens = tiny_batches(batch=1)[0]
+            with pytest.raises(RuntimeError, match="get_forward_backward_func"):
+                chunks[0](tokens[:, :-1], torch.arange(16).expand(1, 16), None)
+        with pytest.raises(ValueError, match="BertModel cannot share its vocabulary.*only GPTModel"):
+            bert.BertModel(tiny_config(), 2, None, VOCAB, SEQUENCE)
+    with model_parallel(), shared(), pytest.raises(ValueError, match="pipeline_model_parallel_size is 1"):
+        tiny_gpt(stock_spec)
+
+
+def run(sizes: dict, ours: bool, tied: bool, folder: str, load: bool, steps: slice) -> list[float]:
+    """Some steps of one training, from the checkpoint in `folder` or into it."""
+    with model_parallel(**sizes), shared(ours):
+        from megatron.core import dist_checkpointing
+
+        # Megatron's distributed optimizer stores wrong moments of tables this small, as it warns: bucket padding.
+        wrapped = data_parallel(tiny_gpt(stock_spec, tied=tied), distributed_optimizer=False)
+        optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4, use_distributed_optimizer=False)
+
+        def state(is_loading: bool) -> dict:
+            weights = wrapped[0].module.sharded_state_dict()
+            return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+
+        if load:
+            read = dist_checkpointing.load(state(True), folder)
+            wrapped[0].module.load_state_dict(read["model"])
+            optimizer.load_state_dict(read["optimizer"])
+        losses = [train_step(wrapped, optimizer, t)[0] for t in tiny_batches(steps=6, batch=8)[steps]]
+        if not load:
+            with child_processes():
+                dist_checkpointing.save(state(False), folder)
+        return losses
+
+
+@ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_checkpoints_go_both_ways(tied):
+    """What is saved with a shared vocabulary goes on in stock Megatron at another layout, and the reverse."""
+    expected = trained({"pp": 2}, False, tied, steps=6)[0][:6].tolist()
+    folders = [None]
+    if dist.get_rank() == 0:
+        folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    for at, (ours, reader) in enumerate(((True, {"tp": 2}), (False, {"pp": 2}))):
+        folder = f"{folders[0]}/{at}"
+        if dist.get_rank() == 0:
+            os.mkdir(folder)
+        dist.barrier()
+        before = run({"pp": 2}, ours, tied, folder, load=False, steps=slice(0, 3))
+        after = run(reader, not ours, tied, folder, load=True, steps=slice(3, 6))
+        assert before + after == pytest.approx(expected, rel=1e-5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folders[0])
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    from megatron_ext.megatron import pipeline
+    from megatron_ext.megatron.pipeline import paused_forward
+
+    monkeypatch.setattr(paused_forward, "greenlet", None)
+    with pytest.raises(RuntimeError, match="pip install greenlet"):
+        pipeline.share_vocabulary()
