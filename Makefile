@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format plan bench bench-gpu clean
+.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -110,6 +110,9 @@ format: $(VENV)/.ready  ## let ruff fix what it can
 
 plan: $(VENV)/.ready  ## every launch of the head on an H200, with its estimate; needs no GPU
 	$(PY) -m benchmarks.run plan
+
+plan-pipeline: $(VENV)/.ready  ## a step of a pipeline that shares the vocabulary, simulated beside other schedules; needs no GPU
+	$(PY) -m benchmarks.pipeline
 
 bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU, about 6 minutes; rows in benchmarks/results/
 	$(PY) -m benchmarks.run cpu
