@@ -5,10 +5,13 @@ until the schedule ends; so no other rank waits for it in vain, and every rank t
 end. The marks stay on the device until then.
 """
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _ALIGNED = 16  # bytes: views of any dtype begin there
@@ -21,9 +24,29 @@ class Marks:
 
     def __init__(self, device: torch.device):
         self.mark = torch.zeros(1, dtype=torch.int64, device=device)
+        self._error: Exception | None = None
 
-    def fail(self, rank: int) -> None:
-        self.mark.clamp_(min=rank + 1)
+    def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
+        """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
+        if self._error is None:
+            try:
+                return compute()
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)
+                self._error = error
+                self.mark.clamp_(min=dist.get_rank() + 1)
+        return otherwise
+
+    def raise_what_failed(self) -> None:
+        """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
+        if self._error is not None:
+            raise self._error
+        failed = int(self.mark)
+        if failed:
+            raise RuntimeError(
+                f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
+                f"error says why"
+            )
 
     def pack(self, *tensors: Tensor) -> Tensor:
         """A new buffer with the tensors and this rank's mark."""

@@ -10,30 +10,24 @@ A pass that fails on one rank: see `parcels`.
 Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
 """
 
-import contextlib
 import inspect
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.collectives import Pending
-from megatron_ext.head import steps
-from megatron_ext.head.options import HeadOptions
 from megatron_ext.megatron.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.pass_order import Kind, Pass, Run
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, PausedForward
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
-from megatron_ext.megatron.pipeline.side_work import SideWork
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages, sizes_of
+from megatron_ext.megatron.pipeline.vocabulary_passes import GradientSync, VocabularyPasses
 
 
 class Call(NamedTuple):
@@ -60,31 +54,27 @@ class StageRun:
         self.embedding, self.output = embedding, output
         self.backward = not call.forward_only
         self.device = output.weight.device
-        self.error: BaseException | None = None
         self.sizes = sizes_of(call.micro_batch_size, call.seq_length, config)
         self.messages = StageMessages(groups, self.sizes, config, embedding, output, len(call.model))
-        self.options = HeadOptions(
-            groups.statistics,
-            output.vocab,
-            ignore_index=IGNORE_INDEX,
-            cache=1,
-            fuse_main_grad=output.gradient_accumulation_fusion,
-        )
-        self.side = SideWork(self.device)
+        self.marks = self.messages.marks
+        self.sync = GradientSync(config)
+        total = call.num_microbatches
+        self.vocabulary = VocabularyPasses(self.messages, embedding, output, self.sync, total, self.backward)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self.data_store: list[Any] = []
         self.paused: dict[int, PausedForward] = {}
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Any] = {}
-        self.ids: dict[int, Tensor] = {}
-        self.sums: dict[int, Pending] = {}  # of the embedding, on the first stage
-        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
-        self.results: dict[int, Callable[[], Any]] = {}
-        self.grad_losses: dict[int, Tensor] = {}
-        self.grad_embeddings: dict[int, Tensor] = {}
-        self.left = self._contributions()
-
-    # The run.
+        self._passes: dict[Kind, Callable[[Pass], None]] = {
+            Kind.TOKENS: self.read_tokens,
+            Kind.LOOKUP: self.vocabulary.look_up,
+            Kind.FORWARD: self.forward,
+            Kind.PRODUCTS: self.vocabulary.multiply,
+            Kind.LOSS: self.finish_loss,
+            Kind.BACKWARD: self.backward_pass,
+            Kind.WEIGHT: self.vocabulary.weight_gradient,
+            Kind.ROWS: self.vocabulary.embedding_gradient,
+        }
 
     def run(self, order: list[Pass], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
         """Megatron's list of what the loss function reported, on the last stage; empty elsewhere.
@@ -102,34 +92,14 @@ class StageRun:
                     self.messages.expect(following)
                 self.messages.wait_for(what)
                 start = time.perf_counter()
-                _PASSES[what.kind](self, what)
+                self._passes[what.kind](what)
                 if on_pass is not None:
                     on_pass(Run(what, start, time.perf_counter()))
             self.messages.wait_for_sent()
         finally:
-            self.side.close()
-        if self.error is not None:
-            raise self.error
-        failed = int(self.messages.marks.mark)
-        if failed:
-            raise RuntimeError(
-                f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
-                f"error says why"
-            )
+            self.vocabulary.close()
+        self.marks.raise_what_failed()
         return self.data_store
-
-    def _attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
-        """What `compute` returns; after a failure on this rank `otherwise`, and the other ranks are told."""
-        if self.error is None:
-            try:
-                return compute()
-            except Exception as error:
-                traceback.clear_frames(error.__traceback__)
-                self.error = error
-                self.messages.marks.fail(dist.get_rank())
-        return otherwise
-
-    # Passes of the layers.
 
     def _begin(self, micro_batch: int, chunk: int, input_: Tensor | None) -> PausedForward:
         call = self.call
@@ -171,33 +141,8 @@ class StageRun:
             return _checked("tokens", question.ids_BS, (batch, sequence)).long()
 
         nothing = torch.zeros(batch, sequence, dtype=torch.int64, device=self.device)
-        ids = self.ids[what.micro_batch] = self._attempt(begin, nothing)
+        ids = self.vocabulary.ids[what.micro_batch] = self.marks.attempt(begin, nothing)
         self.messages.broadcast("tokens", ids)
-
-    def look_up(self, what: Pass) -> None:
-        batch, sequence, _, width = self.sizes
-        if self.messages.are_for(what):
-            self.ids[what.micro_batch] = self.messages.arrived(what)[0].clone()
-        ids, vocab = self.ids[what.micro_batch], self.embedding.vocab
-        if not self.backward:
-            del self.ids[what.micro_batch]
-
-        @torch.no_grad()
-        def rows(weight: Tensor) -> Tensor:
-            owned = vocab.owns(ids)
-            found = torch.nn.functional.embedding((ids - vocab.start).where(owned, 0), weight)
-            return found.masked_fill_(~owned.unsqueeze(-1), 0)
-
-        nothing = self.output.weight.new_zeros(batch, sequence, width)
-        part = self._attempt(lambda: self.embedding(rows), nothing)
-        if self.embedding.reduce_scatter_embeddings:
-            part = collectives.reduce_scatter(part.transpose(0, 1), self.groups.tp)
-        part = part.contiguous()
-        pending = collectives.start_reduce(part, self.groups["embedding"], 0)
-        if self.groups.is_first:
-            self.sums[what.micro_batch] = pending
-        else:
-            self.messages.sent.append(pending)
 
     def forward(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
@@ -206,7 +151,7 @@ class StageRun:
         batch, sequence, piece, width = self.sizes
         input_ = None
         if first:
-            answer = self.sums.pop(n).wait()
+            answer = self.vocabulary.sums.pop(n).wait()
             if not self.embedding.reduce_scatter_embeddings:
                 answer = collectives.all_reduce(answer, self.groups.tp, in_place=True)
             paused = self.paused.pop(n, None)
@@ -214,7 +159,7 @@ class StageRun:
             def go() -> Any:
                 assert paused is not None
                 self._enter_chunk(n, chunk)
-                return paused.go((answer, lambda grad: self._send_embedding_gradient(n, grad)))
+                return paused.go((answer, lambda grad: self.vocabulary.send_embedding_gradient(n, grad)))
         else:
             (input_,) = self.messages.arrived(what)
             input_ = input_.detach().requires_grad_(self.backward)
@@ -226,16 +171,16 @@ class StageRun:
 
             paused = None
         if last:
-            self._attempt(lambda: self._ask_stages(n, go(), lambda: paused))
-            if n not in self.hidden:
-                self.hidden[n] = (
+            self.marks.attempt(lambda: self._ask_stages(n, go(), lambda: paused))
+            if n not in self.vocabulary.hidden:
+                self.vocabulary.hidden[n] = (
                     self.output.weight.new_zeros(piece, batch, width),
                     torch.full((sequence, batch), IGNORE_INDEX, dtype=torch.int64, device=self.device),
                 )
-            self.messages.broadcast("hidden", *self.hidden[n])
+            self.messages.broadcast("hidden", *self.vocabulary.hidden[n])
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
-            output, tokens = self._attempt(go, ([zeros], 0))
+            output, tokens = self.marks.attempt(go, ([zeros], 0))
             output = output[0] if isinstance(output, list) else output
             self.tokens += tokens
             self.messages.send("forward", output, self.groups.stage + 1)
@@ -260,20 +205,20 @@ class StageRun:
                 f"must be equal; train without autocast"
             )
         self.paused[n] = paused()
-        self.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
+        self.vocabulary.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
 
     def finish_loss(self, what: Pass) -> None:
         n, chunk = what.micro_batch, len(self.call.model) - 1
-        result = self.results[n]() if self.backward else self.results.pop(n)()
+        result = self.vocabulary.results[n]() if self.backward else self.vocabulary.results.pop(n)()
         batch, sequence, piece, width = self.sizes
 
         def go() -> Any:
             self._enter_chunk(n, chunk)
             loss_BS = result.loss_T.view(sequence, batch).t().contiguous().float()
             unit = None if result.unit_dx_TD is None else result.unit_dx_TD.view(piece, batch, width)
-            return self.paused.pop(n).go((loss_BS, unit, lambda grad: self._send_loss_gradient(n, grad)))
+            return self.paused.pop(n).go((loss_BS, unit, lambda grad: self.vocabulary.send_loss_gradient(n, grad)))
 
-        output, tokens = self._attempt(go, (None, 0))
+        output, tokens = self.marks.attempt(go, (None, 0))
         self.tokens += tokens
         if self.backward:
             self.outputs[n, chunk] = output
@@ -287,147 +232,23 @@ class StageRun:
 
         def go() -> Any:
             self._enter_chunk(n, chunk)
-            with self._sync(n == self.call.num_microbatches - 1):
+            with self.sync.held_until(n == self.call.num_microbatches - 1):
                 model_type = schedules.get_model_type(self.call.model[chunk])
                 return _backward_step(input_, output, grad, model_type, self.config)
 
-        input_grad = self._attempt(go)
-        if last and n not in self.grad_losses:  # it failed before the losses' gradient was known
-            self._send_loss_gradient(n, torch.zeros(batch, sequence, device=self.device))
+        input_grad = self.marks.attempt(go)
+        if last and n not in self.vocabulary.grad_losses:  # it failed before the losses' gradient was known
+            self.vocabulary.send_loss_gradient(n, torch.zeros(batch, sequence, device=self.device))
         if self.groups.is_first and chunk == 0:
-            if n not in self.grad_embeddings:
+            if n not in self.vocabulary.grad_embeddings:
                 slices = self.embedding.reduce_scatter_embeddings
                 shape = (piece, batch, width) if slices else (batch, sequence, width)
-                self._send_embedding_gradient(n, self.output.weight.new_zeros(shape))
+                self.vocabulary.send_embedding_gradient(n, self.output.weight.new_zeros(shape))
             return
         input_grad = input_grad[0] if isinstance(input_grad, list) else input_grad
         if input_grad is None:
             input_grad = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
         self.messages.send("backward", input_grad, self.groups.stage - 1)
-
-    # Passes of the vocabulary layers.
-
-    def multiply(self, what: Pass) -> None:
-        n = what.micro_batch
-        hidden, labels = self.messages.arrived(what) if self.messages.are_for(what) else self.hidden.pop(n)
-        if self.output.sequence_parallel:
-            hidden = collectives.all_gather(hidden, self.groups.tp)
-        hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
-
-        def go(weight: Tensor) -> Any:
-            return steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
-
-        found = self._attempt(lambda: self.output(go))
-        weight = self.output.weight.detach()
-        if found is None:  # take part in the exchange
-            ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
-            found = steps.products(hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward)
-        statistics = steps.start_exchange(found, self.options)
-        reads = [x for x in found if x is not None]
-        result = self.side.start(lambda: self._result(found, statistics, weight), reads)
-        if self.backward or self.groups.is_last:
-            self.results[n] = result
-
-    def _result(self, found: steps.Products, statistics: Pending, weight: Tensor) -> Any:
-        """Beside the passes: a `steps.Result`, on the last stage with the sum over all ranks as its `unit_dx_TD`."""
-        stats_RKT = statistics.wait()
-        result = self._attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
-        if result is None:
-            unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
-            result = steps.Result(found.shift_T.new_zeros(found.shift_T.shape), unit, found, None)  # type: ignore[arg-type]
-        unit = result.unit_dx_TD
-        if unit is not None:
-            if self.output.sequence_parallel:
-                unit = collectives.reduce_scatter(unit, self.groups.tp_aside)
-            unit = collectives.start_reduce(unit.contiguous(), self.groups["sum"], self.groups.last).wait()
-            if self.groups.is_last and not self.output.sequence_parallel:
-                unit = collectives.all_reduce(unit, self.groups.tp_aside, in_place=True)
-        return result._replace(unit_dx_TD=unit if self.groups.is_last else None)
-
-    def _send_loss_gradient(self, n: int, grad_BS: Tensor) -> Tensor:
-        """Returns this rank's part of it, `[S/R, B]` under sequence parallelism."""
-        grad_SB = grad_BS.detach().t().contiguous().float()
-        self.grad_losses[n] = grad_SB
-        self.messages.broadcast("grad_loss", grad_SB)
-        piece = self.sizes.slice
-        start = parallel_state.get_tensor_model_parallel_rank() * piece if self.output.sequence_parallel else 0
-        return grad_SB[start : start + piece]
-
-    def weight_gradient(self, what: Pass) -> None:
-        n = what.micro_batch
-        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_losses.pop(n)
-        result = self.results.pop(n)()
-
-        def go() -> None:
-            weight = self.output.weight
-            if weight.requires_grad:
-                dw = steps.weight_gradient(result, grad.reshape(-1), weight, self.options)
-                self._contribute(weight, dw)
-
-        self._attempt(go)
-
-    def _send_embedding_gradient(self, n: int, grad: Tensor) -> None:
-        grad = grad.detach().to(self.output.weight.dtype)
-        self.grad_embeddings[n] = grad
-        self.messages.broadcast("grad_embedding", grad)
-
-    def embedding_gradient(self, what: Pass) -> None:
-        n = what.micro_batch
-        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_embeddings.pop(n)
-        if self.embedding.reduce_scatter_embeddings:
-            grad = collectives.all_gather(grad, self.groups.tp).transpose(0, 1)
-        ids, vocab, weight = self.ids.pop(n), self.embedding.vocab, self.embedding.weight
-
-        def go() -> None:
-            if weight.requires_grad:
-                owned = vocab.owns(ids)
-                rows = (ids - vocab.start).where(owned, 0)
-                masked = grad.masked_fill(~owned.unsqueeze(-1), 0)
-                dw = torch.ops.aten.embedding_dense_backward(masked, rows, weight.shape[0], -1, False)
-                self._contribute(weight, dw)
-
-        self._attempt(go)
-
-    # Gradients of parameters.
-
-    def _contributions(self) -> dict[Tensor, int]:
-        """How often a parameter of the vocabulary layers will get a gradient in this step."""
-        left: dict[Tensor, int] = {}
-        for weight in (self.output.weight, self.embedding.weight):
-            left[weight] = left.get(weight, 0) + self.call.num_microbatches
-        return left
-
-    def _contribute(self, weight: Tensor, gradient: Tensor | None) -> None:
-        """Hand a gradient to autograd, as a layer's backward would: data parallelism's hooks run."""
-        self.left[weight] -= 1
-        if gradient is not None:
-            with self._sync(self.left[weight] == 0):
-                weight.backward(gradient)
-
-    @contextlib.contextmanager
-    def _sync(self, last: bool) -> Any:
-        """In the last pass data parallelism may reduce gradients, unless the config has them reduced at the end."""
-        config = self.config
-        functions = config.no_sync_func
-        if functions is None or (last and config.grad_sync_func is None):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for function in functions if isinstance(functions, (list, tuple)) else [functions]:
-                stack.enter_context(function())
-            yield
-
-
-_PASSES: dict[Kind, Callable[[StageRun, Pass], None]] = {
-    Kind.TOKENS: StageRun.read_tokens,
-    Kind.LOOKUP: StageRun.look_up,
-    Kind.FORWARD: StageRun.forward,
-    Kind.PRODUCTS: StageRun.multiply,
-    Kind.LOSS: StageRun.finish_loss,
-    Kind.BACKWARD: StageRun.backward_pass,
-    Kind.WEIGHT: StageRun.weight_gradient,
-    Kind.ROWS: StageRun.embedding_gradient,
-}
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,202 @@
+"""The passes of embedding and lm head on one pipeline stage, each of which does this stage's part of a micro-batch.
+
+What is between two passes of a micro-batch lies in dictionaries by its number. The passes of the layers (`stage_run`)
+put in what the model asks, and take out what it is answered.
+
+Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.collectives import Pending
+from megatron_ext.head import steps
+from megatron_ext.head.options import HeadOptions
+from megatron_ext.megatron.log_probs import IGNORE_INDEX
+from megatron_ext.megatron.pipeline.pass_order import Pass
+from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.side_work import SideWork
+from megatron_ext.megatron.pipeline.stage_messages import StageMessages
+
+
+class GradientSync:
+    """When data parallelism may reduce gradients, by the config's `no_sync_func` and `grad_sync_func`."""
+
+    def __init__(self, config: Any):
+        self._config = config
+
+    @contextlib.contextmanager
+    def held_until(self, last: bool) -> Iterator[None]:
+        """A pass that gives gradients. They may be reduced in the last one, unless that is to be done at the end."""
+        functions = self._config.no_sync_func
+        if functions is None or (last and self._config.grad_sync_func is None):
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for function in functions if isinstance(functions, (list, tuple)) else [functions]:
+                stack.enter_context(function())
+            yield
+
+
+class VocabularyPasses:
+    """Of one step with `micro_batches` of them, with a backward pass or without.
+
+    Attributes:
+        ids: token ids `[B, S]`, until the embedding has its gradient.
+        sums: the embedding, on the first stage.
+        hidden: hidden states `[S, B, H]` and labels `[S, B]`, on the last stage.
+        results: functions that wait for a `steps.Result`.
+        grad_losses: `[S, B]`, on the last stage.
+        grad_embeddings: on the first stage.
+    """
+
+    def __init__(
+        self,
+        messages: StageMessages,
+        embedding: SharedEmbedding,
+        output: SharedOutputLayer,
+        sync: GradientSync,
+        micro_batches: int,
+        backward: bool,
+    ):
+        self.messages, self.groups, self.marks = messages, messages.groups, messages.marks
+        self.embedding, self.output, self.sync, self.backward = embedding, output, sync, backward
+        self.options = HeadOptions(
+            self.groups.statistics,
+            output.vocab,
+            ignore_index=IGNORE_INDEX,
+            cache=1,
+            fuse_main_grad=output.gradient_accumulation_fusion,
+        )
+        self.side = SideWork(output.weight.device)
+        self.ids: dict[int, Tensor] = {}
+        self.sums: dict[int, Pending] = {}
+        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
+        self.results: dict[int, Callable[[], Any]] = {}
+        self.grad_losses: dict[int, Tensor] = {}
+        self.grad_embeddings: dict[int, Tensor] = {}
+        # How often each parameter will get a gradient yet.
+        tied = output.weight is embedding.weight
+        self.left: dict[Tensor, int] = dict.fromkeys((embedding.weight, output.weight), micro_batches * (1 + tied))
+
+    def close(self) -> None:
+        self.side.close()
+
+    def look_up(self, what: Pass) -> None:
+        batch, sequence, _, width = self.messages.sizes
+        if self.messages.are_for(what):
+            self.ids[what.micro_batch] = self.messages.arrived(what)[0].clone()
+        ids, vocab = self.ids[what.micro_batch], self.embedding.vocab
+        if not self.backward:
+            del self.ids[what.micro_batch]
+
+        @torch.no_grad()
+        def rows(weight: Tensor) -> Tensor:
+            owned = vocab.owns(ids)
+            found = torch.nn.functional.embedding((ids - vocab.start).where(owned, 0), weight)
+            return found.masked_fill_(~owned.unsqueeze(-1), 0)
+
+        nothing = self.output.weight.new_zeros(batch, sequence, width)
+        part = self.marks.attempt(lambda: self.embedding(rows), nothing)
+        if self.embedding.reduce_scatter_embeddings:
+            part = collectives.reduce_scatter(part.transpose(0, 1), self.groups.tp)
+        part = part.contiguous()
+        pending = collectives.start_reduce(part, self.groups["embedding"], 0)
+        if self.groups.is_first:
+            self.sums[what.micro_batch] = pending
+        else:
+            self.messages.sent.append(pending)
+
+    def multiply(self, what: Pass) -> None:
+        n = what.micro_batch
+        hidden, labels = self.messages.arrived(what) if self.messages.are_for(what) else self.hidden.pop(n)
+        if self.output.sequence_parallel:
+            hidden = collectives.all_gather(hidden, self.groups.tp)
+        hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
+
+        def go(weight: Tensor) -> Any:
+            return steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
+
+        found = self.marks.attempt(lambda: self.output(go))
+        weight = self.output.weight.detach()
+        if found is None:  # take part in the exchange
+            ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
+            found = steps.products(hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward)
+        statistics = steps.start_exchange(found, self.options)
+        reads = [x for x in found if x is not None]
+        result = self.side.start(lambda: self._result(found, statistics, weight), reads)
+        if self.backward or self.groups.is_last:
+            self.results[n] = result
+
+    def _result(self, found: steps.Products, statistics: Pending, weight: Tensor) -> Any:
+        """Beside the passes: a `steps.Result`, on the last stage with the sum over all ranks as its `unit_dx_TD`."""
+        stats_RKT = statistics.wait()
+        result = self.marks.attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
+        if result is None:
+            unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
+            result = steps.Result(found.shift_T.new_zeros(found.shift_T.shape), unit, found, None)  # type: ignore[arg-type]
+        unit = result.unit_dx_TD
+        if unit is not None:
+            if self.output.sequence_parallel:
+                unit = collectives.reduce_scatter(unit, self.groups.tp_aside)
+            unit = collectives.start_reduce(unit.contiguous(), self.groups["sum"], self.groups.last).wait()
+            if self.groups.is_last and not self.output.sequence_parallel:
+                unit = collectives.all_reduce(unit, self.groups.tp_aside, in_place=True)
+        return result._replace(unit_dx_TD=unit if self.groups.is_last else None)
+
+    def send_loss_gradient(self, n: int, grad_BS: Tensor) -> Tensor:
+        """Returns this rank's part of it, `[S/R, B]` under sequence parallelism."""
+        grad_SB = grad_BS.detach().t().contiguous().float()
+        self.grad_losses[n] = grad_SB
+        self.messages.broadcast("grad_loss", grad_SB)
+        piece = self.messages.sizes.slice
+        start = parallel_state.get_tensor_model_parallel_rank() * piece if self.output.sequence_parallel else 0
+        return grad_SB[start : start + piece]
+
+    def weight_gradient(self, what: Pass) -> None:
+        n = what.micro_batch
+        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_losses.pop(n)
+        result = self.results.pop(n)()
+
+        def go() -> None:
+            weight = self.output.weight
+            if weight.requires_grad:
+                dw = steps.weight_gradient(result, grad.reshape(-1), weight, self.options)
+                self._contribute(weight, dw)
+
+        self.marks.attempt(go)
+
+    def send_embedding_gradient(self, n: int, grad: Tensor) -> None:
+        grad = grad.detach().to(self.output.weight.dtype)
+        self.grad_embeddings[n] = grad
+        self.messages.broadcast("grad_embedding", grad)
+
+    def embedding_gradient(self, what: Pass) -> None:
+        n = what.micro_batch
+        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_embeddings.pop(n)
+        if self.embedding.reduce_scatter_embeddings:
+            grad = collectives.all_gather(grad, self.groups.tp).transpose(0, 1)
+        ids, vocab, weight = self.ids.pop(n), self.embedding.vocab, self.embedding.weight
+
+        def go() -> None:
+            if weight.requires_grad:
+                owned = vocab.owns(ids)
+                rows = (ids - vocab.start).where(owned, 0)
+                masked = grad.masked_fill(~owned.unsqueeze(-1), 0)
+                dw = torch.ops.aten.embedding_dense_backward(masked, rows, weight.shape[0], -1, False)
+                self._contribute(weight, dw)
+
+        self.marks.attempt(go)
+
+    def _contribute(self, weight: Tensor, gradient: Tensor | None) -> None:
+        """Hand a gradient to autograd, as a layer's backward would: data parallelism's hooks run."""
+        self.left[weight] -= 1
+        if gradient is not None:
+            with self.sync.held_until(self.left[weight] == 0):
+                weight.backward(gradient)
