@@ -17,11 +17,11 @@ README = EXAMPLES.parent / "README.md"
 PAGE = EXAMPLES.parent / "docs" / "megatron.md"
 
 
-def plugs() -> tuple[str, str, str]:
-    """The command, the patch and the spec of the README's section."""
+def plugs() -> tuple[str, str, str, str]:
+    """The command, the patch, the spec and the pipeline's lines of the README's section."""
     section = README.read_text().split("## Plug it into your script\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)[:3]
-    assert [language for language, _ in blocks] == ["", "python", "python"]
+    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)[:4]
+    assert [language for language, _ in blocks] == ["", "python", "python", "python"]
     assert all(text.count("\n") < 10 for _, text in blocks)
     return tuple(text for _, text in blocks)
 
@@ -50,10 +50,12 @@ def test_the_launchers_command_runs(tmp_path):
 
 @ranks(2)
 def test_the_lines_of_code_run():
-    _, patch, spec = plugs()
+    _, patch, spec, over_the_pipeline = plugs()
     with model_parallel(tp=2):
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+
+        from megatron_ext.megatron import pipeline
 
         arguments = {"tied": False, "model": {"position_embedding_type": "learned_absolute"}}
         loss = run(tiny_gpt(**arguments)[0], batch()[1])
@@ -69,6 +71,14 @@ def test_the_lines_of_code_run():
             torch.testing.assert_close(run(names["model"], batch()[1]), loss, rtol=1e-5, atol=1e-6)
         finally:
             unpatch()
+        stock = GPTModel.__init__
+        exec(over_the_pipeline, {})
+        try:
+            with pytest.raises(ValueError, match="there are no stages to share the vocabulary"):
+                tiny_gpt()
+        finally:
+            pipeline.restore()
+        assert GPTModel.__init__ is stock
         words = re.search(r"`--spec (\S+)\s+(\S+)`", README.read_text()).groups()
         assert isinstance(import_module(words), ModuleSpec)
 
