@@ -29,6 +29,7 @@ from tests.gpt import (
     tiny_gpt,
     train_step,
 )
+from tests.megatron.language_models import tiny_hybrid_chunks
 from tests.ranks import ranks
 
 STEPS = 20
@@ -78,11 +79,13 @@ def trained(
     weights="names",
     spec=stock_spec,
     wrap=data_parallel,
-    **overrides,
+    hybrid=False,
+    **more,
 ):
     """The losses of some steps, and the weights after them."""
     with model_parallel(**sizes), shared(ours):
-        chunks = tiny_gpt(spec, tied=tied, weights=weights, **overrides)
+        arguments = {"tied": tied, **more}
+        chunks = tiny_hybrid_chunks(**arguments) if hybrid else tiny_gpt(spec, weights=weights, **arguments)
         seed_ranks()
         wrapped = wrap(chunks)
         # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
@@ -144,6 +147,8 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
         pytest.param(True, {"pp": 2}, {"weights": "init"}, id="tied-init", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2, "vp": 2}, DEEP, id="interleaved", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2}, {"hybrid": True}, id="hybrid", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, RECOMPUTE, id="tied-recompute", marks=pytest.mark.slow),
     ],
 )
@@ -292,7 +297,7 @@ def test_what_is_refused():
             tokens = tiny_batches(batch=1)[0]
             with pytest.raises(RuntimeError, match="get_forward_backward_func"):
                 chunks[0](tokens[:, :-1], torch.arange(16).expand(1, 16), None)
-        with pytest.raises(ValueError, match="BertModel cannot share its vocabulary.*only GPTModel"):
+        with pytest.raises(ValueError, match="BertModel cannot share its vocabulary.*HybridModel can"):
             bert.BertModel(tiny_config(), 2, None, VOCAB, SEQUENCE)
     with model_parallel(), shared(), pytest.raises(ValueError, match="pipeline_model_parallel_size is 1"):
         tiny_gpt(stock_spec)

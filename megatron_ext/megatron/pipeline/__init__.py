@@ -10,7 +10,10 @@ Models that Megatron builds from then on have their vocabulary layers cut over a
 `get_forward_backward_func()` returns runs them; see docs/pipeline.md.
 """
 
+import contextlib
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -24,12 +27,16 @@ from megatron_ext.megatron.pipeline.sharing import Builder
 __all__ = ["recorded", "restore", "share_vocabulary"]
 
 _SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
+_HYBRIDS = (  # the second one since 0.18 derived from the first
+    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
+    ("megatron.core.models.mamba.mamba_model", "MambaModel"),
+)
 _stock: dict[Any, Any] = {}
 _builder: Builder | None = None
 
 
 def share_vocabulary() -> None:
-    """GPT models built from now on share embedding and output layer over all pipeline stages.
+    """GPT and hybrid models built from now on share embedding and output layer over all pipeline stages.
 
     Each of p stages x t tensor-parallel ranks holds V/(p t) rows of both, with the values that Megatron's
     initialisation gives them; losses, gradients and checkpoints (`dist_checkpointing`) are those of stock. Call it
@@ -41,38 +48,19 @@ def share_vocabulary() -> None:
     Raises:
         RuntimeError: greenlet is not installed.
         ValueError: from building and training, see `Builder.add` and `schedule.forward_backward`; a language model is
-            built that is no GPTModel.
+            built that is none of these.
     """
     global _builder
     check_installed()
     if _stock:
         return
     builder = _builder = Builder()
-    stock_init = GPTModel.__init__
-
-    @functools.wraps(stock_init)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock_init(self, *args, **kwargs)
-        builder.add(self)
-
-    stock_base = LanguageModule.__init__
-
-    @functools.wraps(stock_base)
-    def base(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self, GPTModel):
-            raise ValueError(
-                f"{type(self).__name__} cannot share its vocabulary over pipeline stages, only GPTModel can: train it "
-                f"without share_vocabulary() (--pipeline-vocab)"
-            )
-        stock_base(self, *args, **kwargs)
-
-    _stock[GPTModel, "__init__"] = stock_init
-    GPTModel.__init__ = init
-    _stock[LanguageModule, "__init__"] = stock_base
-    LanguageModule.__init__ = base
+    kinds = _kinds()
+    for kind in kinds:
+        _replace(kind, "__init__", functools.partial(_with_sharing, builder))
+    _replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
     for name in _SCHEDULES:
-        _stock[schedules, name] = getattr(schedules, name)
-        setattr(schedules, name, _or_stock(getattr(schedules, name)))
+        _replace(schedules, name, _or_stock)
 
 
 def restore() -> None:
@@ -86,8 +74,41 @@ def restore() -> None:
         _builder = None
 
 
+def _kinds() -> list[type]:
+    """Megatron's language models that can share their vocabulary, as far as this version has them."""
+    kinds = [GPTModel]
+    for module, name in _HYBRIDS:
+        with contextlib.suppress(ImportError, AttributeError):
+            kinds.append(getattr(importlib.import_module(module), name))
+    return [kind for kind in kinds if "__init__" in vars(kind)]
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    _stock[owner, name] = stock = vars(owner)[name]
+    setattr(owner, name, functools.wraps(stock)(make(stock)))
+
+
+def _with_sharing(builder: Builder, stock: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        builder.add(self)
+
+    return init
+
+
+def _refusing_others(kinds: tuple[type, ...], stock: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self, kinds):
+            raise ValueError(
+                f"{type(self).__name__} cannot share its vocabulary over pipeline stages, GPTModel and HybridModel "
+                f"can: train it without share_vocabulary() (--pipeline-vocab)"
+            )
+        stock(self, *args, **kwargs)
+
+    return init
+
+
 def _or_stock(stock: Any) -> Any:
-    @functools.wraps(stock)
     def schedule(**arguments: Any) -> Any:
         shared = sharing_of(arguments["model"]) is not None
         return (forward_backward if shared else stock)(**arguments)

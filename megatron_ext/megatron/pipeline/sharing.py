@@ -47,13 +47,16 @@ class Builder:
     def add(self, model: Any) -> None:
         """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
 
-        Communicates, with the last chunk: which ranks form groups; one broadcast over the pipeline for the embedding
-        and one for an output layer that is not tied to it, each of what Megatron would have kept on one stage.
+        Communicates, with the last chunk: which ranks form groups, and whether the embedding gives slices; one
+        broadcast over the pipeline for the embedding and one for an output layer that is not tied to it, each of what
+        Megatron would have kept on one stage.
 
         Raises:
             ValueError: the model or its config cannot be run so; the message says why. On every stage alike, as far as
                 all stages can see it.
         """
+        if hasattr(model, SHARED) or any(one is model for one in self._built):
+            return  # a class derived from another of these has called its __init__
         built, self._built = self._built, []  # nothing is left of a model that is refused
         check_config(model.config)
         check_model(model)
@@ -81,8 +84,9 @@ class Builder:
         config, size = front.config, front.vocab_size
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
         weight = _rows(whole, groups, 0, size, config)
-        in_slices = config.sequence_parallel and front.position_embedding_type != "learned_absolute"
-        in_slices = in_slices and getattr(front, "scatter_embedding_sequence_parallel", True)
+        # Whether it gives slices of the sequence, only the stage knows that has built it.
+        in_slices = groups.is_first and front.embedding.word_embeddings.reduce_scatter_embeddings
+        in_slices = collectives.all_gather_object(in_slices, groups["tokens"])[0]
         embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
         if groups.is_first:
             front.embedding.word_embeddings = embedding
@@ -169,8 +173,8 @@ def check_model(model: Any) -> None:
     for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
         if not hasattr(model, name):
             raise ValueError(
-                f"{type(model).__name__} has no {name}: only language models as GPTModel can share their vocabulary "
-                f"over pipeline stages"
+                f"{type(model).__name__} has no {name}: only models as GPTModel and HybridModel can share their "
+                f"vocabulary over pipeline stages"
             )
     changed = wrapping.settings_of(model, model_seams.region(type(model))).changed_loss()
     if changed is not None:
