@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed import collectives
+from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import steps
 from megatron_ext.head.options import HeadOptions
@@ -78,3 +80,15 @@ def test_what_is_refused():
         steps.products(hidden, weight, labels + V, options, backward=True)
     with pytest.raises(ValueError, match="their last dims must be equal"):
         steps.products(hidden[:, 1:], weight, labels, options, backward=True)
+
+
+@ranks(2)
+def test_each_rank_does_its_share_of_six_products():
+    group = dist.group.WORLD
+    vocab = VocabShard.split(V, group)
+    options = HeadOptions(group, vocab, cache=1)
+    hidden, weight, labels = torch.randn(T, D), torch.randn(V // 2, D), torch.randint(V, (T,))
+    with FlopCounterMode(display=False) as counted, count_collectives() as sent:
+        by_steps(hidden, weight, labels, torch.rand(T), options)
+    assert counted.get_total_flops() == 6 * T * V * D // 2
+    assert sum(sent.values()) == 2, sent  # the statistics, and what stands here for the sum on one stage
