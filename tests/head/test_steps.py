@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.meter import measure
 from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed import collectives
-from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import steps
 from megatron_ext.head.options import HeadOptions
@@ -88,7 +87,7 @@ def test_each_rank_does_its_share_of_six_products():
     vocab = VocabShard.split(V, group)
     options = HeadOptions(group, vocab, cache=1)
     hidden, weight, labels = torch.randn(T, D), torch.randn(V // 2, D), torch.randint(V, (T,))
-    with FlopCounterMode(display=False) as counted, count_collectives() as sent:
+    with measure() as costs:
         by_steps(hidden, weight, labels, torch.rand(T), options)
-    assert counted.get_total_flops() == 6 * T * V * D // 2
-    assert sum(sent.values()) == 2, sent  # the statistics, and what stands here for the sum on one stage
+    assert costs.flops == 6 * T * V * D // 2
+    assert sum(costs.collectives.values()) == 2  # the statistics, and what stands here for the sum on one stage
