@@ -28,6 +28,7 @@ from megatron_ext.dtensor.layers import (
 )
 from megatron_ext.dtensor.styles import FusedColwise
 
+_NO_DECODER = "embed_tokens, layers and norm are not in one module of it"
 _EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
     "moe_tp_experts": ExpertsByColumn,
     "ep_dispatch_experts": ExpertsByExpert,
@@ -79,6 +80,8 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
     if why is None:
         check_draws(model)
         return Chosen(structural_plan(model, layout), None)
+    if why is _NO_DECODER:
+        raise _unsupported(model, "tensor parallelism", why)
     try:
         plan = get_hf_tp_plan(model, layout.tp)
     except ValueError as error:
@@ -88,7 +91,8 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
     if any(isinstance(style, ExpertsByColumn) for style in plan.values()):
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         if reason := next(filter(None, (column_layout(module, layout.tp) for module in experts)), None):
-            raise _unsupported(model, "tensor parallelism", f"{why}, and {reason}")
+            # Whole experts, which it advises, are refused above: not all of the model is known.
+            raise _unsupported(model, "tensor parallelism", f"{why}, and {reason.partition(';')[0]}")
     check_draws(model)
     return Chosen(plan, why)
 
@@ -119,8 +123,8 @@ def _unknown(model: nn.Module, layout: Layout) -> str | None:
     """What is not understood of `model`; None: it is understood."""
     try:
         text_model(model)
-    except ValueError as error:
-        return str(error)
+    except ValueError:
+        return _NO_DECODER
     try:
         check_attention(model)
         model_plan(model, layout)
