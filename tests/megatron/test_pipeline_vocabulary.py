@@ -285,6 +285,9 @@ def test_what_is_refused():
             tiny_gpt(stock_spec, vocab_size=65)
         with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
             tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
+        odd = mock.patch("megatron_ext.megatron.model_seams.why_not_fused", return_value="its output layer is odd")
+        with odd, pytest.raises(ValueError, match="rank 1: .*odd" if dist.get_rank() == 0 else "GPTModel.*odd"):
+            tiny_gpt(stock_spec)
         chunks = tiny_gpt(stock_spec)
         with pytest.raises(ValueError, match="pg_collection was given"):
             pipeline.forward_backward(

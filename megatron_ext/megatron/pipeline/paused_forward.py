@@ -46,12 +46,8 @@ class PausedForward:
         self._coroutine.asks = True
 
     def go(self, answer: Any = None) -> Any:
-        """The next question, or what the function returns; see `ended`. Raises what the function raises."""
+        """The next question, or what the function returns. Raises what the function raises."""
         return self._coroutine.switch() if not self._coroutine else self._coroutine.switch(answer)
-
-    @property
-    def ended(self) -> bool:
-        return self._coroutine.dead
 
 
 def ask(question: AskEmbedding | AskLosses) -> Any:

@@ -16,7 +16,8 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.module_calls import Hooks
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask
-from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits
+from megatron_ext.megatron.promise import PromisedLogits, promise_logits
+from megatron_ext.tensor_parallel.sharding import sharded_pieces
 
 
 class SharedRows(nn.Module):
@@ -42,26 +43,9 @@ class SharedRows(nn.Module):
         """For Megatron's dist_checkpointing: the same entry as of Megatron's own layer, cut into more pieces."""
         key = f"{prefix}weight"
         weight = self.state_dict(keep_vars=True)["weight"]
-        cut = [(0, self.vocab.start // self.vocab.columns, self.pieces)]
-        return {key: sharded_tensor_of_rows(weight, key, cut, sharded_offsets, metadata)}
-
-
-def sharded_tensor_of_rows(weight: Tensor, key: str, cut: Any, sharded_offsets: Any, metadata: Any) -> Any:
-    """Megatron's ShardedTensor of a piece of a table that may be padded otherwise where it is loaded."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    given = (metadata or {}).get("dp_cp_group")
-    copies = copies if given is None else given.rank()
-    return ShardedTensor.from_rank_offsets(
-        key,
-        weight,
-        *sharded_offsets,
-        *((axis + len(sharded_offsets), piece, pieces) for axis, piece, pieces in cut),
-        replica_id=(0, 0, copies),
-        prepend_axis_num=len(sharded_offsets),
-        allow_shape_mismatch=True,
-    )
+        pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
+        # The table may be padded otherwise where it is loaded.
+        return {key: sharded_pieces(weight, key, pieces, sharded_offsets, metadata, allow_shape_mismatch=True)}
 
 
 class SharedEmbedding(SharedRows):
@@ -82,7 +66,7 @@ class SharedEmbedding(SharedRows):
 class SharedOutputLayer(SharedRows):
     """In the place of a model's `output_layer`. On the last stage it promises logits, which the loss redeems.
 
-    `weight_is_elsewhere`: the rows are the embedding's (tied), whose parameter is not this module's.
+    `tied`: the rows are the embedding's, whose parameter is not this module's.
     """
 
     gather_output = False
@@ -117,14 +101,14 @@ class SharedOutputLayer(SharedRows):
 
     def losses(self, labels_BS: Tensor, logits: Any, *_: Any, **__: Any) -> Tensor:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
-        if not isinstance(logits, PromisedLogits) or logits.terms.made is not None:
+        changed = not isinstance(logits, PromisedLogits) or logits.terms.made is not None
+        if changed or logits.terms.scale != 1:
             raise ValueError(
                 "the logits were changed before the loss: a vocabulary shared over pipeline stages has none"
             )
-        terms: Terms = logits.terms
         if self.counters is not None:
             self.counters.losses_fused += 1
-        hidden = terms.hidden if terms.scale == 1 else terms.hidden * terms.scale
+        hidden = logits.terms.hidden
         loss_BS, unit_dx, send_gradient = ask(AskLosses(hidden.detach(), labels_BS))
         return _Losses.apply(hidden, loss_BS, unit_dx, send_gradient)
 

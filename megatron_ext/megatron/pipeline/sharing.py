@@ -79,7 +79,7 @@ class Builder:
 
     def _share(self, front: Any, back: Any, tied: bool) -> Sharing:
         """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
-        groups = PipelineGroups()
+        groups = PipelineGroups(output_layer_fault(back))
         self._groups.append(groups)
         config, size = front.config, front.vocab_size
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
@@ -169,7 +169,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for a model whose vocabulary layers are not Megatron's plain ones."""
+    """Raises ValueError for a model that cannot share its vocabulary, as far as every stage sees it."""
     for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
         if not hasattr(model, name):
             raise ValueError(
@@ -182,16 +182,21 @@ def check_model(model: Any) -> None:
             f"the fused head was asked for {changed}: over a vocabulary shared by pipeline stages the loss is the "
             f"plain cross entropy; leave these options at their defaults"
         )
+
+
+def output_layer_fault(model: Any) -> ValueError | None:
+    """Why the output layer, which the last stage alone has, cannot be cut over the stages."""
     layer = model_seams.output_layer(model)
     if layer is None:
-        return
+        return None
     reason = model_seams.why_not_fused(model)
     if reason is None and (getattr(layer, "bias", None) is not None or getattr(layer, "softcap", None) is not None):
         reason = "its output layer has a bias or a softcap"
-    if reason is not None:
-        raise ValueError(
-            f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
-        )
+    if reason is None:
+        return None
+    return ValueError(
+        f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
+    )
 
 
 def check_vocabulary(size: int, config: Any) -> None:
