@@ -23,6 +23,7 @@ from tests.gpt import (
     model_parallel,
     run_schedule,
     seed_ranks,
+    sharded_state,
     stock_spec,
     tiny_batches,
     tiny_config,
@@ -55,7 +56,7 @@ def whole_state(chunks) -> dict[str, torch.Tensor]:
 
     own = []
     for chunk in chunks:
-        state = chunk.sharded_state_dict()
+        state = sharded_state(chunk)
         apply_factories(state)
         own += [
             (shard.key, shard.global_shape, shard.global_offset, shard.data.detach().clone(), shard.prepend_axis_num)
