@@ -25,6 +25,7 @@ class Marks:
     def __init__(self, device: torch.device):
         self.mark = torch.zeros(1, dtype=torch.int64, device=device)
         self._error: Exception | None = None
+        self._before = 0  # the mark when it was raised
         self._expected: list[tuple[Tensor, str]] = []
 
     def expect(self, found: Tensor, expected: Tensor, name: str) -> None:
@@ -42,15 +43,15 @@ class Marks:
                 return compute()
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
-                self._error = error
+                self._error, self._before = error, int(self.mark)
                 self.mark.clamp_(min=dist.get_rank() + 1)
         return otherwise
 
     def raise_what_failed(self) -> None:
         """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
-        if self._error is not None:
+        failed = self._before or int(self.mark)
+        if self._error is not None and not self._before:
             raise self._error
-        failed = int(self.mark)
         if failed == dist.get_rank() + 1:
             name = next(name for differ, name in self._expected if differ)
             raise ValueError(
@@ -61,7 +62,7 @@ class Marks:
             raise RuntimeError(
                 f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
                 f"error says why"
-            )
+            ) from self._error  # which came of the zeros that were sent, if there is one
 
     def pack(self, *tensors: Tensor) -> Tensor:
         """A new buffer with the tensors and this rank's mark."""
