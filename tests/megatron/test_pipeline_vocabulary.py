@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -21,6 +21,7 @@ from tests.gpt import (
     forward_step,
     make_optimizer,
     model_parallel,
+    ours_everywhere,
     run_schedule,
     seed_ranks,
     sharded_state,
@@ -82,10 +83,11 @@ def trained(
     wrap=data_parallel,
     hybrid=False,
     step=forward_step,
+    layers=nullcontext,
     **more,
 ):
-    """The losses of some steps, and the weights after them."""
-    with model_parallel(**sizes), shared(ours):
+    """The losses of some steps with what is logged of multi-token prediction, and the weights after them."""
+    with model_parallel(**sizes), layers(), shared(ours):
         arguments = {"tied": tied, **more}
         chunks = tiny_hybrid_chunks(**arguments) if hybrid else tiny_gpt(spec, weights=weights, **arguments)
         seed_ranks()
@@ -94,7 +96,20 @@ def trained(
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
         losses = [train_step(wrapped, optimizer, t, step=step)[0] for t in tiny_batches(steps=steps, batch=8)]
         evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], step=step, forward_only=True)
-        return torch.tensor([*losses, evaluated], dtype=torch.float64), whole_state(chunks)
+        return torch.tensor([*losses, evaluated, *logged()], dtype=torch.float64), whole_state(chunks)
+
+
+def logged() -> list[float]:
+    """What the last stage has noted of multi-token prediction: losses, and in newer versions acceptance counts."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    own = [value.tolist() for _, value in sorted(tracker.items()) if isinstance(value, torch.Tensor)]
+    found = [
+        number for values in max(collectives.all_gather_object(own, dist.group.WORLD), key=len) for number in values
+    ]
+    assert all(number > 0 for number in found), found
+    return found
 
 
 def parity(sizes: dict, tied: bool, **overrides) -> None:
@@ -142,6 +157,8 @@ def of_any_length(microbatches, model):
 
 
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "step": of_any_length}
+FUSED = {"gradient_accumulation_fusion": True, "layers": ours_everywhere}  # Megatron's want kernels of Apex
+MTP = {"mtp_num_layers": 2}
 DEEP = {"num_layers": 4}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -158,13 +175,10 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
         pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2}, {"hybrid": True}, id="hybrid", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=pytest.mark.slow),
-        pytest.param(
-            True, {"pp": 2}, {"mtp_num_layers": 2, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            False, {"pp": 2, "vp": 2}, {"mtp_num_layers": 1, **DEEP}, id="mtp-interleaved", marks=pytest.mark.slow
-        ),
-        pytest.param(True, {"pp": 2}, {"mtp_num_layers": 1, **VARIABLE}, id="variable-mtp", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {**MTP, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2, "vp": 2}, {**MTP, **DEEP}, id="mtp-interleaved", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {**MTP, **VARIABLE}, id="tied-mtp-variable", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, FUSED, id="tied-accumulation-fused", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks(tied, sizes, overrides):

@@ -100,7 +100,9 @@ class Builder:
             home.embedding = _Holder(embedding)
         if mtp_layers and (groups.is_first or groups.is_last):
             multi_token.watch(home)
-        if not tied:
+        if tied:  # with gradient accumulation fusion the embedding's gradient is added beside the output layer's
+            weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+        else:
             whole = back.output_layer.weight if groups.is_last else None
             weight = _rows(whole, groups, groups.last, size, config)
         output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
