@@ -15,19 +15,6 @@ ROOT = Path(__file__).parents[2]
 # Columns of a rank at the sizes that count: V 128256 whole and in 8 shards, V 152064 in 8, and an odd one.
 SHARDS = {"V128256": 128256, "V128256/8": 16032, "V152064/8": 19008, "V50257": 50257}
 
-# Files with GPU tests that can be rehearsed. What is left needs a GPU's generators, processes or links between GPUs.
-REHEARSED = [
-    f"tests/{name}.py"
-    for name in (
-        "head/test_gpu",
-        "dtensor/test_attention",
-        "model_utils/test_packed",
-        "sequence/test_attention",
-        "sequence/test_packed_batches",
-        "test_main_grad",
-    )
-]
-
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -60,15 +47,6 @@ def test_the_head_itself_under_the_interpreter(tests):
     and memory: values and gradients."""
     file, chosen = tests.split(" -k ")
     interpret("-m", "pytest", "-q", "-m", "not slow and not gpu", f"tests/head/{file}", "-k", chosen)
-
-
-@pytest.mark.slow
-def test_the_gpu_tests_rehearsed():
-    """Line by line on the CPU, the head's and what attention, packs and main_grad have: none of these lines runs for
-    the first time on a GPU."""
-    said = interpret("-m", "pytest", "-m", "gpu", "--rehearse", *REHEARSED)
-    assert re.search(r"^\d+ passed", said, re.MULTILINE), said
-    assert "skipped" not in said, said
 
 
 @pytest.mark.slow
