@@ -175,7 +175,7 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
             ):
                 missing = [module for module in modules if importlib.util.find_spec(module) is None]
                 if missing:
-                    absent.append(f"{name}: {' and '.join(missing)} is not installed")
+                    absent.append(f"{name}: not installed: {', '.join(missing)}")
                 else:
                     found.append(Implementation(name, build, error_limit=limit, slow=True, foreign=True))
     return found, absent

@@ -97,19 +97,21 @@ def test_instructions_on_hopper(shard):
     of_logits = {"row_gradient", "long_row" if shard == "V128256" else "whole_row"}
     assert found.keys() == of_logits | {"label_rows", "finish_dx", "token_results", "token_gradient"}
     for launch in found.values():
+        launch.check_spills()
         used = launch.resources()
-        assert used["STACK"] == used["LOCAL"] == 0, (launch.name, used)
         threads = 32 * launch.arguments["num_warps"]
         assert 2 * threads * used["REG"] <= 65536 or threads == 1024, (launch.name, used)
     for name in of_logits:
         loads = found[name].loads()
         assert sum(width == 16 for width in loads) >= len(loads) - 4, (name, loads)
     if shard == "V128256":
-        first, _, again, _ = found["long_row"].loops()  # of each pair the second masks columns past the end
+        from tests.head.hopper import OLDER_TRITON
+
+        first, _, again, _ = map(len, found["long_row"].loops())  # of each pair the second masks columns past the end
         constants = found["long_row"].arguments
         each = constants["STEPS"] * constants["LANES"] / 256
         assert first <= 11.5 * each, "statistics and kept exponentials"
-        assert again <= 4.5 * each, "of rows that are read again"
+        assert again <= (4.6 if OLDER_TRITON else 4.5) * each, "of rows that are read again"
     else:
         constants = found["whole_row"].arguments
         assert SHARDS[shard] > 0.9 * (lanes := constants["FIRST"] + constants["REST"])
@@ -127,5 +129,4 @@ def test_no_spills_on_hopper(shard, of_logits):
     found = launches(SHARDS[shard], of_logits=of_logits, **options, **({} if of_logits else {"cache": 0.5}))
     assert found
     for launch in found:
-        used = launch.resources()
-        assert used["STACK"] == used["LOCAL"] == 0, (launch.name, used)
+        launch.check_spills()
