@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu_steps, record
+from benchmarks import gpu, gpu_steps, record
 from benchmarks.gpu import NOT_MEASURED
 from tests.passed import Passed
 
@@ -69,6 +69,24 @@ def test_tests_and_measurements_rehearsed(tmp_path):
     passed = (tmp_path / "passed.txt").read_text()
     for file in ("head/test_gpu", "dtensor/test_attention", "model_utils/test_packed", "test_main_grad"):
         assert f"tests/{file}.py::" in passed
+
+
+def test_a_lost_device_ends_the_run(tmp_path):
+    """What was measured then has a row with the reason; the rest is left to the next run."""
+    machine = gpu.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
+    run = gpu.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    with pytest.raises(SystemExit, match="illegal memory access"):
+        run.attempt(gpu.REHEARSAL[0], "a head", failing("launch failed"))
+    (row,) = record.read(run.out)
+    assert (row.impl, row.metric, row.unit) == ("a head", NOT_MEASURED, "RuntimeError: launch failed")
+    assert run.measured(gpu.REHEARSAL[0], "a head")
+
+
+def failing(message):
+    def fails():
+        raise RuntimeError(message)
+
+    return fails
 
 
 def test_steps_run_in_the_time_there_is(tmp_path):

@@ -156,6 +156,15 @@ def test_cuda_graph(name):
     torch.testing.assert_close([x.detach() for x in found], [x.detach() for x in want], rtol=0, atol=0)
 
 
+def test_auto_keeps_all_where_memory_is_free():
+    (hidden, weight, bias), labels, grad = drawn()
+    results = []
+    for cache in ("auto", 1):
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, cache=cache)
+        results.append([loss, *torch.autograd.grad(loss, (hidden, weight, bias), grad)])
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.rehearsed(branches=False)
 @pytest.mark.parametrize("name", CALLS if ON_GPU else ["linear_log_probs"])
 def test_compiled(name):
