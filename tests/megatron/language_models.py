@@ -147,9 +147,7 @@ def tiny_hybrid_chunks(
     elif config.mtp_num_layers:
         raise ValueError("this Megatron's hybrid model has no multi-token prediction")
     else:
-        ratios = {"hybrid_attention_ratio": layers.count("*") / len(layers)}
-        ratios["hybrid_mlp_ratio"] = layers.count("-") / len(layers)
-        sizes = {"hybrid_override_pattern": layers, **ratios}
+        sizes = {"hybrid_override_pattern": layers}
     if virtual and "vp_stage" not in parameters:
         raise ValueError("this Megatron's hybrid model takes no vp_stage")
     if ours:
