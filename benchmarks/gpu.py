@@ -163,13 +163,21 @@ class Run:
         print(f"{time.perf_counter() - self.began:4.0f} s  {case.name}: {name}", flush=True)
 
     def attempt(self, case: Case, name: str, measure: Callable[[], list[Row]]) -> None:
-        """The rows of `measure`, or one that says why there are none. One is there even if this process ends in it."""
+        """The rows of `measure`, or one that says why there are none. One is there even if this process ends in it.
+
+        After an error that a CUDA device does not get over in this process, the program ends: all else would fail.
+        """
         self.write(case, name, [(NOT_MEASURED, ENDED, [1.0])])
         try:
             rows = measure()
         except Exception as failure:
             rows = [(NOT_MEASURED, f"{type(failure).__name__}: {failure}"[:300].replace("\n", " "), [1.0])]
-        self.machine.free_unused()
+        try:
+            self.machine.synchronize()
+            self.machine.free_unused()
+        except RuntimeError as lost:
+            self.write(case, name, rows)
+            raise SystemExit(f"the device is lost to this process ({lost}): run this again, it goes on") from None
         self.write(case, name, rows)
 
     def case(self, case: Case, group: dist.ProcessGroup, impls: list[Implementation], absent: list[str]) -> None:

@@ -110,6 +110,22 @@ def liger(case: Case, group: Group) -> Head:
     return lambda x, w, y: loss(w, x, y)
 
 
+def liger_hopper(per_token: bool) -> Callable[[Case, Group], Head]:
+    """Liger's kernels for Hopper alone: the mean's with 6 NVH, or per token with 8 and no logits in memory.
+
+    Both take bf16. The mean's refuses tokens that are no multiple of 128 and columns that are none of 256.
+    """
+
+    def build(case: Case, group: Group) -> Head:
+        from liger_kernel.ops.cutedsl import ops
+
+        if per_token:
+            return lambda x, w, y: ops.LigerFusedScaledCrossEntropySM90Function.apply(x, w, y)
+        return lambda x, w, y: ops.liger_fused_linear_cross_entropy_sm90(x, w, y)
+
+    return build
+
+
 def cut_cross_entropy(case: Case, group: Group) -> Head:
     from cut_cross_entropy import linear_cross_entropy as cce
 
@@ -151,12 +167,15 @@ def available(case: Case, on_gpu: bool = False) -> tuple[list[Implementation], l
             absent.append(f"pytorch chunked: torch {torch.__version__} has no linear_cross_entropy")
         if on_gpu:
             # Their dW is a 16-bit running sum over chunks of tokens: at A 32, which errs 6.9 x, and 64, 10.5 x.
-            for name, module, build, limit in (
-                ("liger", "liger_kernel", liger, 8.5),
-                ("cut-cross-entropy", "cut_cross_entropy", cut_cross_entropy, 13.0),
+            for name, modules, build, limit in (
+                ("liger", ("liger_kernel",), liger, 8.5),
+                ("liger, Hopper, mean", ("liger_kernel", "cutlass"), liger_hopper(False), 2.5),
+                ("liger, Hopper, per token", ("liger_kernel", "cutlass"), liger_hopper(True), 8.5),
+                ("cut-cross-entropy", ("cut_cross_entropy",), cut_cross_entropy, 13.0),
             ):
-                if importlib.util.find_spec(module) is None:
-                    absent.append(f"{name}: {module} is not installed")
+                missing = [module for module in modules if importlib.util.find_spec(module) is None]
+                if missing:
+                    absent.append(f"{name}: not installed: {', '.join(missing)}")
                 else:
                     found.append(Implementation(name, build, error_limit=limit, slow=True, foreign=True))
     return found, absent

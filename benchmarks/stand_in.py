@@ -3,6 +3,7 @@
 Tensors say that they are on CUDA, matrix products round as cuBLAS does, and Triton's kernels run under its interpreter.
 """
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -31,10 +32,18 @@ class Event:
         return (later.at - self.at) * 1e3
 
 
+@functools.cache
+def _cublas_repeats() -> bool:
+    """Whether cuBLAS gives the same bits in each run. As torch asks: once, at the first product of a process."""
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
+
+
 def mm(
     x: torch.Tensor, y: torch.Tensor, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sums in fp32 (fp64 for fp64), one rounding, or none with `out_dtype`."""
+    if not _cublas_repeats() and torch.get_deterministic_debug_mode() == 2:
+        raise RuntimeError("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the first product, or use no deterministic mode")
     wide = torch.promote_types(x.dtype, torch.float32)
     product = _mm(x.to(wide), y.to(wide)).to(out_dtype or x.dtype)
     return product if out is None else out.copy_(product)

@@ -4,10 +4,13 @@ import sys
 
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported
+# cuBLAS needs it in torch's deterministic mode, which looks once, at the first product of a process.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
 
+from tests.passed import Passed
 from tests.ranks import TIMEOUT_S, close_pools, prepare_process
 
 
@@ -17,13 +20,25 @@ def pytest_addoption(parser):
         action="store_true",
         help="with -m gpu: most GPU tests on the CPU, line by line, with Triton's interpreter and toy sizes",
     )
+    parser.addoption(
+        "--resume", metavar="FILE", help="leave out the tests that FILE has as passed; add those that pass"
+    )
 
 
 def pytest_configure(config):
     prepare_process()
+    if config.getoption("resume"):
+        config.pluginmanager.register(Passed(config.getoption("resume")))
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`-m gpu` imports no file without such tests: a machine with a GPU may have nothing but torch and pytest."""
+    if config.getoption("markexpr") != "gpu" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.gpu" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config, items):

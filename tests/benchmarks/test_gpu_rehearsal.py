@@ -1,14 +1,19 @@
-"""The program that measures on a GPU, run on the CPU: every line of it, and what it does when heads fail."""
+"""What is run on a GPU, run on the CPU: every line of it, what it does when heads fail or time is short, and that it
+goes on where it ended."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import record
+from benchmarks import gpu, gpu_steps, record
 from benchmarks.gpu import NOT_MEASURED
+from tests.passed import Passed
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -46,3 +51,72 @@ def test_the_rehearsal(tmp_path):
     assert "its time does not count" in found["wrong", NOT_MEASURED].unit
     assert ("wrong", "time") not in found
     assert rows() == found, "what is measured is not measured again"
+
+
+@pytest.mark.slow
+def test_tests_and_measurements_rehearsed(tmp_path):
+    """All that the page about GPUs has to run on one, line by line: nothing runs there for the first time but the tests
+    that need a GPU's generators, processes or links between GPUs. Called again, there is nothing left to do."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu_steps", "--rehearse", "--minutes", "60"]
+    for left in (True, False):
+        done = subprocess.run([*command, "--folder", tmp_path], cwd=ROOT, capture_output=True, text=True)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said[-3000:]
+        assert "tests: done" in said
+        assert "measurements: done" in said
+        assert bool(re.search(r"^\d+ passed", said, re.MULTILINE)) == left, said
+        assert "skipped" not in said, said
+    passed = (tmp_path / "passed.txt").read_text()
+    for file in ("head/test_gpu", "dtensor/test_attention", "model_utils/test_packed", "test_main_grad"):
+        assert f"tests/{file}.py::" in passed
+
+
+def test_a_lost_device_ends_the_run(tmp_path):
+    """What was measured then has a row with the reason; the rest is left to the next run."""
+    machine = gpu.Machine("cpu", None, failing("illegal memory access"), None, None, None, lambda: None)
+    run = gpu.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    with pytest.raises(SystemExit, match="illegal memory access"):
+        run.attempt(gpu.REHEARSAL[0], "a head", failing("launch failed"))
+    (row,) = record.read(run.out)
+    assert (row.impl, row.metric, row.unit) == ("a head", NOT_MEASURED, "RuntimeError: launch failed")
+    assert run.measured(gpu.REHEARSAL[0], "a head")
+
+
+def failing(message):
+    def fails():
+        raise RuntimeError(message)
+
+    return fails
+
+
+def test_steps_run_in_the_time_there_is(tmp_path):
+    """A step that fails does not stop the next. What is not done in time ends with its children."""
+    child = tmp_path / "child"
+    sleeping = f"import subprocess; subprocess.run(['sh', '-c', 'sleep 2; touch {child}'])"
+    steps = {"says": "print('this')", "fails": "raise SystemExit(3)", "ends": "print('that')", "sleeps": sleeping}
+    steps = {name: [sys.executable, "-S", "-c", code] for name, code in steps.items()}
+    last = steps.pop("sleeps")
+    assert gpu_steps.run(steps, tmp_path, 60) == gpu_steps.FAILED
+    assert (tmp_path / "says.log").read_text() == "this\n"
+    assert (tmp_path / "ends.log").read_text() == "that\n"
+    assert gpu_steps.run({"first": last, "ends": steps["ends"]}, tmp_path, 0.5) == gpu_steps.SHORT_OF_TIME
+    assert (tmp_path / "ends.log").read_text() == "that\n", "not begun"
+    time.sleep(2)
+    assert not child.exists()
+
+
+def test_what_has_passed_is_left_out(tmp_path):
+    """At the same commit. What failed or was skipped is run again."""
+    file, session = tmp_path / "new" / "passed.txt", SimpleNamespace(exitstatus=5)
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    reports = [("a", "call", True), ("b", "call", False), ("c", "setup", True), ("d[1]", "call", True)]
+    for commit, left in (("1", "abcd"), ("1", "bc"), ("2", "abcd")):
+        plugin = Passed(str(file))
+        plugin.commit = commit
+        items = [SimpleNamespace(nodeid=name) for name in ("a", "b", "c", "d[1]")]
+        plugin.pytest_collection_modifyitems(config, items)
+        assert "".join(item.nodeid[0] for item in items) == left
+        for name, when, passed in reports:
+            plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=name, when=when, passed=passed))
+    Passed(str(file)).pytest_sessionfinish(session, pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert session.exitstatus == 0, "all have passed"

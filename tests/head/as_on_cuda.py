@@ -91,6 +91,10 @@ def _captured(graph):
         yield
 
 
+# As `torch.cuda` has it: a number now, for blocks of every size.
+_ALLOCATOR = {name: {"all": {"current": 0}} for name in ("reserved_bytes", "active_bytes", "inactive_split_bytes")}
+
+
 @contextmanager
 def rehearsal(branches=True):
     """A CPU in place of a GPU: CUDA's branches and rounding, Triton's kernels interpreted, stand-ins for streams,
@@ -104,7 +108,7 @@ def rehearsal(branches=True):
         "CUDAGraph": _Graph,
         "graph": _captured,
         "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
-        "memory_stats_as_nested_dict": lambda device=None: {},
+        "memory_stats_as_nested_dict": lambda device=None: _ALLOCATOR,
     }
     replaced = [(torch.cuda, name, what) for name, what in cuda.items()]
     if not branches:

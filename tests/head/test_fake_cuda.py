@@ -13,6 +13,7 @@ from benchmarks.meter import one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head import distributions, hidden_distributions
 from megatron_ext.head.linear import LinearHead
+from tests.devices import GPU
 from tests.waits import NoWait
 
 T, D, V = 20, 16, 40
@@ -51,7 +52,7 @@ def apply(function, *args):
 
 
 def empty(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="cuda")
+    return torch.empty(*shape, dtype=dtype, device=GPU)
 
 
 def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False):
@@ -61,7 +62,7 @@ def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False)
         if fused:
             weight.main_grad = empty(V, D, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         more = {"bias": empty(V, dtype=dtype) if with_bias else None, "gradient_accumulation_fusion": fused}
-        labels = torch.zeros(T, dtype=torch.int64, device="cuda")
+        labels = torch.zeros(T, dtype=torch.int64, device=GPU)
         function(hidden, weight, labels, group, layout, cache=cache, chunk_tokens=chunk_tokens, **more, **options)
 
     return call
@@ -83,11 +84,11 @@ def on_hidden(function, *more, **options):
 
 
 def labels(dtype):
-    return torch.zeros(T, dtype=torch.int64, device="cuda")
+    return torch.zeros(T, dtype=torch.int64, device=GPU)
 
 
 def ids(dtype):
-    return torch.zeros(T, 3, dtype=torch.int64, device="cuda")
+    return torch.zeros(T, 3, dtype=torch.int64, device=GPU)
 
 
 def logits(dtype):
@@ -95,6 +96,9 @@ def logits(dtype):
 
 
 pytestmark = pytest.mark.gpu  # torch built without CUDA cannot fake all of it
+DTYPES, RANKS = [torch.bfloat16], [(2, "replicated"), (2, "sequence")]
+if GPU == "cuda":
+    DTYPES, RANKS = [torch.float64, torch.float32, torch.bfloat16], [(1, "replicated"), *RANKS]
 
 READ_BOTH = {"return_entropy": True, "return_hits": True}
 CALLS = {
@@ -118,8 +122,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("ranks, layout", [(1, "replicated"), (2, "replicated"), (2, "sequence")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.rehearsed
+@pytest.mark.parametrize("ranks, layout", RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_branch_fits_and_nothing_waits(dtype, ranks, layout, monkeypatch):
     monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(apply))
     with one_rank_of(ranks) as group, torch.no_grad(), NoWait():
@@ -131,7 +136,7 @@ def test_every_branch_fits_and_nothing_waits(dtype, ranks, layout, monkeypatch):
 def test_a_number_in_one_element_waits():
     """An assignment copies it; `fill_` does not."""
     with FakeTensorMode(), torch.no_grad(), NoWait():
-        x = torch.empty(2, device="cuda")
+        x = torch.empty(2, device=GPU)
         x[0].fill_(1.0)
         x[:] = 1.0
         with pytest.raises(AssertionError, match="blocking"):
