@@ -55,6 +55,7 @@ WITHOUT_megatron-core-0.14.0 := --ignore tests/megatron/test_attention.py \
 
 # What other tests show of a version as well: more layouts of the same training, and of the same models.
 PINNED_ONLY_megatron := $(foreach test,test_pretraining_parity.py::test_tp1[ test_pretraining_parity.py::test_tp2[ \
+	test_pipeline_vocabulary.py::test_four_ranks[ \
 	test_page.py::test_the_launchers_command_runs,--deselect "tests/megatron/$(test)")
 PINNED_ONLY_transformers := --deselect "tests/dtensor/test_parity.py::test_four_ranks"
 

@@ -1,12 +1,13 @@
 """`python -m benchmarks.losses`: GRPO's loss from hidden states, forward and backward, beside `linear_log_probs` alone.
 
-Both run in one process and by turns, and Liger's fused loss where it is installed; what is compared is the CPU time of
-the process. A way whose loss or gradients are wrong gets no time.
+Both run in one process and by turns, the loss with the least memory too, and Liger's fused loss where it is installed;
+what is compared is the CPU time of the process. A way whose loss or gradients are wrong gets no time.
 
 Legend: B rows, S positions, D hidden size, V vocabulary.
 """
 
 import argparse
+import functools
 import importlib.util
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from megatron_ext import linear_log_probs, reference
 from megatron_ext.losses import GRPOLoss
 
 HEAD, OURS, LIGER = "linear_log_probs", "GRPO loss", "Liger GRPO loss"
+SMALL = "GRPO loss, cache=0, 256 tokens at a time"
 CASE = "GRPO loss fp32, 8 rows of 256, D 256, V 16384"
 SIZES = (8, 256, 256, 16384)
 SECONDS = 10.0
@@ -68,8 +70,8 @@ def log_probs_alone(given: Inputs) -> Tensor:
     return (found * given.mask_BS).sum()
 
 
-def grpo(given: Inputs) -> Tensor:
-    loss, _ = GRPOLoss(beta=BETA)(
+def grpo(given: Inputs, **options: Any) -> Tensor:
+    loss, _ = GRPOLoss(beta=BETA, **options)(
         given.hidden_BSD,
         given.weight_VD,
         given.labels_BS,
@@ -94,6 +96,10 @@ def liger_grpo() -> Way | None:
         return loss(*head, ref_per_token_logps=given.ref_BS, old_per_token_logps=given.old_BS)[0]
 
     return way
+
+
+def default_ways() -> dict[str, Way | None]:
+    return {OURS: grpo, SMALL: functools.partial(grpo, cache=0, chunk_tokens=256), LIGER: liger_grpo()}
 
 
 def true_loss(given: Inputs) -> Tensor:
@@ -133,7 +139,7 @@ def measure_losses(
     ways: dict[str, Way] = {HEAD: log_probs_alone}
     rows: list[tuple[str, str, str, list[float]]] = []
     remarks = []
-    for name, way in ({OURS: grpo, LIGER: liger_grpo()} if known is None else known).items():
+    for name, way in (default_ways() if known is None else known).items():
         if way is None:
             remarks.append(f"{name}: not installed")
             continue

@@ -197,20 +197,28 @@ def tiny_gpt(
     return chunks
 
 
+def sharded_state(model) -> dict:
+    """What Megatron would store of a model."""
+    from megatron.core import parallel_state
+
+    copies = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    last_of_many = getattr(model, "post_process", False) and not model.pre_process
+    if last_of_many and getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
+        # The output layer has a weight that nobody uses, and Megatron's sharded_state_dict insists that it has none.
+        unused, model.output_layer.weight = model.output_layer.weight, None
+        state = model.sharded_state_dict(metadata=copies)
+        model.output_layer.weight = unused
+        return state
+    return model.sharded_state_dict(metadata=copies)
+
+
 @torch.no_grad()
 def set_weights(model, seed: int = 0) -> None:
     """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    last_of_many = getattr(model, "post_process", False) and not model.pre_process
-    if last_of_many and getattr(model, "mtp_process", False) and model.share_embeddings_and_output_weights:
-        # The output layer has a weight that nobody uses, and Megatron's sharded_state_dict insists that it has none.
-        unused, model.output_layer.weight = model.output_layer.weight, None
-        state = model.sharded_state_dict()
-        model.output_layer.weight = unused
-    else:
-        state = model.sharded_state_dict()
+    state = sharded_state(model)
     apply_factories(state)
     for shard in nested_values(state):
         if not isinstance(shard, ShardedTensor):

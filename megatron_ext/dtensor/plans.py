@@ -5,8 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
@@ -74,7 +80,7 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         check_draws(model)
         return Chosen(structural_plan(model, layout), None)
     try:
-        plan = get_hf_tp_plan(model)
+        plan = get_hf_tp_plan(model, layout.tp)
     except ValueError as error:
         raise _unsupported(model, "tensor parallelism", f"{why}, and {error}") from error
     if not takes_attention_functions(model):  # such forwards know their number of heads by heart
@@ -98,8 +104,15 @@ def structural_plan(model: nn.Module, layout: Layout) -> Plan:
     prefix = f"{text}." if text else ""
     plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
     plan[f"{prefix}embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout.stream)
-    plan[head] = ColwiseParallel(input_layouts=layout.stream, output_layouts=Shard(-1), use_local_output=False)
+    plan[head] = _head_style(model.get_submodule(head), layout.tp, layout.stream)
     return plan
+
+
+def _head_style(head: Any, ranks: int, stream: Placement) -> ParallelStyle:
+    """Sharded by columns, which stay so; whole on every rank where some would get no column (FSDP2 takes none)."""
+    if head.weight.shape[0] >= ranks:
+        return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+    return PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True)
 
 
 def _unknown(model: nn.Module, layout: Layout) -> str | None:
@@ -148,8 +161,9 @@ def translate_parallel_style(style: str) -> ParallelStyle:
     return styles[style]()
 
 
-def get_hf_tp_plan(model: nn.Module) -> Plan:
-    """transformers' own plan for `model`, in torch's styles and ours; the lm head keeps its logits sharded.
+def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
+    """transformers' own plan for `model`, in torch's styles and ours; the lm head keeps its logits sharded, if it has
+    a column for each of `ranks`.
 
     Raises:
         ValueError: transformers has no plan for this model, or one with a style that `translate_parallel_style` lacks.
@@ -169,7 +183,7 @@ def get_hf_tp_plan(model: nn.Module) -> Plan:
         if style != "replicate" and name.rpartition(".")[0] not in stacks
     }
     plan.setdefault(f"{prefix}embed_tokens", RowwiseParallel(input_layouts=Replicate()))
-    plan[head] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    plan[head] = _head_style(model.get_submodule(head), ranks, Replicate())
     return plan
 
 

@@ -9,22 +9,29 @@ from torch import Tensor
 _GROUP = 64  # columns
 
 
-def largest_columns(z_TV: Tensor, k: int) -> Tensor:
+def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     """`[T, k]`, int64: the first k columns of each row, where the ids are the columns.
 
     A group of neighbours whose largest comes after k other groups' largest has none of the k: only the others are
     compared one by one, and the logits themselves are read once.
+
+    Args:
+        any_equals: which of equals are among the k, and in which order, may be any, which is faster.
     """
     groups, rest = divmod(z_TV.shape[1], _GROUP)
     if groups < 2 * k:
-        return largest(z_TV, torch.arange(z_TV.shape[1], device=z_TV.device), k)
+        return _first(z_TV, torch.arange(z_TV.shape[1], device=z_TV.device), k, any_equals)
     largest_TN = z_TV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP)).amax(-1)
-    found_TK = largest_columns(largest_TN, k)
+    found_TK = largest_columns(largest_TN, k, any_equals)
     ids_TN = (found_TK.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=z_TV.device)).flatten(1)
     if rest:
         others = torch.arange(groups * _GROUP, z_TV.shape[1], device=z_TV.device)
         ids_TN = torch.cat([ids_TN, others.expand(z_TV.shape[0], rest)], 1)
-    return ids_TN.gather(1, largest(z_TV.gather(1, ids_TN), ids_TN, k))
+    return ids_TN.gather(1, _first(z_TV.gather(1, ids_TN), ids_TN, k, any_equals))
+
+
+def _first(z_TN: Tensor, ids_TN: Tensor, k: int, any_equals: bool) -> Tensor:
+    return z_TN.topk(k, -1).indices if any_equals else largest(z_TN, ids_TN, k)
 
 
 def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:

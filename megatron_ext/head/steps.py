@@ -47,12 +47,14 @@ class Result(NamedTuple):
 
     Attributes:
         loss_T: the losses, the same on every rank, in the dtype of the passes.
+        hits_T: bool, whether the labels have the largest logits; None if `options.hits` did not ask for it.
         unit_dx_TD: this rank's part of the gradient of the hidden states where every loss has the gradient 1, in the
             weight's dtype; None if no gradient is wanted. Summed over the ranks and multiplied by the losses' gradient
             it is dx.
     """
 
     loss_T: Tensor
+    hits_T: Tensor | None
     unit_dx_TD: Tensor | None
     products: Products
     stats: statistics.Statistics
@@ -112,7 +114,7 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor, options: HeadO
         unit_TD = linear.finished_dx(
             rows, found.product_TD, grad, found.target_T, weight_VD, None, options, passing=False
         )
-    return Result(results.loss, unit_TD, found._replace(product_TD=None), stats)
+    return Result(results.loss, results.hits, unit_TD, found._replace(product_TD=None), stats)
 
 
 @torch.no_grad()

@@ -3,9 +3,10 @@
 Kept is every logit that is at least the k-th largest, however many equal it, and of these every one above which lies
 less probability than p. Each rank sends its own k largest logits, how many of its columns equal the last of these, and
 the label's logit: that says how many columns equal the k-th largest of all, wherever they are, and what all that is
-kept adds up to.
+kept adds up to. Each rank finds some candidates more than it sends: logits of 16 bits have a few equals of the k-th at
+most tokens, and only where these reach beyond all candidates is the row of logits read again.
 
-Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K candidates, R ranks, N = R * K.
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K candidates, R ranks.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from megatron_ext.head.rows import accumulation_dtype
 from megatron_ext.head.statistics import REFUSED
 from megatron_ext.head.values import has_values, raise_if
 
-# Rows after those of `row_statistics`: the label's logit, how many columns equal the last candidate, the candidates,
-# and, which stay here, the candidates' columns.
+# Rows after those of `row_statistics`: the label's logit, how many columns equal the k-th candidate, k candidates, and,
+# which stay here, further candidates and the columns of all.
 _LABEL, _EQUAL, _VALUES = OWN, OWN + 1, OWN + 2
 
 # Above as many, candidates are cut down to the vocabulary, after the ranks have told each other how large it is: else
@@ -51,13 +52,22 @@ class TopKTopP(ReadOut):
         return self.top_k if self.top_k <= _MANY else min(self.top_k, self.options.vocab.size)
 
     @property
-    def own_k(self) -> int:
-        """Candidates that this rank has."""
-        return min(self.k, self.options.vocab.counted)
+    def candidates(self) -> int:
+        return self.k + 16 + self.k // 16
+
+    @property
+    def own_candidates(self) -> int:
+        """Those that this rank has."""
+        return min(self.candidates, self.options.vocab.counted)
+
+    @property
+    def sent(self) -> int:
+        """Rows that the other ranks get."""
+        return _VALUES + self.k
 
     @property
     def more(self) -> int:
-        return _VALUES - OWN + 2 * self.k
+        return _VALUES - OWN + 2 * self.candidates
 
     def begin(self, tokens: int, device: torch.device) -> None:
         if self.top_k > _MANY and self.options.ranks > 1 and tokens:
@@ -68,7 +78,7 @@ class TopKTopP(ReadOut):
             self._agree(like.device, int(REFUSED))
             return
         dtype = accumulation_dtype(like.dtype)
-        statistics.refuse(tokens, self.options, dtype, like.device, self.more - self.k)
+        statistics.refuse(tokens, self.options, dtype, like.device, self.sent - OWN)
 
     def _agree(self, device: torch.device, size: int) -> None:
         own = torch.full((1,), size, dtype=torch.int64, device=device)
@@ -85,37 +95,37 @@ class TopKTopP(ReadOut):
         return self.labels_T
 
     def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
-        (z_tV,), vocab, k = logits, self.options.vocab, self.own_k
+        (z_tV,), vocab, found = logits, self.options.vocab, self.own_candidates
         self.own_statistics(z_tV, stats_Kt[:OWN], False)
-        stats_Kt[OWN : _VALUES + self.k] = -torch.inf
+        stats_Kt[OWN : _VALUES + self.candidates] = -torch.inf
         stats_Kt[_EQUAL] = 0
-        columns_Kt = _integers(stats_Kt)[_VALUES + self.k :]
+        columns_Kt = _integers(stats_Kt)[_VALUES + self.candidates :]
         labels_t = self.labels_T[rows]
-        for at in blocks(z_tV, 4) if k else []:
+        for at in blocks(z_tV, 8) if found else []:
             z_uV, own_u = z_tV[at, : vocab.counted], vocab.owns(labels_t[at])
-            columns_uK = largest_columns(z_uV, min(k + 1, vocab.counted))
+            columns_uK = largest_columns(z_uV, found, any_equals=True)
             z_uK = z_uV.gather(1, columns_uK)
-            stats_Kt[_VALUES : _VALUES + k, at] = z_uK[:, :k].t().to(stats_Kt.dtype)
-            columns_Kt[:k, at] = columns_uK[:, :k].t().to(columns_Kt.dtype)
-            stats_Kt[_EQUAL, at] = _equal_to_last(z_uV, z_uK, k).to(stats_Kt.dtype)
+            stats_Kt[_VALUES : _VALUES + found, at] = z_uK.t().to(stats_Kt.dtype)
+            columns_Kt[:found, at] = columns_uK.t().to(columns_Kt.dtype)
+            stats_Kt[_EQUAL, at] = _equal_to_kth(z_uV, z_uK, min(self.k, found)).to(stats_Kt.dtype)
             label_u1 = (labels_t[at] - vocab.start).where(own_u, 0).unsqueeze(1)
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
     def exchange(self, stats_KT: Tensor, places_T: Tensor | None) -> Tensor:
-        return super().exchange(stats_KT[: _VALUES + self.k], places_T)
+        return super().exchange(stats_KT[: self.sent], places_T)
 
     def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        tokens, k = own_KT.shape[1] - 1, self.own_k
-        columns_Tk = _integers(own_KT)[_VALUES + self.k :, :-1][:k].t().long()
-        probs_Tk = own_KT.new_empty(tokens, k, dtype=torch.float64)
+        tokens, found = own_KT.shape[1] - 1, self.own_candidates
+        columns_TK = _integers(own_KT)[_VALUES + self.candidates :, :-1][:found].t().long()
+        probs_TK = own_KT.new_empty(tokens, found, dtype=torch.float64)
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))
         kth_T = own_KT.new_empty(tokens)
         for at in blocks(stats_RKT[:, _VALUES:, :-1].flatten(0, 1).t()):
-            own_Kt = own_KT[: _VALUES + self.k, :-1][:, at]
-            found = self._among_candidates(stats_RKT[..., :-1][..., at], own_Kt, self.labels_T[at])
-            log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = found
-            probs_Tk[at] = probs_tK[:, :k]
-        saved = [self.labels_T, log_prob_T, probs_Tk, columns_Tk, kth_T, tied_T]
+            own_Kt = own_KT[: _VALUES + self.candidates, :-1][:, at]
+            results = self._among_candidates(stats_RKT[..., :-1][..., at], own_Kt, self.labels_T[at])
+            log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = results
+            probs_TK[at] = probs_tK[:, :found]
+        saved = [self.labels_T, log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
         return [log_prob_T.to(own_KT.dtype)], saved
 
     def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, labels_t: Tensor) -> tuple[Tensor, ...]:
@@ -150,9 +160,9 @@ class TopKTopP(ReadOut):
         own_tK = own_Kt[_VALUES:].t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
         probs_tK = self._log_prob(own_tK, lse_t.unsqueeze(1)).where(kept_tK, -torch.inf).exp()
-        last_t = own_tK[:, -1]
-        more_t = own_Kt[_EQUAL] > (own_tK == last_t.unsqueeze(1)).sum(1)
-        tied_t = self._log_prob(kth_t, lse_t).where(whole_t & more_t & (last_t == kth_t), -torch.inf).exp()
+        own_kth_t = own_tK[:, self.k - 1]
+        more_t = own_Kt[_EQUAL] > (own_tK == own_kth_t.unsqueeze(1)).sum(1)
+        tied_t = self._log_prob(kth_t, lse_t).where(whole_t & more_t & (own_kth_t == kth_t), -torch.inf).exp()
         return log_prob_t, probs_tK, kth_t, tied_t
 
     def _log_prob(self, z: Tensor, lse: Tensor) -> Tensor:
@@ -163,7 +173,7 @@ class TopKTopP(ReadOut):
 
         On CPU, where it costs no wait to see that no token of the chunk has any, they are then not read.
         """
-        labels_t, log_prob_t, probs_tk, columns_tk, kth_t, tied_t = (x[rows] for x in saved)
+        labels_t, log_prob_t, probs_tK, columns_tK, kth_t, tied_t = (x[rows] for x in saved)
         o, vocab = self.options, self.options.vocab
         out_tV.zero_()
         if vocab.counted == 0:
@@ -172,7 +182,7 @@ class TopKTopP(ReadOut):
         g_t = (grad[rows].double() / o.temperature).where(counts_t, 0.0)
         # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 for the while.
         row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
-        out_tV.index_put_((row_t1, columns_tk), (-g_t.unsqueeze(1) * probs_tk).to(out_tV.dtype))
+        out_tV.index_put_((row_t1, columns_tK), (-g_t.unsqueeze(1) * probs_tK).to(out_tV.dtype))
         tied = tied_t.nonzero()[:, 0] if _is_free_to_look(tied_t) else None
         if tied is None or len(tied):
             _fill_equals(out_tV[:, : vocab.counted], logits()[0], kth_t, (-g_t * tied_t), tied)
@@ -193,16 +203,16 @@ def _fill_equals(out_tV: Tensor, z_tV: Tensor, kth_t: Tensor, value_t: Tensor, t
         out_tV[at] = value_u1.where(equal_uV, out_tV[at])
 
 
-def _equal_to_last(z_uV: Tensor, z_uK: Tensor, k: int) -> Tensor:
-    """How many columns of each row equal its k-th largest; `z_uK` the k + 1 largest, or all if there are only k."""
-    last_u1 = z_uK[:, k - 1 : k]
-    if z_uK.shape[1] == k:
-        return (z_uK == last_u1).sum(1)
+def _equal_to_kth(z_uV: Tensor, z_uK: Tensor, k: int) -> Tensor:
+    """How many columns of each row equal its k-th largest; `z_uK` at least the k largest."""
+    kth_u1 = z_uK[:, k - 1 : k]
+    count_u = (z_uK == kth_u1).sum(1)
+    if z_uK.shape[1] == z_uV.shape[1]:
+        return count_u
     if not _is_free_to_look(z_uV):
-        return (z_uV == last_u1).sum(1)
-    count_u = (z_uK == last_u1).sum(1)
-    for rows in (z_uK[:, k] == last_u1[:, 0]).nonzero()[:, 0].split(64):
-        count_u[rows] = (z_uV[rows] == last_u1[rows]).sum(1)
+        return (z_uV == kth_u1).sum(1)
+    for rows in (z_uK[:, -1] == kth_u1[:, 0]).nonzero()[:, 0].split(64):
+        count_u[rows] = (z_uV[rows] == kth_u1[rows]).sum(1)
     return count_u
 
 

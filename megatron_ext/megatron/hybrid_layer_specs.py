@@ -7,7 +7,7 @@ emulation plain PyTorch. Other letters are refused when the model is built.
 
 As a layer spec of GPTModel it reaches neither the word embeddings nor the output layer
 (`megatron_ext.substitute_tensor_parallel()` does). The final norm is Transformer Engine's; where that is not installed,
-importing this module gives Megatron ours.
+it is ours.
 
 Raises:
     ImportError: on import, with a Megatron-Core that has no HybridModel (before 0.18), or one that ours do not fit.
@@ -130,8 +130,22 @@ _SERVED = {
     "mtp_block_spec": _MULTI_TOKEN_PREDICTION,
 }
 
+
+class _Stack(HybridStack):
+    """HybridStack builds Transformer Engine's final norm, whatever the spec says; where that is missing, this ours."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        theirs = hybrid_block.TENorm
+        if not have_transformer_engine():
+            hybrid_block.TENorm = Norm
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            hybrid_block.TENorm = theirs
+
+
 hybrid_stack_spec = ModuleSpec(
-    module=HybridStack,
+    module=_Stack,
     submodules=HybridStackSubmodules(
         **{
             name: _SERVED[name] if name in _SERVED else _refused(name.removesuffix("_layer"))
@@ -139,7 +153,3 @@ hybrid_stack_spec = ModuleSpec(
         }
     ),
 )
-
-
-if not have_transformer_engine():
-    hybrid_block.TENorm = Norm

@@ -73,6 +73,7 @@ class Settings:
     refit_buffer_bytes: int
     top_k: int | None = None
     top_p: float = 1.0
+    gives_rewards: bool = False
     pipeline: Pipeline = Pipeline()
     expert_parallel_size: int = 1
 
@@ -99,11 +100,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     precision = _required(config, "precision", "config")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}: it must be one of {', '.join(PRECISIONS)}")
-    if (config.get("reward_model_cfg") or {}).get("enabled"):
-        raise ValueError(
-            "reward_model_cfg.enabled is True: this policy is a causal language model, and has no head for rewards; "
-            "score with transformers' AutoModelForSequenceClassification, and leave reward_model_cfg out"
-        )
+    gives_rewards = _gives_rewards(config.get("reward_model_cfg") or {}, parallel_key)
     parallel = config.get(parallel_key) or {}
     for key in _ONLY_ONE if parallel_key == "megatron_cfg" else (*_MEGATRONS, *_ONLY_ONE):
         if parallel.get(key) is not None and (size := _positive(parallel, key, parallel_key)) > 1:
@@ -142,9 +139,25 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         refit_buffer_bytes=_positive(config, "refit_buffer_bytes", "config", 1 << 30),
         top_k=top_k,
         top_p=top_p,
+        gives_rewards=gives_rewards,
         pipeline=_pipeline(parallel, parallel_key),
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
     )
+
+
+def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:
+    if not config.get("enabled"):
+        return False
+    if parallel_key == "megatron_cfg":
+        raise ValueError(
+            "reward_model_cfg.enabled is True: MegatronPolicyWorker has causal language models alone, which have no "
+            "head for rewards; use DTensorPolicyWorker"
+        )
+    if (kind := config.get("reward_model_type")) != "bradley_terry":
+        raise ValueError(
+            f"reward_model_cfg.reward_model_type is {kind!r}: it must be 'bradley_terry', a single number for each row"
+        )
+    return True
 
 
 def _expert_parallel(parallel: Mapping[str, Any], parallel_key: str, tp_key: str) -> bool:

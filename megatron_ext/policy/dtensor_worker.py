@@ -26,7 +26,7 @@ from megatron_ext.policy.worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """A `PolicyWorker` on a causal language model of transformers.
+    """A `PolicyWorker` on a causal language model of transformers; with `reward_model_cfg` on a reward model.
 
     What of tensor, sequence, context and expert parallelism a family can have is said in docs/hugging_face.md; what it
     cannot is refused before weights are read. `model_name` is a folder with safetensors (nothing of it is executed), a
@@ -48,7 +48,7 @@ class DTensorPolicyWorker(PolicyWorker):
 
         def load() -> None:
             nonlocal whole, empty
-            make, make_empty, _ = model_factories(settings.model)
+            make, make_empty, _ = model_factories(settings.model, settings.gives_rewards)
             with init_empty_weights():
                 empty = make_empty().float()
             self._refuse_unsupported(empty)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megatron_ext.dtensor.decoder import import_transformers
+from megatron_ext.policy.reward_model import of_each_token
 
 
 class ModelFactories(NamedTuple):
@@ -21,15 +22,18 @@ class ModelFactories(NamedTuple):
     config: Any
 
 
-def model_factories(source: Any) -> ModelFactories:
+def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
     """Of a local folder with safetensors, of a config of transformers, or of a function that makes a model.
 
+    With `gives_rewards` it is a sequence classifier with one label (see `reward_model`), else a causal language model.
     Nothing that lies in a folder is executed.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: `source` is none of these; from `make`, a folder cannot be loaded.
     """
+    if gives_rewards:
+        return _reward_model_factories(source)
     transformers = import_transformers()
     from_config = transformers.AutoModelForCausalLM.from_config
 
@@ -37,14 +41,7 @@ def model_factories(source: Any) -> ModelFactories:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
 
         def load() -> nn.Module:
-            try:
-                return transformers.AutoModelForCausalLM.from_pretrained(
-                    source, config=config, use_safetensors=True, trust_remote_code=False
-                )
-            except Exception as error:  # of many kinds: safetensors, the operating system, shapes
-                raise ValueError(
-                    f"the model in {source} cannot be loaded ({error}); its config.json and safetensors must be whole"
-                ) from error
+            return _loaded(transformers.AutoModelForCausalLM, source, config)
 
         def empty() -> nn.Module:
             model = from_config(config)
@@ -64,6 +61,45 @@ def model_factories(source: Any) -> ModelFactories:
             f"that makes a model"
         )
     return ModelFactories(source, source, None)
+
+
+def _reward_model_factories(source: Any) -> ModelFactories:
+    transformers = import_transformers()
+    auto = transformers.AutoModelForSequenceClassification
+    if not isinstance(source, str | transformers.PretrainedConfig):
+        if not callable(source):
+            raise ValueError(f"model_name is a {type(source).__name__}: it must be a local folder or a config")
+
+        def make() -> nn.Module:
+            return of_each_token(source())
+
+        return ModelFactories(make, make, None)
+
+    def config() -> Any:
+        if isinstance(source, str):
+            found = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        else:
+            found = copy.deepcopy(source)
+        found.num_labels = 1
+        found.get_text_config().tie_word_embeddings = found.tie_word_embeddings = False  # `score` is no embedding
+        return found
+
+    def build() -> nn.Module:
+        return of_each_token(auto.from_config(config()))
+
+    def load() -> nn.Module:
+        return of_each_token(_loaded(auto, source, config()))
+
+    return ModelFactories(load if isinstance(source, str) else build, build, config())
+
+
+def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:
+    try:
+        return auto.from_pretrained(folder, config=config, use_safetensors=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds: safetensors, the operating system, shapes
+        raise ValueError(
+            f"the model in {folder} cannot be loaded ({error}); its config.json and safetensors must be whole"
+        ) from error
 
 
 def _stops_of_folder(folder: str, own: Any) -> Any:

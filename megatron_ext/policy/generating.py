@@ -33,6 +33,8 @@ class Generating(Refitting):
 
         Communicates: the all-gathers that make each weight whole; two collectives of a few bytes.
         """
+        if self.settings.gives_rewards:
+            raise ValueError("this worker has a reward model, which samples nothing: leave reward_model_cfg out")
         generator = self._generator
 
         def build() -> None:

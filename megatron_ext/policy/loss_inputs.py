@@ -5,6 +5,7 @@ it is called as NeMo-RL calls its losses: `loss_fn(data=..., global_valid_seqs=.
 
     "logprob"       next_token_logprobs `[B, S - 1]`
     "logit"         logits `[B, S, V]`, of the whole vocabulary on every rank: they are made, and gathered
+                    of a reward model `[B, 1]`, of each row
     "distillation"  student_topk_logprobs, teacher_topk_logprobs `[B, S - 1, K]`, and H_all `[B, S - 1]` (sums of
                     p log p) or None, of the loss's `zero_outside_topk` and `kl_type`
 
@@ -19,16 +20,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import gather_log_probs, gather_logits
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.loss_protocol import LossInputType
 from megatron_ext.policy.scoring import Read, Scoring
+from megatron_ext.policy.whole_vocabulary import whole_vocabulary
 
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
 Call = Callable[[Tensor, BatchedDataDict, Tensor, Tensor], Any]
@@ -47,10 +47,15 @@ def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
     """
     kind = getattr(loss_fn, "input_type", None)
     value = getattr(kind, "value", kind)
+    if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:
+        raise ValueError(
+            f"{type(loss_fn).__name__}.input_type is {value!r}, and the worker has a reward model: it must be 'logit', "
+            f"as NeMo-RL's PreferenceLossFn has it"
+        )
     if value in (None, LossInputType.LOGPROB.value):
         return _log_probs(worker, loss_fn, by_keywords=value is not None)
     if value == LossInputType.LOGIT.value:
-        return _logits(worker, loss_fn)
+        return _rewards(worker, loss_fn) if worker.settings.gives_rewards else _logits(worker, loss_fn)
     if value == LossInputType.DISTILLATION.value:
         return _distillation(worker, loss_fn)
     known = ", ".join(repr(known.value) for known in LossInputType)
@@ -77,7 +82,7 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
 
 def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
     def whole(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
-        return _WholeVocabulary.apply(logits.float(), tensor_parallel_group(tp_group), vocab)
+        return whole_vocabulary(logits.float(), tp_group, vocab)
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
         return worker._row_logits(micro_batch, whole, worker._vocabulary)
@@ -86,6 +91,21 @@ def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
         return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
 
     return LossInputs(read, call)
+
+
+def _rewards(worker: Scoring, loss_fn: Any) -> LossInputs:
+    if worker.settings.batching.kind != "fixed" and not hasattr(loss_fn, "unit"):
+        raise ValueError(
+            f"{type(loss_fn).__name__} has no `unit`, and {worker.settings.batching.kind} micro-batches may part rows "
+            f"that belong together: set it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
+        )
+
+    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        last_B = worker._last_tokens(micro_batch)
+        rewards = found[torch.arange(len(found), device=found.device), last_B]
+        return loss_fn(logits=rewards, **_keywords(micro_batch, seqs, toks))
+
+    return LossInputs(worker._row_rewards, call)
 
 
 def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
@@ -117,22 +137,3 @@ def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
 
 def _keywords(micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> dict[str, Any]:
     return {"data": micro_batch, "global_valid_seqs": seqs, "global_valid_toks": toks}
-
-
-class _WholeVocabulary(torch.autograd.Function):
-    """All columns of sharded logits, on ranks that all go on with them alike: the gradient of each is its own shard's.
-
-    Communicates: forward 1 all-gather, backward nothing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: Group, vocab: VocabShard) -> Tensor:
-        ctx.vocab = vocab
-        width = -(-vocab.start // group_rank(group)) if group_rank(group) else vocab.columns
-        padded = F.pad(logits, (0, width - logits.shape[-1]))
-        return collectives.all_gather(padded, group, dim=logits.dim() - 1)[..., : vocab.size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        own = grads[0][..., ctx.vocab.start : ctx.vocab.stop]
-        return F.pad(own, (0, ctx.vocab.columns - own.shape[-1])), None, None

@@ -160,7 +160,7 @@ class RayPolicy(RayRefit):
             return self._score("get_topk_logits", data, k, micro_batch_size)
 
     def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
-        """Refused, as by the worker: it is of reward models."""
+        """ "scores" `[B]` of all rows, of a reward model; see the worker's."""
         return self._score("score", data)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:

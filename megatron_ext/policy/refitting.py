@@ -61,7 +61,7 @@ class Refitting(Backend):
 
     @cached_property
     def _hub_rename(self) -> Rename:
-        return hub_rename(model_factories(self.settings.model).make_empty)
+        return hub_rename(model_factories(self.settings.model, self.settings.gives_rewards).make_empty)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""

@@ -17,8 +17,10 @@ from megatron_ext.policy import memory
 from megatron_ext.policy.backend import Backend
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.plan import Shape, Step, scoring_step
+from megatron_ext.policy.reward_model import last_tokens
 from megatron_ext.policy.rows import Rows
 from megatron_ext.policy.timing import Timer, timed
+from megatron_ext.policy.whole_vocabulary import whole_vocabulary
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -81,17 +83,40 @@ class Scoring(Backend):
             found = self._scored(data, micro_batch_size, lambda batch: self._row_logits(batch, largest, 2 * k))
         return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
 
+    @torch.no_grad()
     def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
-        """Of reward models (`AutoModelForSequenceClassification`), whose head gives a number for each row. This
-        worker's models are causal language models.
+        """The rewards of rows, by a reward model (`reward_model_cfg.enabled`).
+
+        Args:
+            data, timer: as for `get_logprobs`; its label is "score".
+
+        Returns:
+            "scores", fp32 `[B]` on the CPU: what the head says of a row's last token that is not the config's
+            `pad_token_id`, over the temperature, as in NeMo-RL.
 
         Raises:
-            ValueError: always.
+            ValueError: the worker has a causal language model, or data that cannot be scored; on every rank.
         """
-        raise ValueError(
-            f"score() is of reward models, and {type(self).__name__} has a causal language model; score with "
-            f"transformers' AutoModelForSequenceClassification, or ask get_logprobs() for log-probabilities"
-        )
+        if not self.settings.gives_rewards:
+            raise ValueError(
+                f"score() is of reward models, and this {type(self).__name__} has a causal language model: set "
+                f"reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
+            )
+        with timed(timer, "score"):
+            found = self._scored(data, None, self._row_rewards)
+        return BatchedDataDict(scores=found[torch.arange(len(found)), self._last_tokens(data), 0])
+
+    def _last_tokens(self, data: Mapping[str, Any]) -> Tensor:
+        config: Any = self.model.config
+        return last_tokens(data["input_ids"], data["input_lengths"], config.get_text_config().pad_token_id)
+
+    def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
+        """`[B, S, 1]`: what a reward model says of each position."""
+
+        def first_column(rewards: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+            return whole_vocabulary(rewards.float(), tp_group, vocab)
+
+        return self._row_logits(micro_batch, first_column, 1)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
@@ -176,6 +201,11 @@ class Scoring(Backend):
         """fp32 `[B, S]`: of each token given those before it; 0 for the first, behind a row's end, and for tokens that
         the filters do not keep. `with_plain`: `[B, S, 2]`, beside them those of the whole distribution.
         """
+        if self.settings.gives_rewards:
+            raise ValueError(
+                "this worker has a reward model, which has no log-probabilities: call score(), train it with a loss "
+                "whose input_type is 'logit', or leave reward_model_cfg out"
+            )
         rows = self._rows(micro_batch)
         if not self._filters:
             return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))

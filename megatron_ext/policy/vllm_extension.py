@@ -4,7 +4,9 @@
     refit_vllm(policy, llm)                        # on the actors' host, through shared memory or CUDA IPC
 
 vLLM mixes the class into its worker, so that `collective_rpc` reaches its methods on every rank of the engine. The
-weights come under the Hub's names, whole; joining q, k and v, or experts, and cutting them is vLLM's own affair.
+weights come under the Hub's names, whole; joining q, k and v, or experts, and cutting them is vLLM's own affair. What
+goes through `collective_rpc` is bytes, numbers and strings: an engine in a process of its own takes no other objects
+without `VLLM_ALLOW_INSECURE_SERIALIZATION`.
 The idea of an extension class for refitting is vLLM's (its examples of RLHF), NeMo-RL and verl have one each.
 """
 
@@ -68,8 +70,9 @@ class PolicyWeights:
         rank in its engine; the policy is 0."""
         self._policy_group = join_collective(ip, port, first_rank + self.rank, world_size, self.device)
 
-    def policy_weights_receive(self, info: WeightInfo, buffer_bytes: int) -> None:
-        """Loads what the policy broadcasts; both arguments are its own: `prepare_refit_info()` and its buckets' size.
+    def policy_weights_receive(self, info: bytes | WeightInfo, buffer_bytes: int) -> None:
+        """Loads what the policy broadcasts; both arguments are its own: `prepare_refit_info()`, which may be pickled,
+        and its buckets' size.
 
         Raises:
             ValueError: before `policy_weights_join`; or, after all has been received, as `policy_weights_load`.
@@ -77,7 +80,8 @@ class PolicyWeights:
         if self._policy_group is None:
             raise ValueError("policy_weights_receive() came before policy_weights_join(); call that first")
         fault: Exception | None = None
-        for bucket in received_weights(self._policy_group, info, buffer_bytes):
+        rows: WeightInfo = pickle.loads(info) if isinstance(info, bytes) else info
+        for bucket in received_weights(self._policy_group, rows, buffer_bytes):
             try:
                 if fault is None:
                     self._policy_load(bucket)

@@ -46,16 +46,35 @@ def sharded_tensor(
 
     A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); its local part is taken.
     """
-    offsets = list(sharded_offsets)
     rank, ranks = group_rank(tp_group), group_size(tp_group)
+    if axis is None:
+        return sharded_pieces(tensor, key, {}, sharded_offsets, metadata, copy=rank, **options)
+    return sharded_pieces(tensor, key, {axis: (rank, ranks)}, sharded_offsets, metadata, **options)
+
+
+def sharded_pieces(
+    tensor: Tensor,
+    key: str,
+    pieces: Mapping[int, tuple[int, int]],
+    sharded_offsets: Offsets,
+    metadata: Mapping[str, Any] | None,
+    *,
+    copy: int = 0,
+    **options: Any,
+) -> Any:
+    """Megatron's ShardedTensor of a tensor cut along axes: `{axis: (this piece, number of pieces)}`.
+
+    `copy` numbers equal pieces, besides those of the data-parallel ranks. A DTensor: see `sharded_tensor`.
+    """
+    offsets = list(sharded_offsets)
     copies = _copies(metadata)
-    pieces = {} if axis is None else {axis: (rank, ranks)}
-    replica_id = (0, rank if axis is None else 0, group_rank(copies))
+    replica_id = (0, copy, group_rank(copies))
+    pieces = dict(pieces)
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
         position, number = pieces.get(0, (0, 1))
         pieces[0] = (position * group_size(copies) + group_rank(copies), number * group_size(copies))
-        replica_id = (*replica_id[:2], 0)
+        replica_id = (0, copy, 0)
     own = [(dim + len(offsets), *piece) for dim, piece in pieces.items()]
     return _mapping().ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **options

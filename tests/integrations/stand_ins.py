@@ -60,10 +60,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def standing_in_for(packages: Iterable[str], lacking: Collection[str] = ()) -> Iterator[None]:
-    """Imports of `packages`, installed or not, give modules in which every name is there but those `lacking`."""
+    """Imports of `packages`, installed or not, give modules in which every name is there but those `lacking`.
+
+    Afterwards an import gives the package itself again.
+    """
     finder = _Finder(packages, lacking)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _Module):
+                del sys.modules[name]

@@ -16,7 +16,8 @@ from megatron_ext.policy import (
 )
 from megatron_ext.policy.losses import valid_counts
 from tests.integrations.test_nemo_rl_source import SOURCE, source
-from tests.policy.problems import tiny_batch, tiny_config
+from tests.policy.problems import shard, tiny_batch, tiny_config
+from tests.policy.test_reward_model import REWARDS, PreferenceLoss, pairs
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.skipif(SOURCE is None, reason="NEMO_RL_SRC names no source of NeMo-RL")
@@ -148,3 +149,14 @@ def test_their_losses_train_our_worker():
                 )
                 for name in ("global_loss", "grad_norm"):
                     torch.testing.assert_close(found[name], wanted[name], rtol=2e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_their_preference_loss_trains_a_reward_model():
+    config, results = tiny_config(tp=2, reward_model_cfg=REWARDS), []
+    with source() as nemo_rl:
+        for loss_fn in (nemo_rl.loss.PreferenceLossFn(), PreferenceLoss()):
+            worker = DTensorPolicyWorker(config, init_reference_model=False)
+            results.append(worker.train(shard(pairs(), worker), loss_fn))
+    for name in ("global_loss", "grad_norm"):
+        torch.testing.assert_close(results[0][name], results[1][name], rtol=2e-5, atol=1e-6)

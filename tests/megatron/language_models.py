@@ -102,6 +102,13 @@ def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False, w
     return ModuleSpec(module=getattr(stack, name), submodules=submodules)
 
 
+def hybrid_has_mtp() -> bool:
+    """Whether this Megatron's hybrid model has multi-token prediction."""
+    models, _ = hybrid_home()
+    kind = getattr(models, "HybridModel", None) or models.MambaModel
+    return "hybrid_layer_pattern" in inspect.signature(kind.__init__).parameters
+
+
 def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
     """A hybrid model of attention and MLP layers."""
     (model,) = tiny_hybrid_chunks(tied=tied, **overrides | ({"mtp_num_layers": 1} if mtp else {}))
@@ -140,9 +147,7 @@ def tiny_hybrid_chunks(
     elif config.mtp_num_layers:
         raise ValueError("this Megatron's hybrid model has no multi-token prediction")
     else:
-        ratios = {"hybrid_attention_ratio": layers.count("*") / len(layers)}
-        ratios["hybrid_mlp_ratio"] = layers.count("-") / len(layers)
-        sizes = {"hybrid_override_pattern": layers, **ratios}
+        sizes = {"hybrid_override_pattern": layers}
     if virtual and "vp_stage" not in parameters:
         raise ValueError("this Megatron's hybrid model takes no vp_stage")
     if ours:

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from megatron_ext.megatron import versions
 from tests.gpt import SEQUENCE, VOCAB, loss_and_grads, model_parallel, ours_everywhere, set_weights, tiny_batches
@@ -66,7 +65,7 @@ def stock_layers(config):
 def hybrid(spec, pattern, **overrides):
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    from megatron_ext.megatron import hybrid_layer_specs  # gives Megatron a final norm, which stock needs as well
+    from megatron_ext.megatron import hybrid_layer_specs
 
     config = tiny_config_of_gpt(num_layers=len(pattern), **overrides)
     model = HybridModel(
@@ -114,9 +113,9 @@ def test_other_kinds_of_layers_are_refused():
 
 @ranks(1)
 def test_every_parameter_lies_in_our_layers():
-    with model_parallel(), ours_everywhere():
-        (model,) = hybrid(None, "*-")
+    for _ in range(2):  # the emulation has a final norm for Megatron's own hybrid models each time it is entered
+        with model_parallel(), ours_everywhere():
+            (model,) = hybrid(None, "*-")
         homes = {type(m).__module__ for m in model.modules() if any(True for _ in m.parameters(recurse=False))}
-    assert homes
-    assert {home.split(".")[0] for home in homes} == {"megatron_ext"}
-    assert torch.is_tensor(next(model.parameters()))
+        assert homes
+        assert all(home.startswith("megatron_ext.") for home in homes), homes

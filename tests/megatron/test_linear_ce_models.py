@@ -48,7 +48,13 @@ def own_layer(model):
     return model.output_layer
 
 
-def compare(model, step, layer, fused: int = 1, rounding: float = ROUNDING) -> None:
+# Mamba's step sizes and decays sum terms that nearly cancel. Over 24 draws of the loss's weights, their gradients in
+# stock differ from those in fp64 by up to 2.4e-6, fused ones by up to 1.9e-6, and stock from itself by up to 2.9e-6
+# when the gradient that enters the last layer is rounded otherwise. In fp64 stock and fused differ by 1.4e-15.
+DECAYS, ROUNDING_OF_DECAYS = ("A_log", "dt_bias"), 5e-6
+
+
+def compare(model, step, layer, fused: int = 1) -> None:
     """Losses and gradients as stock's, no logits in training, and a report that says so."""
     name = type(model).__name__
     stock = step(model)
@@ -60,7 +66,9 @@ def compare(model, step, layer, fused: int = 1, rounding: float = ROUNDING) -> N
         found = grads_of(model, loss, weights)
     assert not made
     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-    assert_same(found, expected, rounding)
+    for parameter, grad in expected.items():
+        rounding = ROUNDING_OF_DECAYS if parameter.endswith(DECAYS) else ROUNDING
+        assert_same({parameter: found[parameter]}, {parameter: grad}, rounding)
     (counted,) = fusion_report().models
     assert (counted.model, counted.losses_fused, counted.logits_made.total()) == (name, fused, 0)
     with counting_logits(layer(model)) as made:
@@ -91,7 +99,7 @@ def test_hybrid_with_mamba_layers(ours):
     with model_parallel(tp=2):
         step_model = language_models.tiny_hybrid(**model)
         assert any("dt_bias" in name for name, _ in step_model.named_parameters())
-        compare(step_model, hybrid_step, own_layer, rounding=5e-6)  # decays sum what nearly cancels
+        compare(step_model, hybrid_step, own_layer)
     with model_parallel():
         alone = train_steps([language_models.tiny_hybrid(**model)], tokens, lr=1e-2)
     for patching in (nullcontext(), patched(chunk_size=3)):

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -21,15 +21,17 @@ from tests.gpt import (
     forward_step,
     make_optimizer,
     model_parallel,
+    ours_everywhere,
     run_schedule,
     seed_ranks,
+    sharded_state,
     stock_spec,
     tiny_batches,
     tiny_config,
     tiny_gpt,
     train_step,
 )
-from tests.megatron.language_models import tiny_hybrid_chunks
+from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid_chunks
 from tests.ranks import ranks
 
 STEPS = 20
@@ -55,7 +57,7 @@ def whole_state(chunks) -> dict[str, torch.Tensor]:
 
     own = []
     for chunk in chunks:
-        state = chunk.sharded_state_dict()
+        state = sharded_state(chunk)
         apply_factories(state)
         own += [
             (shard.key, shard.global_shape, shard.global_offset, shard.data.detach().clone(), shard.prepend_axis_num)
@@ -80,22 +82,39 @@ def trained(
     spec=stock_spec,
     wrap=data_parallel,
     hybrid=False,
+    step=forward_step,
+    layers=nullcontext,
     **more,
 ):
-    """The losses of some steps, and the weights after them."""
-    with model_parallel(**sizes), shared(ours):
+    """The losses of some steps with what is logged of multi-token prediction, and the weights after them."""
+    with model_parallel(**sizes), layers(), shared(ours):
         arguments = {"tied": tied, **more}
         chunks = tiny_hybrid_chunks(**arguments) if hybrid else tiny_gpt(spec, weights=weights, **arguments)
         seed_ranks()
         wrapped = wrap(chunks)
         # With a larger epsilon than usual Adam does not blow up the rounding of gradients that are 0, as of key biases.
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4)
-        losses = [train_step(wrapped, optimizer, tokens)[0] for tokens in tiny_batches(steps=steps, batch=8)]
-        evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], forward_only=True)
-        return torch.tensor([*losses, evaluated], dtype=torch.float64), whole_state(chunks)
+        losses = [train_step(wrapped, optimizer, t, step=step)[0] for t in tiny_batches(steps=steps, batch=8)]
+        evaluated = run_schedule(wrapped, tiny_batches(batch=8, seed=1)[0], step=step, forward_only=True)
+        return torch.tensor([*losses, evaluated, *logged()], dtype=torch.float64), whole_state(chunks)
+
+
+def logged() -> list[float]:
+    """What the last stage has noted of multi-token prediction: losses, and in newer versions acceptance counts."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    tracker = MTPLossLoggingHelper.tracker
+    own = [value.tolist() for _, value in sorted(tracker.items()) if isinstance(value, torch.Tensor)]
+    found = [
+        number for values in max(collectives.all_gather_object(own, dist.group.WORLD), key=len) for number in values
+    ]
+    assert all(number > 0 for number in found), found
+    return found
 
 
 def parity(sizes: dict, tied: bool, **overrides) -> None:
+    if overrides.get("hybrid") and overrides.get("mtp_num_layers") and not hybrid_has_mtp():
+        return  # before 0.17
     stock, stock_weights = trained(sizes, False, tied, **overrides)
     ours, our_weights = trained(sizes, True, tied, **overrides)
     assert stock.std() > 1e-3, "the losses of a model that does not learn agree with anything"
@@ -133,6 +152,15 @@ def overlapped(chunks, at_the_end: bool = False) -> list:
     return wrapped
 
 
+def of_any_length(microbatches, model):
+    """A forward step whose micro-batches have 8 to 16 tokens a sequence."""
+    tokens = next(microbatches)
+    return forward_step(iter([tokens[:, : 9 + int(tokens[0, 0]) % 9]]), model)
+
+
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "step": of_any_length}
+FUSED = {"gradient_accumulation_fusion": True, "layers": ours_everywhere}  # Megatron's want kernels of Apex
+MTP = {"mtp_num_layers": 2}
 DEEP = {"num_layers": 4}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -149,7 +177,11 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
         pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2}, {"hybrid": True}, id="hybrid", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=pytest.mark.slow),
-        pytest.param(True, {"pp": 2}, RECOMPUTE, id="tied-recompute", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2}, {"hybrid": True, "mtp_num_layers": 1}, id="hybrid-mtp", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {**MTP, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2, "vp": 2}, {**MTP, **DEEP}, id="mtp-interleaved", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {**MTP, **VARIABLE}, id="tied-mtp-variable", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, FUSED, id="tied-accumulation-fused", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks(tied, sizes, overrides):
@@ -166,7 +198,11 @@ def test_two_ranks(tied, sizes, overrides):
         pytest.param(False, {"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
         pytest.param(True, {"pp": 2, "tp": 2}, {"sequence_parallel": True, **DROPOUT}, id="pp2-tp2-sp-tied-dropout"),
         pytest.param(False, {"pp": 2, "tp": 2}, {"sequence_parallel": True, "weights": "init"}, id="pp2-tp2-sp-init"),
+        pytest.param(
+            True, {"pp": 2, "tp": 2}, {"mtp_num_layers": 2, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"
+        ),
         pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": our_attention}, id="pp2-cp2-mtp"),
         pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
         pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
         pytest.param(True, {"pp": 2, "vp": 2}, {"wrap": overlapped, **DEEP}, id="interleaved-dp2-tied-overlapped"),
@@ -177,12 +213,16 @@ def test_four_ranks(tied, sizes, overrides):
 
 
 @ranks(2)
-def test_what_is_sent():
-    """Per micro-batch beyond stock 4 messages of the head and 3 of the embedding, and the weights' pieces are equal."""
+@pytest.mark.parametrize("mtp_layers", [None, 2])
+def test_what_is_sent(mtp_layers):
+    """Per micro-batch beyond stock 4 messages of the head and 3 of the embedding, and the weights' pieces are equal.
+
+    With multi-token prediction 2 more of the embedding, whatever the number of its layers.
+    """
     counts, sizes = {}, {}
     for micro_batches in (2, 4):
         with model_parallel(pp=2), shared():
-            chunks = tiny_gpt(stock_spec, tied=False)
+            chunks = tiny_gpt(stock_spec, tied=False, mtp_num_layers=mtp_layers)
             wrapped = data_parallel(chunks)
             # The sum of dx is sent by a thread, in which the counter does not see it.
             sums = mock.patch.object(collectives, "start_reduce", wraps=collectives.start_reduce)
@@ -190,14 +230,15 @@ def test_what_is_sent():
                 run_schedule(wrapped, tiny_batches(batch=2 * micro_batches)[0])
             counts[micro_batches] = found.copy()
             counts[micro_batches]["reduce"] = start_reduce.call_count
-            sizes = {name: tuple(p.shape) for name, p in chunks[0].named_parameters() if "layers" not in name}
+            sizes = {name: tuple(p.shape) for name, p in chunks[0].named_parameters()}
     more = {name: (counts[4][name] - counts[2][name]) / 2 for name in counts[4]}
     sent = {name: number for name, number in more.items() if number and name not in ("send", "recv_", "recv")}
     # Token ids, hidden states, the losses' gradient, the embedding's gradient; embedding and dx; statistics.
-    assert sum(number for name, number in sent.items() if "broadcast" in name) == 4, sent
-    assert sum(number for name, number in sent.items() if name.startswith("reduce")) == 2, sent
+    further = 1 if mtp_layers else 0  # the embedding for the last stage, and its gradient
+    assert sum(number for name, number in sent.items() if "broadcast" in name) == 4 + further, sent
+    assert sum(number for name, number in sent.items() if name.startswith("reduce")) == 2 + further, sent
     assert sum(number for name, number in sent.items() if "gather" in name) == 1, sent
-    assert sum(sent.values()) == 7, sent
+    assert sum(sent.values()) == 7 + 2 * further, sent
     rows = (VOCAB // 2, 32)
     assert sizes["embedding.word_embeddings.weight"] == sizes["output_layer.weight"] == rows
 
@@ -220,18 +261,22 @@ def test_passes_run_in_the_order_of_the_simulation():
 
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("micro_batch", [0, 3])
-def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch):
+@pytest.mark.parametrize(
+    "micro_batch,settings", [(0, {}), (3, {"mtp_num_layers": 1, **VARIABLE})], ids=["first", "last"]
+)
+def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
     calls = iter(range(100))
 
     def step(microbatches, model):
         call = next(calls)
         if call == micro_batch and dist.get_rank() == stage:
             raise FloatingPointError("this batch cannot be read")
-        return forward_step(microbatches, model)
+        return forward(microbatches, model)
 
+    settings = dict(settings)
+    forward = settings.pop("step", forward_step)
     with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec))
+        wrapped = data_parallel(tiny_gpt(stock_spec, **settings))
         own = dist.get_rank() == stage
         kind, words = (FloatingPointError, "cannot be read") if own else (RuntimeError, f"rank {stage} failed")
         with pytest.raises(kind, match=words):
@@ -275,6 +320,21 @@ def test_labels_outside_of_the_vocabulary_are_reported_on_all():
 
 
 @ranks(2)
+def test_other_labels_of_multi_token_prediction_are_reported_on_all():
+    from megatron_ext.megatron.pipeline import multi_token
+
+    def other(self, tensor, layers):
+        return [tensor, *(tensor for _ in range(layers))]
+
+    with model_parallel(pp=2), shared(), mock.patch.object(multi_token.ModelCall, "further_on", other):
+        wrapped = data_parallel(tiny_gpt(stock_spec, mtp_num_layers=1))
+        own = dist.get_rank() == 1
+        kind, words = (ValueError, "token ids of a layer") if own else (RuntimeError, "rank 1 failed")
+        with pytest.raises(kind, match=words):
+            run_schedule(wrapped, tiny_batches(batch=8)[0])
+
+
+@ranks(2)
 def test_what_is_refused():
     from megatron_ext.megatron import pipeline
 
@@ -285,6 +345,12 @@ def test_what_is_refused():
             tiny_gpt(stock_spec, vocab_size=65)
         with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
             tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
+        odd = mock.patch("megatron_ext.megatron.model_seams.why_not_fused", return_value="its output layer is odd")
+        with odd, pytest.raises(ValueError, match="rank 1: .*odd" if dist.get_rank() == 0 else "GPTModel.*odd"):
+            tiny_gpt(stock_spec)
+        no_layers = "last pipeline stage has 0 layers of multi-token"
+        with pytest.raises(ValueError, match=f"rank 1: .*{no_layers}" if dist.get_rank() == 0 else no_layers):
+            tiny_gpt(stock_spec, weights="init", mtp_num_layers=1, model={"mtp_block_spec": None})
         chunks = tiny_gpt(stock_spec)
         with pytest.raises(ValueError, match="pg_collection was given"):
             pipeline.forward_backward(
@@ -303,17 +369,17 @@ def test_what_is_refused():
         tiny_gpt(stock_spec)
 
 
-def run(sizes: dict, ours: bool, tied: bool, folder: str, load: bool, steps: slice) -> list[float]:
+def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load: bool, steps: slice) -> list[float]:
     """Some steps of one training, from the checkpoint in `folder` or into it."""
     with model_parallel(**sizes), shared(ours):
         from megatron.core import dist_checkpointing
 
         # Megatron's distributed optimizer stores wrong moments of tables this small, as it warns: bucket padding.
-        wrapped = data_parallel(tiny_gpt(stock_spec, tied=tied), distributed_optimizer=False)
+        wrapped = data_parallel(tiny_gpt(stock_spec, tied=tied, mtp_num_layers=mtp), distributed_optimizer=False)
         optimizer = make_optimizer(wrapped, lr=3e-3, adam_eps=1e-4, use_distributed_optimizer=False)
 
         def state(is_loading: bool) -> dict:
-            weights = wrapped[0].module.sharded_state_dict()
+            weights = sharded_state(wrapped[0].module)
             return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
 
         if load:
@@ -329,10 +395,10 @@ def run(sizes: dict, ours: bool, tied: bool, folder: str, load: bool, steps: sli
 
 @ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_checkpoints_go_both_ways(tied):
+@pytest.mark.parametrize("tied,mtp", [(True, None), (False, 1)])
+def test_checkpoints_go_both_ways(tied, mtp):
     """What is saved with a shared vocabulary goes on in stock Megatron at another layout, and the reverse."""
-    expected = trained({"pp": 2}, False, tied, steps=6)[0][:6].tolist()
+    expected = trained({"pp": 2}, False, tied, steps=6, mtp_num_layers=mtp)[0][:6].tolist()
     folders = [None]
     if dist.get_rank() == 0:
         folders = [tempfile.mkdtemp()]
@@ -342,8 +408,8 @@ def test_checkpoints_go_both_ways(tied):
         if dist.get_rank() == 0:
             os.mkdir(folder)
         dist.barrier()
-        before = run({"pp": 2}, ours, tied, folder, load=False, steps=slice(0, 3))
-        after = run(reader, not ours, tied, folder, load=True, steps=slice(3, 6))
+        before = run({"pp": 2}, ours, tied, mtp, folder, load=False, steps=slice(0, 3))
+        after = run(reader, not ours, tied, mtp, folder, load=True, steps=slice(3, 6))
         assert before + after == pytest.approx(expected, rel=1e-5)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -211,8 +211,11 @@ def test_what_is_refused():
     assert not worker_of(generation={"top_k": -1, "top_p": None})._filters
     with pytest.raises(ValueError, match="score.. is of reward models"):
         worker_of().score(tiny_batch(8))
-    with pytest.raises(ValueError, match="reward_model_cfg.enabled is True: .*AutoModelForSequenceClassification"):
-        read_config(tiny_config(reward_model_cfg={"enabled": True, "reward_model_type": "bradley_terry"}))
+    with pytest.raises(ValueError, match="reward_model_type is 'regression': it must be 'bradley_terry'"):
+        read_config(tiny_config(reward_model_cfg={"enabled": True, "reward_model_type": "regression"}))
+    rewards = {"enabled": True, "reward_model_type": "bradley_terry"}
+    with pytest.raises(ValueError, match="reward_model_cfg.enabled is True: .*use DTensorPolicyWorker"):
+        read_config(tiny_config(reward_model_cfg=rewards), "megatron_cfg")
     loss_fn = KeywordLoss()
     loss_fn.input_type = "draft"
     worker = worker_of()

@@ -1,5 +1,7 @@
 """Weights for generators of any kind: by the Hub's names, in buckets, and into vLLM's `load_weights`."""
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from megatron_ext.policy.refit import send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import SIZES, make
 from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
-from tests.policy.vllm_standin import Engine, worker_of
+from tests.policy.vllm_standin import Engine
 from tests.ranks import ranks
 
 MOE = SIZES | {"vocab_size": 98, "tie_word_embeddings": False}
@@ -160,12 +162,17 @@ def test_refit_of_vllm_by_broadcast():
     if dist.get_rank() == 0:
         send_weights(weights.items(), info, JobsGroup("127.0.0.1", port[0], 0, 3), 1 << 13)
         return
-    worker = worker_of(weights, tiny_model(), dist.get_rank() - 1, 2)
+    engine = Engine(weights, tiny_model(), 2)
+    worker = engine.workers[dist.get_rank() - 1]
+    engine.workers = [worker]  # the other one is in another process
+    received = {"args": (pickle.dumps(info), 1 << 13)}
     with pytest.raises(ValueError, match=r"came before policy_weights_join\(\)"):
-        worker.policy_weights_receive(info, 1 << 13)
-    worker.policy_weights_join("127.0.0.1", port[0], 1, 3)
-    worker.policy_weights_receive(info, 1 << 13)
-    worker.policy_weights_finish()
+        engine.collective_rpc("policy_weights_receive", **received)
+    engine.collective_rpc("policy_weights_join", args=("127.0.0.1", port[0], 1, 3))
+    with pytest.raises(TypeError, match=r"torch\.(Size|dtype).* is not serializable"):
+        engine.collective_rpc("policy_weights_receive", args=(info, 1 << 13))
+    engine.collective_rpc("policy_weights_receive", **received)
+    engine.collective_rpc("policy_weights_finish")
     assert worker.model_runner.model.largest_difference(weights) == 0.0
 
 

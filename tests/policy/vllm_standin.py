@@ -3,7 +3,7 @@
 What it keeps of vLLM's contract: names of files on the Hugging Face Hub come in any number of calls and any order;
 q, k and v, and gate and up, are joined by the receiver, which takes its part of each; an expert's weights are w1, w2
 and w3; names that the model does not know are an error; the names of what was loaded are returned. The worker gets the
-methods of an extension class, none of which it may have itself.
+methods of an extension class, none of which it may have itself. `collective_rpc` takes and gives what msgpack knows.
 """
 
 import re
@@ -103,4 +103,16 @@ class Engine:
         self.workers = [worker_of(hub_weights, config, rank, ranks) for rank in range(ranks)]
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return [getattr(worker, method)(*args, **(kwargs or {})) for worker in self.workers]
+        check_plain([*args, kwargs])
+        found = [getattr(worker, method)(*args, **(kwargs or {})) for worker in self.workers]
+        check_plain(found)
+        return found
+
+
+def check_plain(x):
+    """Raises TypeError for what vLLM does not send to an engine in a process of its own."""
+    if type(x) in (list, tuple, dict):
+        for part in x.values() if type(x) is dict else x:
+            check_plain(part)
+    elif type(x) not in (bytes, str, int, float, bool, type(None)):
+        raise TypeError(f"Object of type {type(x)} is not serializable")

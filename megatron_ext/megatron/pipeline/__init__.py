@@ -19,7 +19,9 @@ from typing import Any
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
+from megatron_ext.megatron import multi_token_prediction
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
 from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
 from megatron_ext.megatron.pipeline.sharing import Builder
@@ -59,6 +61,8 @@ def share_vocabulary() -> None:
     for kind in kinds:
         _replace(kind, "__init__", functools.partial(_with_sharing, builder))
     _replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
+    if multi_token_prediction.counts_acceptance():
+        _replace(megatron_mtp, multi_token_prediction.COUNTS, multi_token_prediction.counts_by_hits)
     for name in _SCHEDULES:
         _replace(schedules, name, _or_stock)
 

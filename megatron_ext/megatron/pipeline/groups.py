@@ -13,10 +13,13 @@ from megatron.core import parallel_state
 from megatron_ext.distributed import collectives
 
 KINDS = ("forward", "backward", "tokens", "embedding", "hidden", "sum", "grad_loss", "grad_embedding")
+OF_MTP = ("grad_further",)  # with multi-token prediction
 
 
 class PipelineGroups:
     """Made by all ranks of the job together. Communicates: which ranks form groups, and what making groups does.
+
+    `fault`: why this rank's model cannot be trained so, which it alone may see; sent along, and raised on every rank.
 
     Attributes:
         stages, stage: of the pipeline.
@@ -25,17 +28,17 @@ class PipelineGroups:
         tp_aside: the same ranks, for what is sent beside the passes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: tuple[str, ...] = KINDS, fault: ValueError | None = None) -> None:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self.stages, self.stage = pipeline.size(), pipeline.rank()
         self.tp = parallel_state.get_tensor_model_parallel_group()
-        like = (parallel_state.get_model_parallel_group(), self.tp, *(pipeline for _ in KINDS))
+        like = (parallel_state.get_model_parallel_group(), self.tp, *(pipeline for _ in kinds))
         own = [dist.get_process_group_ranks(group) for group in like]
-        self._made = [
-            _own_of(ranks) for ranks in zip(*collectives.all_gather_object(own, dist.group.WORLD), strict=True)
-        ]
+        found = collectives.all_gather_object((own, fault and str(fault)), dist.group.WORLD)
+        _raise_on_all(fault, [text for _, text in found])
+        self._made = [_own_of(ranks) for ranks in zip(*(ranks for ranks, _ in found), strict=True)]
         self.statistics, self.tp_aside, *rest = self._made
-        self._kinds = dict(zip(KINDS, rest, strict=True))
+        self._kinds = dict(zip(kinds, rest, strict=True))
 
     def __getitem__(self, kind: str) -> Any:
         """The pipeline's ranks, for one kind of message."""
@@ -58,6 +61,14 @@ class PipelineGroups:
         for group in self._made:
             dist.destroy_process_group(group)
         self._made = []
+
+
+def _raise_on_all(own: ValueError | None, faults: list[str | None]) -> None:
+    if own is not None:
+        raise own
+    for rank, text in enumerate(faults):
+        if text is not None:
+            raise ValueError(f"the models of this job cannot share their vocabulary; rank {rank}: {text}")
 
 
 def _own_of(groups: Any) -> Any:

@@ -25,6 +25,16 @@ class Marks:
     def __init__(self, device: torch.device):
         self.mark = torch.zeros(1, dtype=torch.int64, device=device)
         self._error: Exception | None = None
+        self._before = 0  # the mark when it was raised
+        self._expected: list[tuple[Tensor, str]] = []
+
+    def expect(self, found: Tensor, expected: Tensor, name: str) -> None:
+        """Mark this rank if two tensors differ, which the device may find out later."""
+        if found.shape != expected.shape:
+            raise ValueError(f"the {name} have shape {tuple(found.shape)}, {tuple(expected.shape)} was expected")
+        differ = (found != expected).any()
+        self._expected.append((differ, name))
+        torch.maximum(self.mark, differ * (dist.get_rank() + 1), out=self.mark)
 
     def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
         """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
@@ -33,20 +43,26 @@ class Marks:
                 return compute()
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
-                self._error = error
+                self._error, self._before = error, int(self.mark)
                 self.mark.clamp_(min=dist.get_rank() + 1)
         return otherwise
 
     def raise_what_failed(self) -> None:
         """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
-        if self._error is not None:
+        failed = self._before or int(self.mark)
+        if self._error is not None and not self._before:
             raise self._error
-        failed = int(self.mark)
+        if failed == dist.get_rank() + 1:
+            name = next(name for differ, name in self._expected if differ)
+            raise ValueError(
+                f"the {name} are not those that follow from the model's own, by roll_tensor: a vocabulary shared over "
+                f"pipeline stages cannot be trained with others; train without sharing"
+            )
         if failed:
             raise RuntimeError(
                 f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
                 f"error says why"
-            )
+            ) from self._error  # which came of the zeros that were sent, if there is one
 
     def pack(self, *tensors: Tensor) -> Tensor:
         """A new buffer with the tensors and this rank's mark."""

@@ -3,6 +3,9 @@
 The user's `forward_step_func`, the model and the loss function stay as they are. They run in a coroutine (greenlet) of
 the same thread: where the model asks for embeddings or for losses, the schedule gets the question and may run other
 passes before it answers.
+
+Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, R tensor-parallel ranks; P: 1, or
+with multi-token prediction 1 + its layers.
 """
 
 import contextvars
@@ -19,16 +22,50 @@ except ImportError:  # said where it is needed
 
 
 class AskEmbedding(NamedTuple):
-    """Wanted: the embeddings of token ids `[B, S]`, as `VocabParallelEmbedding` returns them."""
+    """Wanted: the embeddings of token ids `[P B, S]`; the answer is of the first B, and a function for its gradient."""
 
-    ids_BS: Tensor
+    ids: Tensor
+
+
+class AskFurtherEmbeddings(NamedTuple):
+    """Wanted: the other token ids, their embeddings, and a function for its gradient. Answered at once."""
 
 
 class AskLosses(NamedTuple):
-    """Wanted: the losses of labels `[B, S]` from hidden states `[S, B, H]` (`[S/R, B, H]` in sequence parallelism)."""
+    """Wanted: `Losses` from hidden states `[S, P B, H]` (`[S/R, P B, H]` in sequence parallelism) and labels."""
 
-    hidden_SBH: Tensor
-    labels_BS: Tensor
+    hidden: Tensor
+    labels: Tensor
+
+
+class Expect(NamedTuple):
+    """What the model uses has to be what the stages were asked for. Answered at once; raised when the step ends."""
+
+    found: Tensor
+    expected: Tensor
+    name: str
+
+
+class Losses(NamedTuple):
+    """The answer to `AskLosses`: of P predictions of each position, see `multi_token`.
+
+    Attributes:
+        loss: `[P B, S]`, fp32.
+        hits: `[S, P B]`, whether the labels have the largest logits, if asked for.
+        unit_dx: `[S, P B, H]` or a slice of it, the hidden states' gradient where that of each loss is 1.
+        send: takes a prediction's number and the gradient of its losses `[B, S]`; returns this rank's slice of it.
+    """
+
+    loss: Tensor
+    hits: Tensor | None
+    unit_dx: Tensor | None
+    send: Callable[[int, Tensor], Tensor]
+
+    def part(self, which: int, of: int) -> "Losses":
+        """One prediction's."""
+        hits = None if self.hits is None else self.hits.chunk(of, 1)[which]
+        unit_dx = None if self.unit_dx is None else self.unit_dx.chunk(of, 1)[which]
+        return Losses(self.loss.chunk(of)[which], hits, unit_dx, self.send)
 
 
 def check_installed() -> None:
@@ -46,15 +83,11 @@ class PausedForward:
         self._coroutine.asks = True
 
     def go(self, answer: Any = None) -> Any:
-        """The next question, or what the function returns; see `ended`. Raises what the function raises."""
+        """The next question, or what the function returns. Raises what the function raises."""
         return self._coroutine.switch() if not self._coroutine else self._coroutine.switch(answer)
 
-    @property
-    def ended(self) -> bool:
-        return self._coroutine.dead
 
-
-def ask(question: AskEmbedding | AskLosses) -> Any:
+def ask(question: AskEmbedding | AskFurtherEmbeddings | AskLosses | Expect) -> Any:
     """Within a paused forward: the schedule's answer.
 
     Raises:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.megatron.module_calls import attribute
 from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
 from megatron_ext.megatron.pipeline.sharing import SHARED, Sharing
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
@@ -93,7 +94,9 @@ def _finish(config: Any, models: list[Any], run: StageRun) -> None:
         for function, chunk in zip(functions, models, strict=True):
             function(chunk.parameters())
     if config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func(models, run.tokens if config.calculate_per_token_loss else None)
+        # Megatron sums gradients of the embedding's copies where there is multi-token prediction, and here are none.
+        with attribute(config, "mtp_num_layers", None):
+            config.finalize_model_grads_func(models, run.tokens if config.calculate_per_token_loss else None)
 
 
 @contextlib.contextmanager
@@ -127,9 +130,11 @@ def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int
     feed_forward = (config.ffn_hidden_size or 4 * width) * (3 if config.gated_linear_unit else 2)
     layer = 2 * (4 * width * width + width * feed_forward + 2 * width * seq_length) / tp
     forward = layer * config.num_layers / (shape.stages * shape.chunks)
-    per_stage = tuple((forward,) * shape.chunks for _ in range(shape.stages))
-    twice = tuple((2 * forward,) * shape.chunks for _ in range(shape.stages))
-    head = 2 * width * rows
+    further = sharing.output.mtp_layers * (layer + 4 * width * width / tp)  # with its projection of two into one
+    even = (forward,) * shape.chunks
+    per_stage = (*(even for _ in range(shape.stages - 1)), (*even[1:], forward + further))
+    twice = tuple(tuple(2 * time for time in stage) for stage in per_stage)
+    head = 2 * width * rows * (1 + sharing.output.mtp_layers)
     message = forward / 20
     return Times(
         per_stage,

@@ -6,6 +6,7 @@ has piece r p + s of the vocabulary, a part of what Megatron's own layers would 
 Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.module_calls import Hooks
-from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask
-from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits
+from megatron_ext.megatron.pipeline import multi_token
+from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, Losses, ask
+from megatron_ext.megatron.promise import PromisedLogits, promise_logits
+from megatron_ext.tensor_parallel.sharding import sharded_pieces
 
 
 class SharedRows(nn.Module):
@@ -28,7 +31,7 @@ class SharedRows(nn.Module):
 
     def __init__(self, weight: nn.Parameter, size: int, stages: int, stage: int):
         super().__init__()
-        self.weight = weight
+        self.weight, self.stage = weight, stage
         start = (parallel_state.get_tensor_model_parallel_rank() * stages + stage) * weight.shape[0]
         self.vocab = VocabShard(start, start + weight.shape[0], size)
         self.pieces = parallel_state.get_tensor_model_parallel_world_size() * stages
@@ -42,47 +45,36 @@ class SharedRows(nn.Module):
         """For Megatron's dist_checkpointing: the same entry as of Megatron's own layer, cut into more pieces."""
         key = f"{prefix}weight"
         weight = self.state_dict(keep_vars=True)["weight"]
-        cut = [(0, self.vocab.start // self.vocab.columns, self.pieces)]
-        return {key: sharded_tensor_of_rows(weight, key, cut, sharded_offsets, metadata)}
-
-
-def sharded_tensor_of_rows(weight: Tensor, key: str, cut: Any, sharded_offsets: Any, metadata: Any) -> Any:
-    """Megatron's ShardedTensor of a piece of a table that may be padded otherwise where it is loaded."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    given = (metadata or {}).get("dp_cp_group")
-    copies = copies if given is None else given.rank()
-    return ShardedTensor.from_rank_offsets(
-        key,
-        weight,
-        *sharded_offsets,
-        *((axis + len(sharded_offsets), piece, pieces) for axis, piece, pieces in cut),
-        replica_id=(0, 0, copies),
-        prepend_axis_num=len(sharded_offsets),
-        allow_shape_mismatch=True,
-    )
+        pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
+        # The table may be padded otherwise where it is loaded.
+        return {key: sharded_pieces(weight, key, pieces, sharded_offsets, metadata, allow_shape_mismatch=True)}
 
 
 class SharedEmbedding(SharedRows):
-    """In the place of a model's `word_embeddings`. On the first stage it answers the model, from all stages' rows."""
+    """In the place of a model's `word_embeddings`, which it answers from all stages' rows.
 
-    def __init__(self, *rows: Any, in_slices: bool):
+    On the first stage that is the model itself; on the last one its `mtp_layers` layers of multi-token prediction.
+    """
+
+    def __init__(self, *rows: Any, in_slices: bool, mtp_layers: int):
         super().__init__(*rows)
         self.reduce_scatter_embeddings = in_slices  # under sequence parallelism: [S/R, B, H]
+        self.mtp_layers = mtp_layers
 
     def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
         """Of token ids `[B, S]` their embeddings `[B, S, H]`; of a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
-        answer, send_gradient = ask(AskEmbedding(input_))
-        return _Sent.apply(torch.zeros(0, device=input_.device, requires_grad=True), answer, send_gradient)
+        if self.stage > 0:
+            batch_dim = 1 if self.reduce_scatter_embeddings else 0
+            return multi_token.next_embedding(input_, self.mtp_layers, batch_dim, _sent)
+        return _sent(*ask(AskEmbedding(multi_token.ids_of_all(input_, self.mtp_layers))))
 
 
 class SharedOutputLayer(SharedRows):
     """In the place of a model's `output_layer`. On the last stage it promises logits, which the loss redeems.
 
-    `weight_is_elsewhere`: the rows are the embedding's (tied), whose parameter is not this module's.
+    `tied`: the rows are the embedding's, whose parameter is not this module's.
     """
 
     gather_output = False
@@ -93,6 +85,7 @@ class SharedOutputLayer(SharedRows):
     def __init__(self, weight: nn.Parameter, *rows: Any, tied: bool, config: Any):
         super().__init__(weight, *rows)
         self.tied = tied
+        self.mtp_layers = config.mtp_num_layers or 0
         if tied:
             del self.weight
             object.__setattr__(self, "weight", weight)
@@ -108,6 +101,11 @@ class SharedOutputLayer(SharedRows):
         """Of hidden states promised logits and None; of a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
+        if weight is not None and weight is not self.weight:
+            raise ValueError(
+                "the output layer was given another weight than its own: over a vocabulary shared by pipeline stages "
+                "it has the embedding's rows or its own; build the model without that, or train without sharing"
+            )
         return promise_logits(
             self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS
         ), None
@@ -117,16 +115,21 @@ class SharedOutputLayer(SharedRows):
 
     def losses(self, labels_BS: Tensor, logits: Any, *_: Any, **__: Any) -> Tensor:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
-        if not isinstance(logits, PromisedLogits) or logits.terms.made is not None:
+        changed = not isinstance(logits, PromisedLogits) or logits.terms.made is not None
+        if changed or logits.terms.scale != 1:
             raise ValueError(
                 "the logits were changed before the loss: a vocabulary shared over pipeline stages has none"
             )
-        terms: Terms = logits.terms
         if self.counters is not None:
             self.counters.losses_fused += 1
-        hidden = terms.hidden if terms.scale == 1 else terms.hidden * terms.scale
-        loss_BS, unit_dx, send_gradient = ask(AskLosses(hidden.detach(), labels_BS))
-        return _Losses.apply(hidden, loss_BS, unit_dx, send_gradient)
+        hidden = logits.terms.hidden
+        if self.mtp_layers:
+            found, which = multi_token.losses_of(hidden, labels_BS, self.mtp_layers, _ask_losses)
+        else:
+            found, which = _ask_losses(hidden.detach(), labels_BS), 0
+        if found.hits is not None:
+            logits.terms.hits = labels_BS, found.hits
+        return _Losses.apply(hidden, found.loss, found.unit_dx, functools.partial(found.send, which))
 
 
 _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
@@ -137,6 +140,14 @@ def _no_logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
         "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
         "model with labels, or train without sharing"
     )
+
+
+def _ask_losses(hidden: Tensor, labels: Tensor) -> Losses:
+    return ask(AskLosses(hidden, labels))
+
+
+def _sent(answer: Tensor, send_gradient: Any) -> Tensor:
+    return _Sent.apply(torch.zeros(0, device=answer.device, requires_grad=True), answer, send_gradient)
 
 
 class _Sent(torch.autograd.Function):

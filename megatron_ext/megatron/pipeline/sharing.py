@@ -1,5 +1,6 @@
 """Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from megatron_ext.distributed import collectives
 from megatron_ext.megatron import model_seams, wrapping
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.module_calls import attribute
-from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline import multi_token
+from megatron_ext.megatron.pipeline.groups import KINDS, OF_MTP, PipelineGroups
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
 
 SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
@@ -79,20 +81,28 @@ class Builder:
 
     def _share(self, front: Any, back: Any, tied: bool) -> Sharing:
         """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
-        groups = PipelineGroups()
-        self._groups.append(groups)
         config, size = front.config, front.vocab_size
+        mtp_layers = config.mtp_num_layers or 0
+        groups = PipelineGroups((*KINDS, *OF_MTP) if mtp_layers else KINDS, output_layer_fault(back))
+        self._groups.append(groups)
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
         weight = _rows(whole, groups, 0, size, config)
         # Whether it gives slices of the sequence, only the stage knows that has built it.
         in_slices = groups.is_first and front.embedding.word_embeddings.reduce_scatter_embeddings
         in_slices = collectives.all_gather_object(in_slices, groups["tokens"])[0]
-        embedding = SharedEmbedding(weight, size, groups.stages, groups.stage, in_slices=in_slices)
-        if groups.is_first:
-            front.embedding.word_embeddings = embedding
+        embedding = SharedEmbedding(
+            *(weight, size, groups.stages, groups.stage), in_slices=in_slices, mtp_layers=mtp_layers
+        )
+        home = back if mtp_layers and groups.is_last else front
+        if hasattr(home, "embedding"):
+            home.embedding.word_embeddings = embedding
         else:
-            front.embedding = _Holder(embedding)
-        if not tied:
+            home.embedding = _Holder(embedding)
+        if mtp_layers and (groups.is_first or groups.is_last):
+            multi_token.watch(home)
+        if tied:  # with gradient accumulation fusion the embedding's gradient is added beside the output layer's
+            weight.zero_out_wgrad = True  # type: ignore[attr-defined]
+        else:
             whole = back.output_layer.weight if groups.is_last else None
             weight = _rows(whole, groups, groups.last, size, config)
         output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
@@ -100,8 +110,12 @@ class Builder:
         if groups.is_last:
             setattr(back, model_seams.LOSS, output.losses)
             output.counters = counters_of(back)
-            if tied:
-                back.sharded_state_dict = _without_output_layer(back)
+            # Megatron's looks for an entry of the output layer on every stage that has one, and stores a copy of the
+            # embedding where multi-token prediction runs. Here rows are stored once, by the module that has them.
+            hidden = {"post_process": False} if tied else {}
+            hidden |= {"mtp_process": False} if mtp_layers else {}
+            if hidden:
+                back.sharded_state_dict = _with_attributes(back, back.sharded_state_dict, hidden)
         return Sharing(groups, embedding, output)
 
 
@@ -126,18 +140,16 @@ def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, 
     return weight
 
 
-def _without_output_layer(model: Any) -> Any:
-    """The model's `sharded_state_dict` where the output layer's rows are the embedding's: they are stored once.
+def _with_attributes(owner: Any, method: Any, values: dict[str, Any]) -> Any:
+    """A method of `owner` that finds other attributes there."""
 
-    Megatron's looks for an entry of the output layer on every stage that has one.
-    """
-    original = model.sharded_state_dict
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                stack.enter_context(attribute(owner, name, value))
+            return method(*args, **kwargs)
 
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        with attribute(model, "post_process", False):
-            return original(*args, **kwargs)
-
-    return sharded_state_dict
+    return call
 
 
 def check_config(config: Any) -> None:
@@ -148,9 +160,8 @@ def check_config(config: Any) -> None:
             "without sharing"
         )
     refused = {
-        "mtp_num_layers": "multi-token prediction takes several losses of one micro-batch",
+        "mtp_detach_heads": "the output layer's rows get the gradient of all losses in one pass",
         "enable_autocast": "the stages agree on dtypes in advance",
-        "variable_seq_lengths": "the stages agree on shapes in advance",
         "defer_embedding_wgrad_compute": "the output layer's weight gradient has its own place in the schedule",
         "num_microbatches_with_partial_activation_checkpoints": "recomputation is the same for all micro-batches here",
         "overlap_moe_expert_parallel_comm": "that is a schedule of its own",
@@ -169,7 +180,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError for a model whose vocabulary layers are not Megatron's plain ones."""
+    """Raises ValueError for a model that cannot share its vocabulary, as far as every stage sees it."""
     for name in ("share_embeddings_and_output_weights", "vocab_size", "position_embedding_type"):
         if not hasattr(model, name):
             raise ValueError(
@@ -182,16 +193,35 @@ def check_model(model: Any) -> None:
             f"the fused head was asked for {changed}: over a vocabulary shared by pipeline stages the loss is the "
             f"plain cross entropy; leave these options at their defaults"
         )
+
+
+def output_layer_fault(model: Any) -> ValueError | None:
+    """Why a model cannot share its vocabulary, as far as the last stage alone sees it: its output layer, and MTP."""
     layer = model_seams.output_layer(model)
     if layer is None:
-        return
+        return None
+    wanted = model.config.mtp_num_layers or 0
+    if wanted and not (getattr(model, "mtp_process", False) and model.config.mtp_num_layers == _depth(model)):
+        return ValueError(
+            f"mtp_num_layers is {wanted}, and the last pipeline stage has {_depth(model)} layers of multi-token "
+            f"prediction: a vocabulary shared over pipeline stages wants all of them there; change "
+            f"pipeline_model_parallel_layout, or train without sharing"
+        )
     reason = model_seams.why_not_fused(model)
     if reason is None and (getattr(layer, "bias", None) is not None or getattr(layer, "softcap", None) is not None):
         reason = "its output layer has a bias or a softcap"
-    if reason is not None:
-        raise ValueError(
-            f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
-        )
+    if reason is None:
+        return None
+    return ValueError(
+        f"{type(model).__name__} cannot share its vocabulary over pipeline stages: {reason}; train without sharing"
+    )
+
+
+def _depth(model: Any) -> int:
+    """How many layers of multi-token prediction run in this chunk."""
+    layers = getattr(getattr(model, "mtp", None), "layers", ())
+    repeated = getattr(model.config, "mtp_use_repeated_layer", False)
+    return model.config.mtp_num_layers if layers and repeated else len(layers)
 
 
 def check_vocabulary(size: int, config: Any) -> None:

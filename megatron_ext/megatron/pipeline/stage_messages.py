@@ -13,96 +13,143 @@ from megatron_ext.megatron.pipeline.parcels import Form, Marks, empty_parcel
 from megatron_ext.megatron.pipeline.pass_order import Kind, Pass
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
 
-# The group, and the stage that has what a pass needs (-1: the last).
-_BROADCASTS = {
-    Kind.LOOKUP: ("tokens", 0),
-    Kind.PRODUCTS: ("hidden", -1),
-    Kind.WEIGHT: ("grad_loss", -1),
-    Kind.ROWS: ("grad_embedding", 0),
-}
-
 
 class Sizes(NamedTuple):
-    """Shapes on this rank: B, S (over all tensor-parallel ranks), S of its slice, H."""
+    """Of a micro-batch on this rank: B, S (of all tensor-parallel ranks), S of its slice, H, P (see `multi_token`)."""
 
     batch: int
     sequence: int
     slice: int
     hidden: int
+    predictions: int
+
+    @property
+    def sequences(self) -> int:
+        """P B"""
+        return self.predictions * self.batch
 
 
-def sizes_of(micro_batch_size: int, seq_length: int, config: Any) -> Sizes:
-    sequence = seq_length // parallel_state.get_context_parallel_world_size()
-    ranks = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-    return Sizes(micro_batch_size, sequence, sequence // ranks, config.hidden_size)
+class Message(NamedTuple):
+    """What arrives for a pass: from which stage, in the group for which kind, and what."""
+
+    kind: str
+    source: int
+    forms: list[Form]
 
 
 class StageMessages:
-    """`marks`: see `parcels`. `sent`: what is on its way."""
+    """`marks`: see `parcels`. `sent`: what is on its way.
+
+    With `config.variable_seq_lengths` the first stage sends the shape of its token ids before them: the stages learn
+    it in the first pass of a micro-batch, `LOOKUP`, which waits for it on the host.
+    """
 
     def __init__(
         self,
         groups: PipelineGroups,
-        sizes: Sizes,
+        given: tuple[int, int],
         config: Any,
         embedding: SharedEmbedding,
         output: SharedOutputLayer,
         chunks: int,
     ):
-        self.groups, self.sizes, self.config = groups, sizes, config
+        """`given`: micro_batch_size and seq_length of the schedule."""
+        self.groups, self.config = groups, config
         self.dtype, self.device = output.weight.dtype, output.weight.device
         self.in_slices, self.last_chunk = embedding.reduce_scatter_embeddings, chunks - 1
+        self.predictions = 1 + output.mtp_layers
         self.marks = Marks(self.device)
         self.sent: list[Pending] = []
-        self._arriving: dict[Pass, Pending] = {}
+        batch, sequence = given
+        self.given = self._sizes(batch, sequence // parallel_state.get_context_parallel_world_size())
+        self.vary = bool(config.variable_seq_lengths)
+        self._found: dict[int, Sizes] = {}
+        self._arriving: dict[tuple[Pass, str], Pending] = {}
 
-    def form(self, what: Pass) -> list[Form] | None:
-        """What arrives for a pass from another stage; None if nothing does."""
-        batch, sequence, piece, width = self.sizes
-        kind, first, last = what.kind, self.groups.is_first, self.groups.is_last
+    def _sizes(self, batch: int, sequence: int) -> Sizes:
+        ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
+        return Sizes(batch, sequence, sequence // ranks, self.config.hidden_size, self.predictions)
+
+    def sizes(self, micro_batch: int) -> Sizes:
+        """Known from `LOOKUP` on, on the first stage from `TOKENS`."""
+        return self._found[micro_batch] if self.vary else self.given
+
+    def messages(self, what: Pass) -> list[Message]:
+        """What arrives for a pass from other stages."""
+        n, kind, groups = what.micro_batch, what.kind, self.groups
+        stage, last = groups.stage, groups.last
+        batch, sequence, piece, width, predictions = sizes = self.sizes(n)
         activations: list[Form] = [((piece, batch, width), self.config.pipeline_dtype)]
         if kind is Kind.FORWARD:
-            return None if first and what.chunk == 0 else activations
+            first = groups.is_first and what.chunk == 0
+            return [] if first else [Message("forward", (stage - 1) % groups.stages, activations)]
         if kind is Kind.BACKWARD:
-            return None if last and what.chunk == self.last_chunk else activations
+            at_the_end = groups.is_last and what.chunk == self.last_chunk
+            return [] if at_the_end else [Message("backward", (stage + 1) % groups.stages, activations)]
+        tokens, losses = (sizes.sequences, sequence), (sequence, sizes.sequences)
+        found = []
         if kind is Kind.LOOKUP:
-            return None if first else [((batch, sequence), torch.int64)]
-        if kind is Kind.PRODUCTS:
-            return None if last else [((piece, batch, width), self.dtype), ((sequence, batch), torch.int64)]
-        if kind is Kind.WEIGHT:
-            return None if last else [((sequence, batch), torch.float32)]
-        if kind is Kind.ROWS:
-            shape = (piece, batch, width) if self.in_slices else (batch, sequence, width)
-            return None if first else [(shape, self.dtype)]
-        return None
+            found = [Message("tokens", 0, [(tokens, torch.int64)])]
+        elif kind is Kind.PRODUCTS:
+            hidden = (piece, sizes.sequences, width)
+            found = [Message("hidden", last, [(hidden, self.dtype), (losses, torch.int64)])]
+        elif kind is Kind.WEIGHT:
+            found = [Message("grad_loss", last, [(losses, torch.float32)])]
+        elif kind is Kind.ROWS:
+            found = [Message("grad_embedding", 0, [(self.embedding_shape(n, batch), self.dtype)])]
+            if predictions > 1:
+                further = self.embedding_shape(n, sizes.sequences - batch)
+                found.append(Message("grad_further", last, [(further, self.dtype)]))
+        return [message for message in found if message.source != stage]
+
+    def embedding_shape(self, micro_batch: int, sequences: int) -> tuple[int, int, int]:
+        """Of the embedding of that many sequences, as the layers get it on this rank."""
+        _, sequence, piece, width, _ = self.sizes(micro_batch)
+        return (piece, sequences, width) if self.in_slices else (sequences, sequence, width)
 
     def expect(self, what: Pass) -> None:
-        """Begin to receive what a pass needs."""
-        form, groups = self.form(what), self.groups
-        if form is None or what in self._arriving:
+        """Begin to receive what a pass needs, if its shapes are known yet."""
+        if self.vary and what.micro_batch not in self._found:
             return
-        buffer = empty_parcel(form, self.device)
-        if what.kind is Kind.FORWARD:
-            source = (groups.stage - 1) % groups.stages
-            self._arriving[what] = collectives.start_receive(buffer, groups["forward"], source)
-        elif what.kind is Kind.BACKWARD:
-            source = (groups.stage + 1) % groups.stages
-            self._arriving[what] = collectives.start_receive(buffer, groups["backward"], source)
-        else:
-            kind, source = _BROADCASTS[what.kind]
-            self._arriving[what] = collectives.start_broadcast(buffer, groups[kind], source % groups.stages)
+        for message in self.messages(what):
+            if (what, message.kind) not in self._arriving:
+                self._arriving[what, message.kind] = self._receive(message)
 
-    def are_for(self, what: Pass) -> bool:
-        return what in self._arriving
+    def _receive(self, message: Message) -> Pending:
+        buffer, group = empty_parcel(message.forms, self.device), self.groups[message.kind]
+        neighbour = message.kind in ("forward", "backward")
+        receive = collectives.start_receive if neighbour else collectives.start_broadcast
+        return receive(buffer, group, message.source)
 
     def wait_for(self, what: Pass) -> None:
-        if what in self._arriving:
-            self._arriving[what].wait()
+        if self.vary and what.micro_batch not in self._found and what.kind is Kind.LOOKUP:
+            forms: list[Form] = [((2,), torch.int64)]
+            (shape,) = self.marks.unpack(self._receive(Message("tokens", 0, forms)).wait(), forms)
+            self.found(what.micro_batch, *shape.tolist())
+        self.expect(what)
+        for (one, _), pending in self._arriving.items():
+            if one == what:
+                pending.wait()
 
-    def arrived(self, what: Pass) -> list[Tensor]:
-        form = self.form(what)
-        assert form is not None
-        return self.marks.unpack(self._arriving.pop(what).wait(), form)
+    def found(self, micro_batch: int, batch: int, sequence: int) -> None:
+        """The shape of a micro-batch's token ids is known."""
+        self._found[micro_batch] = self._sizes(batch, sequence)
+
+    def arrived(self, what: Pass, kind: str) -> list[Tensor] | None:
+        """None: this stage has it, nothing is sent."""
+        pending = self._arriving.pop((what, kind), None)
+        if pending is None:
+            return None
+        (forms,) = (message.forms for message in self.messages(what) if message.kind == kind)
+        return self.marks.unpack(pending.wait(), forms)
+
+    def broadcast_tokens(self, micro_batch: int, ids: Tensor) -> None:
+        """Token ids `[P B, S]` of the first stage, and before them their shape where it may change."""
+        if self.vary:
+            shape = torch.tensor([ids.shape[0] // self.predictions, ids.shape[1]], device=self.device)
+            self.found(micro_batch, *shape.tolist())
+            self.broadcast("tokens", shape)
+        self.broadcast("tokens", ids)
 
     def broadcast(self, kind: str, *tensors: Tensor) -> None:
         """This stage's tensors to all the others."""

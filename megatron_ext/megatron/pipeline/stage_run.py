@@ -7,7 +7,10 @@ gradient (a sum on the last stage) and that of the losses (a broadcast of a numb
 
 A pass that fails on one rank: see `parcels`.
 
-Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
+With multi-token prediction its layers are part of the last stage's forward pass, and the same messages are larger:
+see `multi_token`. The embedding is then summed on the last stage too, and its gradient comes from there as well.
+
+Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
 import inspect
@@ -20,13 +23,18 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
-from megatron_ext.megatron.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.pass_order import Kind, Pass, Run
-from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, PausedForward
+from megatron_ext.megatron.pipeline.paused_forward import (
+    AskEmbedding,
+    AskFurtherEmbeddings,
+    AskLosses,
+    Expect,
+    Losses,
+    PausedForward,
+)
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
-from megatron_ext.megatron.pipeline.stage_messages import StageMessages, sizes_of
+from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 from megatron_ext.megatron.pipeline.vocabulary_passes import GradientSync, VocabularyPasses
 
 
@@ -54,8 +62,8 @@ class StageRun:
         self.embedding, self.output = embedding, output
         self.backward = not call.forward_only
         self.device = output.weight.device
-        self.sizes = sizes_of(call.micro_batch_size, call.seq_length, config)
-        self.messages = StageMessages(groups, self.sizes, config, embedding, output, len(call.model))
+        given = call.micro_batch_size, call.seq_length
+        self.messages = StageMessages(groups, given, config, embedding, output, len(call.model))
         self.marks = self.messages.marks
         self.sync = GradientSync(config)
         total = call.num_microbatches
@@ -130,7 +138,8 @@ class StageRun:
         schedules.set_current_microbatch(self.call.model[chunk], micro_batch)
 
     def read_tokens(self, what: Pass) -> None:
-        batch, sequence, *_ = self.sizes
+        given = self.messages.given
+        expected = (given.sequences, given.sequence)
 
         def begin() -> Tensor:
             paused = self._begin(what.micro_batch, 0, None)
@@ -138,22 +147,20 @@ class StageRun:
             if not isinstance(question, AskEmbedding):
                 raise ValueError("the model on the first pipeline stage did not ask for the embedding of its tokens")
             self.paused[what.micro_batch] = paused
-            return _checked("tokens", question.ids_BS, (batch, sequence)).long()
+            ids = question.ids if self.messages.vary else _checked("tokens", question.ids, expected)
+            return ids.long()
 
-        nothing = torch.zeros(batch, sequence, dtype=torch.int64, device=self.device)
+        nothing = torch.zeros(expected, dtype=torch.int64, device=self.device)
         ids = self.vocabulary.ids[what.micro_batch] = self.marks.attempt(begin, nothing)
-        self.messages.broadcast("tokens", ids)
+        self.messages.broadcast_tokens(what.micro_batch, ids)
 
     def forward(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
         first = self.groups.is_first and chunk == 0
-        last = self.groups.is_last and chunk == len(self.call.model) - 1
-        batch, sequence, piece, width = self.sizes
+        batch, _, piece, width, _ = self.messages.sizes(n)
         input_ = None
         if first:
-            answer = self.vocabulary.sums.pop(n).wait()
-            if not self.embedding.reduce_scatter_embeddings:
-                answer = collectives.all_reduce(answer, self.groups.tp, in_place=True)
+            answer = self.vocabulary.embedding_of(n)
             paused = self.paused.pop(n, None)
 
             def go() -> Any:
@@ -161,22 +168,20 @@ class StageRun:
                 self._enter_chunk(n, chunk)
                 return paused.go((answer, lambda grad: self.vocabulary.send_embedding_gradient(n, grad)))
         else:
-            (input_,) = self.messages.arrived(what)
+            (input_,) = self.messages.arrived(what, "forward") or (None,)
+            assert input_ is not None
             input_ = input_.detach().requires_grad_(self.backward)
 
             def go() -> Any:
-                nonlocal paused
-                paused = self._begin(n, chunk, input_)
-                return paused.go()
+                if self._asks_losses(chunk):
+                    return self._up_to_losses(n, self._begin(n, chunk, input_), further)
+                return self._begin(n, chunk, input_).go()
 
-            paused = None
-        if last:
-            self.marks.attempt(lambda: self._ask_stages(n, go(), lambda: paused))
+        if self._asks_losses(chunk):
+            further = self.vocabulary.further(n) if self.messages.predictions > 1 else None
+            self.marks.attempt(go)
             if n not in self.vocabulary.hidden:
-                self.vocabulary.hidden[n] = (
-                    self.output.weight.new_zeros(piece, batch, width),
-                    torch.full((sequence, batch), IGNORE_INDEX, dtype=torch.int64, device=self.device),
-                )
+                self.vocabulary.hidden[n] = self.vocabulary.no_hidden(n)
             self.messages.broadcast("hidden", *self.vocabulary.hidden[n])
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
@@ -190,33 +195,51 @@ class StageRun:
         if self.backward:
             self.inputs[n, chunk] = input_
 
-    def _ask_stages(self, n: int, question: Any, paused: Callable[[], Any]) -> None:
+    def _asks_losses(self, chunk: int) -> bool:
+        return self.groups.is_last and chunk == len(self.call.model) - 1
+
+    def _up_to_losses(self, n: int, paused: PausedForward, further: Any) -> None:
+        """Run the last layers, and those of multi-token prediction with the embeddings that they ask for."""
+        question = self._answered(paused, paused.go(), further)
         if not isinstance(question, AskLosses):
             raise ValueError(
                 "the model on the last pipeline stage did not take a loss: call it with labels; a vocabulary shared "
                 "over pipeline stages gives losses, and no logits"
             )
-        batch, sequence, piece, width = self.sizes
-        hidden = _checked("hidden states", question.hidden_SBH, (piece, batch, width))
-        labels = _checked("labels", question.labels_BS, (batch, sequence))
+        _, sequence, piece, width, _ = sizes = self.messages.sizes(n)
+        hidden = _checked("hidden states", question.hidden, (piece, sizes.sequences, width))
+        labels = _checked("labels", question.labels, (sizes.sequences, sequence))
         if hidden.dtype != self.output.weight.dtype:
             raise ValueError(
                 f"the hidden states are {hidden.dtype}, the output layer's weight {self.output.weight.dtype}: they "
                 f"must be equal; train without autocast"
             )
-        self.paused[n] = paused()
+        self.paused[n] = paused
         self.vocabulary.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
+
+    def _answered(self, paused: PausedForward, question: Any, further: Any = None) -> Any:
+        """What the forward step says next, when what it asked was answered as far as this stage can do that at once."""
+        while isinstance(question, (AskFurtherEmbeddings, Expect)):
+            if isinstance(question, Expect):
+                self.marks.expect(question.found, question.expected, question.name)
+                question = paused.go()
+            else:
+                question = paused.go(further)
+        return question
 
     def finish_loss(self, what: Pass) -> None:
         n, chunk = what.micro_batch, len(self.call.model) - 1
         result = self.vocabulary.results[n]() if self.backward else self.vocabulary.results.pop(n)()
-        batch, sequence, piece, width = self.sizes
+        _, sequence, piece, width, _ = sizes = self.messages.sizes(n)
 
         def go() -> Any:
             self._enter_chunk(n, chunk)
-            loss_BS = result.loss_T.view(sequence, batch).t().contiguous().float()
-            unit = None if result.unit_dx_TD is None else result.unit_dx_TD.view(piece, batch, width)
-            return self.paused.pop(n).go((loss_BS, unit, lambda grad: self.vocabulary.send_loss_gradient(n, grad)))
+            paused = self.paused.pop(n)
+            loss = result.loss_T.view(sequence, sizes.sequences).t().contiguous().float()
+            hits = None if result.hits_T is None else result.hits_T.view(sequence, sizes.sequences)
+            unit = None if result.unit_dx_TD is None else result.unit_dx_TD.view(piece, sizes.sequences, width)
+            answer = Losses(loss, hits, unit, lambda which, grad: self.vocabulary.take_loss_gradient(n, which, grad))
+            return self._answered(paused, paused.go(answer))
 
         output, tokens = self.marks.attempt(go, (None, 0))
         self.tokens += tokens
@@ -225,9 +248,8 @@ class StageRun:
 
     def backward_pass(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
-        last = self.groups.is_last and chunk == len(self.call.model) - 1
-        batch, sequence, piece, width = self.sizes
-        grad = None if last else self.messages.arrived(what)[0]
+        batch, _, piece, width, _ = sizes = self.messages.sizes(n)
+        (grad,) = self.messages.arrived(what, "backward") or (None,)
         input_, output = self.inputs.pop((n, chunk)), self.outputs.pop((n, chunk))
 
         def go() -> Any:
@@ -237,13 +259,15 @@ class StageRun:
                 return _backward_step(input_, output, grad, model_type, self.config)
 
         input_grad = self.marks.attempt(go)
-        if last and n not in self.vocabulary.grad_losses:  # it failed before the losses' gradient was known
-            self.vocabulary.send_loss_gradient(n, torch.zeros(batch, sequence, device=self.device))
-        if self.groups.is_first and chunk == 0:
-            if n not in self.vocabulary.grad_embeddings:
-                slices = self.embedding.reduce_scatter_embeddings
-                shape = (piece, batch, width) if slices else (batch, sequence, width)
-                self.vocabulary.send_embedding_gradient(n, self.output.weight.new_zeros(shape))
+        first = self.groups.is_first and chunk == 0
+        asked = batch if first else 0
+        if self._asks_losses(chunk):
+            self.vocabulary.send_loss_gradient(n)  # where backward did not come that far
+            asked = sizes.sequences - batch
+        if asked and n not in self.vocabulary.grad_embeddings:
+            nothing = self.output.weight.new_zeros(self.messages.embedding_shape(n, asked))
+            self.vocabulary.send_embedding_gradient(n, nothing)
+        if first:
             return
         input_grad = input_grad[0] if isinstance(input_grad, list) else input_grad
         if input_grad is None:

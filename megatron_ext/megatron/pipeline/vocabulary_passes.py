@@ -3,7 +3,8 @@
 What is between two passes of a micro-batch lies in dictionaries by its number. The passes of the layers (`stage_run`)
 put in what the model asks, and take out what it is answered.
 
-Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
+Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position: 1,
+or with multi-token prediction 1 + its layers (see `multi_token`).
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head import steps
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.megatron.log_probs import IGNORE_INDEX
+from megatron_ext.megatron.multi_token_prediction import counts_acceptance
 from megatron_ext.megatron.pipeline.pass_order import Pass
 from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
 from megatron_ext.megatron.pipeline.side_work import SideWork
@@ -48,12 +50,12 @@ class VocabularyPasses:
     """Of one step with `micro_batches` of them, with a backward pass or without.
 
     Attributes:
-        ids: token ids `[B, S]`, until the embedding has its gradient.
-        sums: the embedding, on the first stage.
-        hidden: hidden states `[S, B, H]` and labels `[S, B]`, on the last stage.
+        ids: token ids `[P B, S]`, until the embedding has its gradient.
+        sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
+        hidden: hidden states `[S, P B, H]` and labels `[S, P B]`, on the last stage.
         results: functions that wait for a `steps.Result`.
-        grad_losses: `[S, B]`, on the last stage.
-        grad_embeddings: on the first stage.
+        grad_losses: `[S, P B]`, on the last stage.
+        grad_embeddings: on the stages that have `sums`.
     """
 
     def __init__(
@@ -72,14 +74,17 @@ class VocabularyPasses:
             output.vocab,
             ignore_index=IGNORE_INDEX,
             cache=1,
+            hits=output.mtp_layers > 0 and counts_acceptance(),
             fuse_main_grad=output.gradient_accumulation_fusion,
         )
+        self.asks_further = self.groups.is_last and messages.predictions > 1
         self.side = SideWork(output.weight.device)
         self.ids: dict[int, Tensor] = {}
         self.sums: dict[int, Pending] = {}
         self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
         self.results: dict[int, Callable[[], Any]] = {}
         self.grad_losses: dict[int, Tensor] = {}
+        self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
         # How often each parameter will get a gradient yet.
         tied = output.weight is embedding.weight
@@ -89,12 +94,13 @@ class VocabularyPasses:
         self.side.close()
 
     def look_up(self, what: Pass) -> None:
-        batch, sequence, _, width = self.messages.sizes
-        if self.messages.are_for(what):
-            self.ids[what.micro_batch] = self.messages.arrived(what)[0].clone()
-        ids, vocab = self.ids[what.micro_batch], self.embedding.vocab
-        if not self.backward:
-            del self.ids[what.micro_batch]
+        n = what.micro_batch
+        received = self.messages.arrived(what, "tokens")
+        if received is not None:
+            self.ids[n] = received[0].clone()
+        ids, vocab = self.ids[n], self.embedding.vocab
+        if not self.backward and not self.asks_further:
+            del self.ids[n]
 
         @torch.no_grad()
         def rows(weight: Tensor) -> Tensor:
@@ -102,20 +108,43 @@ class VocabularyPasses:
             found = torch.nn.functional.embedding((ids - vocab.start).where(owned, 0), weight)
             return found.masked_fill_(~owned.unsqueeze(-1), 0)
 
-        nothing = self.output.weight.new_zeros(batch, sequence, width)
+        nothing = self.output.weight.new_zeros(*ids.shape, self.messages.sizes(n).hidden)
         part = self.marks.attempt(lambda: self.embedding(rows), nothing)
         if self.embedding.reduce_scatter_embeddings:
             part = collectives.reduce_scatter(part.transpose(0, 1), self.groups.tp)
-        part = part.contiguous()
-        pending = collectives.start_reduce(part, self.groups["embedding"], 0)
-        if self.groups.is_first:
-            self.sums[what.micro_batch] = pending
-        else:
-            self.messages.sent.append(pending)
+        batch, batch_dim = self.messages.sizes(n).batch, 1 if self.embedding.reduce_scatter_embeddings else 0
+        parts = part.split([batch, ids.shape[0] - batch], batch_dim)
+        for stage, own in zip((0, self.groups.last), parts, strict=True):
+            if own.numel():
+                pending = collectives.start_reduce(own.contiguous(), self.groups["embedding"], stage)
+                if self.groups.stage == stage:
+                    self.sums[n] = pending
+                else:
+                    self.messages.sent.append(pending)
+
+    def embedding_of(self, n: int) -> Tensor:
+        """The embedding that this stage's layers asked for, when all stages have looked up their rows."""
+        found = self.sums.pop(n).wait()
+        slices = self.embedding.reduce_scatter_embeddings
+        return found if slices else collectives.all_reduce(found, self.groups.tp, in_place=True)
+
+    def further(self, n: int) -> tuple[Tensor, Tensor, Callable[[Tensor], None]]:
+        """For the layers of multi-token prediction: their token ids, embeddings, and who takes the gradient."""
+        ids = self.ids[n][self.messages.sizes(n).batch :]
+        if not self.backward:
+            del self.ids[n]
+        return ids, self.embedding_of(n), lambda grad: self.send_embedding_gradient(n, grad)
+
+    def no_hidden(self, n: int) -> tuple[Tensor, Tensor]:
+        """In the place of hidden states and labels of a micro-batch that failed."""
+        _, sequence, piece, width, _ = sizes = self.messages.sizes(n)
+        weight = self.output.weight
+        labels = torch.full((sequence, sizes.sequences), IGNORE_INDEX, dtype=torch.int64, device=weight.device)
+        return weight.new_zeros(piece, sizes.sequences, width), labels
 
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
-        hidden, labels = self.messages.arrived(what) if self.messages.are_for(what) else self.hidden.pop(n)
+        hidden, labels = self.messages.arrived(what, "hidden") or self.hidden.pop(n)
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -140,7 +169,9 @@ class VocabularyPasses:
         result = self.marks.attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
-            result = steps.Result(found.shift_T.new_zeros(found.shift_T.shape), unit, found, None)  # type: ignore[arg-type]
+            loss = found.shift_T.new_zeros(found.shift_T.shape)
+            hits = loss.bool() if self.options.hits else None
+            result = steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
         unit = result.unit_dx_TD
         if unit is not None:
             if self.output.sequence_parallel:
@@ -150,18 +181,32 @@ class VocabularyPasses:
                 unit = collectives.all_reduce(unit, self.groups.tp_aside, in_place=True)
         return result._replace(unit_dx_TD=unit if self.groups.is_last else None)
 
-    def send_loss_gradient(self, n: int, grad_BS: Tensor) -> Tensor:
-        """Returns this rank's part of it, `[S/R, B]` under sequence parallelism."""
+    def take_loss_gradient(self, n: int, which: int, grad_BS: Tensor) -> Tensor:
+        """Of one prediction. It is sent with that of the last one; returned is this rank's slice of it, `[S/R, B]`."""
         grad_SB = grad_BS.detach().t().contiguous().float()
-        self.grad_losses[n] = grad_SB
-        self.messages.broadcast("grad_loss", grad_SB)
-        piece = self.messages.sizes.slice
+        parts = self._grad_parts.setdefault(n, {})
+        parts[which] = grad_SB
+        if len(parts) == self.messages.predictions:
+            self.send_loss_gradient(n)
+        piece = self.messages.sizes(n).slice
         start = parallel_state.get_tensor_model_parallel_rank() * piece if self.output.sequence_parallel else 0
         return grad_SB[start : start + piece]
 
+    def send_loss_gradient(self, n: int) -> None:
+        """To all stages, once; zeros for what has none."""
+        if n in self.grad_losses:
+            return
+        batch, sequence, *_ = self.messages.sizes(n)
+        parts = self._grad_parts.pop(n, {})
+        nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
+        grad = torch.cat([parts.get(which, nothing) for which in range(self.messages.predictions)], 1)
+        self.grad_losses[n] = grad
+        self.messages.broadcast("grad_loss", grad)
+
     def weight_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_losses.pop(n)
+        received = self.messages.arrived(what, "grad_loss")
+        grad = self.grad_losses.pop(n) if received is None else received[0]
         result = self.results.pop(n)()
 
         def go() -> None:
@@ -173,15 +218,21 @@ class VocabularyPasses:
         self.marks.attempt(go)
 
     def send_embedding_gradient(self, n: int, grad: Tensor) -> None:
+        """Of what this stage's layers asked for."""
         grad = grad.detach().to(self.output.weight.dtype)
         self.grad_embeddings[n] = grad
-        self.messages.broadcast("grad_embedding", grad)
+        self.messages.broadcast("grad_embedding" if self.groups.is_first else "grad_further", grad)
 
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        grad = self.messages.arrived(what)[0] if self.messages.are_for(what) else self.grad_embeddings.pop(n)
+        parts = []
+        for kind in ("grad_embedding", "grad_further")[: min(self.messages.predictions, 2)]:
+            received = self.messages.arrived(what, kind)
+            parts.append(self.grad_embeddings.pop(n) if received is None else received[0])
         if self.embedding.reduce_scatter_embeddings:
-            grad = collectives.all_gather(grad, self.groups.tp).transpose(0, 1)
+            grad = collectives.all_gather(torch.cat(parts, 1), self.groups.tp).transpose(0, 1)
+        else:
+            grad = torch.cat(parts)
         ids, vocab, weight = self.ids.pop(n), self.embedding.vocab, self.embedding.weight
 
         def go() -> None:

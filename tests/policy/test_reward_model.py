@@ -1,0 +1,124 @@
+"""Reward models: scores, losses and steps of transformers' sequence classifiers, as one process makes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, GPT2Config
+
+from megatron_ext.policy import DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from tests.dtensor.models import family_config
+from tests.policy.problems import VOCAB, batching, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.test_logprobs import gathered
+from tests.ranks import ranks
+
+REWARDS = {"enabled": True, "reward_model_type": "bradley_terry"}
+
+
+class PreferenceLoss:
+    """Of pairs, chosen rows first, as NeMo-RL's of the same name is called."""
+
+    loss_type, input_type, unit = LossType.SEQUENCE_LEVEL, LossInputType.LOGIT, 2
+
+    def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
+        chosen, rejected = logits.squeeze(-1).view(-1, 2).unbind(1)
+        counts = data["sample_mask"].view(-1, 2)[:, 0]
+        loss = -(F.logsigmoid(chosen - rejected) * counts).sum() / (global_valid_seqs / 2)
+        return loss, {"loss": loss.item()}
+
+
+def pairs():
+    data = tiny_batch()
+    data["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+    data["input_ids"] = data["input_ids"].clamp(min=1) * inside  # padding, and nothing else, has the id 0
+    return data
+
+
+def plain(config, seed=3):
+    torch.manual_seed(seed)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).float()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def rewards_of(model, data):
+    """Row by row, without padding: nothing depends on what a model takes for padding."""
+    rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
+    return torch.cat([model(input_ids=row[None, :length], use_cache=False).logits[0] for row, length in rows])
+
+
+def check(model_config, kind="fixed", experts=1, **layout):
+    config = tiny_config(model_config(), reward_model_cfg=REWARDS, **layout, **batching(kind))
+    config["dtensor_cfg"]["expert_parallel_size"] = experts
+    data, model = pairs(), plain(model_config())
+    worker = DTensorPolicyWorker(config, init_reference_model=False)
+    with torch.no_grad():
+        true = rewards_of(model, data)
+    assert true.std() > 0.01
+    found = gathered(worker, worker.score(shard(data, worker)))["scores"]
+    torch.testing.assert_close(found, true, rtol=2e-5, atol=2e-5)
+
+    optimizer = torch.optim.AdamW(model.parameters(), **config["optimizer"]["kwargs"])
+    counts = data["sample_mask"].sum(), None
+    loss, _ = PreferenceLoss()(rewards_of(model, data)[:, None], data, *counts)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"])
+    optimizer.step()
+    trained = worker.train(shard(data, worker), PreferenceLoss())
+    assert trained["global_loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+    updated = whole(worker._state())
+    assert updated.keys() == dict(model.named_parameters()).keys()
+    for name, x in model.named_parameters():  # a bias of all rewards alike stays 0
+        assert (updated[name] - x).norm() < 1e-4 * max(x.norm(), config["optimizer"]["kwargs"]["lr"]), name
+    with pytest.raises(ValueError, match="has a reward model, which has no log-probabilities"):
+        worker.get_logprobs(shard(data, worker))
+    with pytest.raises(ValueError, match="has a reward model, which samples nothing"):
+        worker.prepare_for_generation()
+    with pytest.raises(ValueError, match="NLLLoss.input_type is None, and the worker has a reward model"):
+        worker.train(shard(data, worker), NLLLoss())
+
+
+def tied():
+    return tiny_model(tie_word_embeddings=True)
+
+
+def gemma2():
+    return family_config("gemma2")
+
+
+def qwen3_moe():
+    return family_config("qwen3_moe")
+
+
+def gpt2():
+    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2Config(**sizes, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
+
+
+@pytest.mark.parametrize(
+    "model, options",
+    [
+        (tied, {"tp": 2, "sequence_parallel": True}),
+        pytest.param(tiny_model, {"cp": 2, "kind": "packed"}, marks=pytest.mark.slow),
+        pytest.param(gemma2, {"kind": "dynamic"}, marks=pytest.mark.slow),
+        pytest.param(qwen3_moe, {"tp": 2, "experts": 2}, marks=pytest.mark.slow),
+        pytest.param(gpt2, {}, marks=pytest.mark.slow),
+    ],
+    ids=["llama-tp-sp", "llama-cp", "gemma2-fsdp", "qwen3_moe-ep", "gpt2-fsdp"],
+)
+@ranks(2)
+def test_scores_and_a_step(model, options):
+    check(model, **options)
+
+
+@ranks(1)
+def test_padding_behind_a_row_is_left_out_as_in_transformers():
+    model_config = tiny_model(pad_token_id=0)
+    config = tiny_config(model_config, reward_model_cfg=REWARDS)
+    data = pairs()
+    data["input_ids"][0, -2:] = 0  # inside of its row
+    worker = DTensorPolicyWorker(config, init_reference_model=False, init_optimizer=False)
+    with torch.no_grad():
+        true = plain(tiny_model(pad_token_id=0))(input_ids=data["input_ids"], use_cache=False).logits[:, 0]
+    torch.testing.assert_close(worker.score(data)["scores"], true, rtol=2e-5, atol=2e-5)
