@@ -19,7 +19,7 @@ FAILED, SHORT_OF_TIME = 1, 2
 
 def commands(folder: Path, rehearse: bool) -> dict[str, list[str]]:
     """The steps, in order."""
-    tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", "--resume", str(folder / "passed.txt")]
+    tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / 'passed.txt'}"]
     measurements = [sys.executable, "-u", "-m", "benchmarks.run", "gpu", "--out", str(folder / "rows.csv")]
     return {
         name: command + (["--rehearse"] if rehearse else [])

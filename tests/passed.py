@@ -1,4 +1,4 @@
-"""`--resume FILE`: a run that was interrupted goes on with the tests that have not passed yet, at this commit."""
+"""`--resume=FILE`: a run that was interrupted goes on with the tests that have not passed yet, at this commit."""
 
 from pathlib import Path
 
