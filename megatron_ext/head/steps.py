@@ -1,7 +1,8 @@
 """The fused linear head in steps that a schedule may place: for a vocabulary shared by ranks that do not run in step.
 
-`LinearHead` (see `linear.py`) does in its forward what comes before the loss and in its backward what comes after it.
-Here the products with the weight come first, before anything is known of the other ranks:
+`LinearHead` (see `linear.py`) is their simplest user: `first_pass`, the exchange and `token_losses` are its forward,
+and what comes after the loss is its backward. A schedule has the products with the weight come first, before anything
+is known of the other ranks:
 
     E = exp(z - m),  P = E @ W                                 `products`: no communication
     alpha = exp(m - lse), u = alpha * P + the label's terms    `result`: after one all-gather of the statistics
@@ -23,23 +24,39 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.head import linear, matmul, statistics
+from megatron_ext.head import linear_passes, matmul, statistics, token_terms
 from megatron_ext.head.checks import check_exchange, check_floating, check_labels, linear_fault
 from megatron_ext.head.options import HeadOptions
 from megatron_ext.head.passes import token_gradient, token_results
 from megatron_ext.head.weight_gradient import WeightGradient
 
 
-class Products(NamedTuple):
-    """What a rank has of a batch of tokens before the exchange."""
+class FirstPass(NamedTuple):
+    """What a rank has of a batch of tokens from its logits alone.
 
-    x_TD: Tensor
+    Attributes:
+        labels_T: as given.
+        kept_T: bool, the labels that count.
+        target_T: the label's column, -1 where it is another rank's or does not count.
+        stats_KT: this rank's statistics, with a place more in each row for the exchange.
+        exp_TV: exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted.
+        shift_T: what they are relative to.
+    """
+
     labels_T: Tensor
+    kept_T: Tensor
     target_T: Tensor
     stats_KT: Tensor
+    exp_TV: Tensor
     shift_T: Tensor
-    exp_TV: Tensor  # [T, 0] if no gradient is wanted
-    product_TD: Tensor | None  # E @ W, fp32 (fp64 for fp64)
+
+
+class Products(NamedTuple):
+    """What a rank has before the exchange, where its product with the weight does not wait for that."""
+
+    x_TD: Tensor
+    first: FirstPass
+    product_TD: Tensor | None  # E @ W, fp32 (fp64 for fp64); None if no gradient is wanted
 
 
 class Result(NamedTuple):
@@ -69,6 +86,34 @@ def check_options(options: HeadOptions) -> None:
         )
 
 
+def first_pass(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels_T: Tensor,
+    options: HeadOptions,
+    sizes: list[int] | None,
+    keep: bool,
+) -> FirstPass:
+    """Logits, their statistics, and what is kept of them. Arguments, and what is communicated: see `LinearHead`."""
+    kept_T = labels_T != options.ignore_index
+    target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
+    found = linear_passes.statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep)
+    return FirstPass(labels_T, kept_T, target_T, *found)
+
+
+def token_losses(
+    first: FirstPass, stats_RKT: Tensor, options: HeadOptions
+) -> tuple[statistics.Statistics, token_terms.Results]:
+    """The statistics of all shards together, and the losses with what else is read out.
+
+    Raises:
+        ValueError: the ranks' shards do not make up the vocabulary.
+    """
+    check_exchange(stats_RKT, first.labels_T, options)
+    return token_results(stats_RKT, first.stats_KT, first.shift_T, first.kept_T, options)
+
+
 @torch.no_grad()
 def products(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: HeadOptions, backward: bool) -> Products:
     """The first step, of hidden states `[T, D]` that every rank holds, with this rank's shard `[V/R, D]`.
@@ -82,19 +127,15 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: He
     if fault is not None:
         raise fault
     check_labels(labels_T, options.ignore_index, options.vocab.size)
-    kept_T = labels_T != options.ignore_index
-    target_T = (labels_T.long() - options.vocab.start).where(options.vocab.owns(labels_T) & kept_T, -1)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        stats_KT, exp_TV, shift_T = linear.statistics_pass(
-            hidden_TD, weight_VD, None, target_T, options, sizes=None, keep=backward
-        )
-        product_TD = matmul.add_product(None, exp_TV, weight_VD) if backward else None
-    return Products(hidden_TD, labels_T, target_T, stats_KT, shift_T, exp_TV, product_TD)
+        first = first_pass(hidden_TD, weight_VD, None, labels_T, options, sizes=None, keep=backward)
+        product_TD = matmul.add_product(None, first.exp_TV, weight_VD) if backward else None
+    return Products(hidden_TD, first, product_TD)
 
 
 def start_exchange(found: Products, options: HeadOptions) -> Pending:
     """Begin the second step's exchange. Communicates: 1 all-gather of `[K, T + 1]`."""
-    return collectives.start_all_gather(found.stats_KT.unsqueeze(0), options.group)
+    return collectives.start_all_gather(found.first.stats_KT.unsqueeze(0), options.group)
 
 
 @torch.no_grad()
@@ -104,15 +145,14 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor, options: HeadO
     Raises:
         ValueError: the ranks' shards do not make up the vocabulary.
     """
-    check_exchange(stats_RKT, found.labels_T, options)
-    kept_T = found.labels_T != options.ignore_index
-    stats, results = token_results(stats_RKT, found.stats_KT, found.shift_T, kept_T, options)
+    _, kept_T, target_T, *_ = found.first
+    stats, results = token_losses(found.first, stats_RKT, options)
     unit_TD = None
     if found.product_TD is not None:
-        grad = token_gradient(stats, kept_T, found.target_T, torch.ones_like(results.loss), None, options)
-        rows = slice(0, found.target_T.shape[0])
-        unit_TD = linear.finished_dx(
-            rows, found.product_TD, grad, found.target_T, weight_VD, None, options, passing=False
+        grad = token_gradient(stats, kept_T, target_T, torch.ones_like(results.loss), None, options)
+        rows = slice(0, target_T.shape[0])
+        unit_TD = linear_passes.finished_dx(
+            rows, found.product_TD, grad, target_T, weight_VD, None, options, passing=False
         )
     return Result(results.loss, results.hits, unit_TD, found._replace(product_TD=None), stats)
 
@@ -124,13 +164,12 @@ def weight_gradient(found: Result, grad_loss_T: Tensor, weight: Tensor, options:
     With `options.fuse_main_grad` it is added to `weight.main_grad`, and what autograd is to be given in its place
     comes back (None if it wants nothing).
     """
-    exp_TV, x_TD, target_T = found.products.exp_TV, found.products.x_TD, found.products.target_T
-    kept_T = found.products.labels_T != options.ignore_index
+    x_TD, (_, kept_T, target_T, _, exp_TV, _), _ = found.products
     grad = token_gradient(found.stats, kept_T, target_T, grad_loss_T, None, options)
     out_VD = main_grad.buffer_of(weight) if options.fuse_main_grad else torch.empty_like(weight)
     counted_V = None
     if grad.offset is not None:
-        counted_V = linear.counted(None, weight.shape[0], options, grad.offset)
+        counted_V = linear_passes.counted(None, weight.shape[0], options, grad.offset)
     parts = (grad.scale, target_T, grad.target, grad.offset, counted_V)
     total = WeightGradient(out_VD, x_TD, *parts, accumulate=options.fuse_main_grad)
     total.add(slice(0, weight.shape[0]), exp_TV)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class SideWork:
@@ -15,8 +16,11 @@ class SideWork:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "vocabulary") if self._stream is None else None
 
-    def start(self, work: Callable[[], Any], reads: list[Tensor]) -> Callable[[], Any]:
-        """Begins `work`, after all that was begun on the current stream. The function returned waits for its result."""
+    def start(self, work: Callable[[], Any], reads: list[Any]) -> Callable[[], Any]:
+        """Begins `work`, after all that was begun on the current stream. The function returned waits for its result.
+
+        `reads`: what it reads; what is no tensor does not matter.
+        """
         if self._thread is not None:
             future: Future = self._thread.submit(work)
             return future.result
@@ -27,11 +31,12 @@ class SideWork:
             found = work()
             done = stream.record_event()
         for tensor in reads:
-            tensor.record_stream(stream)
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(stream)
 
         def result() -> Any:
             torch.cuda.current_stream().wait_event(done)
-            for tensor in torch.utils._pytree.tree_leaves(found):
+            for tensor in tree_leaves(found):
                 if isinstance(tensor, Tensor):
                     tensor.record_stream(torch.cuda.current_stream())
             return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
@@ -158,8 +159,7 @@ class VocabularyPasses:
             ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
             found = steps.products(hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward)
         statistics = steps.start_exchange(found, self.options)
-        reads = [x for x in found if x is not None]
-        result = self.side.start(lambda: self._result(found, statistics, weight), reads)
+        result = self.side.start(lambda: self._result(found, statistics, weight), tree_leaves(found))
         if self.backward or self.groups.is_last:
             self.results[n] = result
 
@@ -169,7 +169,7 @@ class VocabularyPasses:
         result = self.marks.attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
-            loss = found.shift_T.new_zeros(found.shift_T.shape)
+            loss = torch.zeros_like(found.first.shift_T)
             hits = loss.bool() if self.options.hits else None
             result = steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
         unit = result.unit_dx_TD
