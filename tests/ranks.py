@@ -2,8 +2,8 @@
 
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
-a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has two, and torch's
-caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
+a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
+100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
 """
 
 import functools
@@ -46,28 +46,11 @@ def prepare_process() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def _on_one_device():
-    """Each gloo group makes itself a device, whose thread wakes 100 times a second; here all groups share one."""
-    from torch.distributed import distributed_c10d
-
-    gloo = distributed_c10d.ProcessGroupGloo
-    device = gloo.create_default_device()
-
-    class OnOneDevice(gloo):
-        def __init__(self, store, rank, size, timeout):
-            options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
-            super().__init__(store, rank, size, options)
-
-    distributed_c10d.ProcessGroupGloo = OnOneDevice
-
-
 def _work(rank, world_size, store, jobs, replies):
     import torch
     import torch.distributed as dist
 
     prepare_process()
-    _on_one_device()
     gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
         "gloo",

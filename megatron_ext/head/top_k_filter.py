@@ -53,7 +53,7 @@ class TopKTopP(ReadOut):
 
     @property
     def candidates(self) -> int:
-        return self.k + 16 + self.k // 16
+        return self.k + 8 + self.k // 16
 
     @property
     def own_candidates(self) -> int:

@@ -26,7 +26,7 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import gather_log_probs, gather_logits
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.loss_protocol import LossInputType
+from megatron_ext.policy.loss_protocol import LossInputType, rows_together
 from megatron_ext.policy.scoring import Read, Scoring
 from megatron_ext.policy.whole_vocabulary import whole_vocabulary
 
@@ -94,7 +94,8 @@ def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
 
 
 def _rewards(worker: Scoring, loss_fn: Any) -> LossInputs:
-    if worker.settings.batching.kind != "fixed" and not hasattr(loss_fn, "unit"):
+    known = hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1
+    if worker.settings.batching.kind != "fixed" and not known:
         raise ValueError(
             f"{type(loss_fn).__name__} has no `unit`, and {worker.settings.batching.kind} micro-batches may part rows "
             f"that belong together: set it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"

@@ -46,6 +46,14 @@ class LossFunction(Protocol):
         """The scalar loss, and metrics: numbers or 0-d tensors."""
 
 
+def rows_together(loss_fn: Any) -> int:
+    """How many consecutive rows must come in one micro-batch: the loss's `unit`.
+
+    NeMo-RL's losses of pairs (`PreferenceLossFn`, `DPOLossFn`) have none, but a `split_output_tensor`: 2.
+    """
+    return getattr(loss_fn, "unit", 2 if hasattr(loss_fn, "split_output_tensor") else 1)
+
+
 def valid_counts(data: Mapping[str, Any], unit: int = 1) -> tuple[float, float]:
     """Rows and tokens of a batch that count, as `train` adds them up over the global batch.
 

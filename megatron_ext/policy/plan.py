@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext.policy.agreement import agree
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
-from megatron_ext.policy.loss_protocol import LossType, valid_counts
+from megatron_ext.policy.loss_protocol import LossType, rows_together, valid_counts
 from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
 
 
@@ -109,7 +109,7 @@ def training_steps(
                 f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
             )
         batches = [batch.get_batch(i, own) for i in range(batch.size // own)]
-        cuts = [shape.cut(part, unit) for part in batches]
+        cuts = [shape.cut(part, rows_together(loss_fn)) for part in batches]
         shifted = [[[i * own + row for row in rows] for rows in cut] for i, cut in enumerate(cuts)]
         return batch.size, shifted, [valid_counts(part, unit) for part in batches]
 
@@ -131,7 +131,7 @@ def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Pla
 
     def prepare() -> tuple[list[list[int]], tuple[float, float]]:
         batch = _checked(data, shape, _needs(loss_fn))
-        return shape.cut(batch, unit), valid_counts(batch, unit)
+        return shape.cut(batch, rows_together(loss_fn)), valid_counts(batch, unit)
 
     found = _one_per_replica(agree(prepare), place)
     valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
+from megatron_ext.policy.loss_protocol import rows_together
 from megatron_ext.policy.losses import LossFunction
 from megatron_ext.policy.plan import Place
 from megatron_ext.policy.ray_actors import Timeouts, import_ray
@@ -108,7 +109,7 @@ class RayPolicy(RayRefit):
     def begin_train_step(self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None) -> None:
         """A worker's `begin_train_step`: rows follow by `train_microbatch`, the update by `finish_train_step`."""
         self._all("begin_train_step", loss_fn, gbs, mbs)
-        self._unit = getattr(loss_fn, "unit", 1)  # rows that come together
+        self._unit = rows_together(loss_fn)
 
     def train_microbatch(self, data: Mapping[str, Any], timer: Timer | None = None) -> None:
         """Some rows of the open step, as equal a share of them as there is for each data-parallel rank.

@@ -1,5 +1,7 @@
 """Reward models: scores, losses and steps of transformers' sequence classifiers, as one process makes them."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,12 +17,15 @@ REWARDS = {"enabled": True, "reward_model_type": "bradley_terry"}
 
 
 class PreferenceLoss:
-    """Of pairs, chosen rows first, as NeMo-RL's of the same name is called."""
+    """Of pairs, chosen rows first, as NeMo-RL's of the same name is called; it has no `unit` either."""
 
-    loss_type, input_type, unit = LossType.SEQUENCE_LEVEL, LossInputType.LOGIT, 2
+    loss_type, input_type = LossType.SEQUENCE_LEVEL, LossInputType.LOGIT
+
+    def split_output_tensor(self, tensor):
+        return tensor.view(-1, 2).unbind(1)
 
     def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
-        chosen, rejected = logits.squeeze(-1).view(-1, 2).unbind(1)
+        chosen, rejected = self.split_output_tensor(logits.squeeze(-1))
         counts = data["sample_mask"].view(-1, 2)[:, 0]
         loss = -(F.logsigmoid(chosen - rejected) * counts).sum() / (global_valid_seqs / 2)
         return loss, {"loss": loss.item()}
@@ -73,6 +78,10 @@ def check(model_config, kind="fixed", experts=1, **layout):
         assert (updated[name] - x).norm() < 1e-4 * max(x.norm(), config["optimizer"]["kwargs"]["lr"]), name
     with pytest.raises(ValueError, match="has a reward model, which has no log-probabilities"):
         worker.get_logprobs(shard(data, worker))
+    if kind != "fixed":
+        each = Mock(spec=["loss_type", "input_type"], loss_type=LossType.SEQUENCE_LEVEL, input_type=LossInputType.LOGIT)
+        with pytest.raises(ValueError, match="has no `unit`"):
+            worker.train(shard(data, worker), each)
     with pytest.raises(ValueError, match="has a reward model, which samples nothing"):
         worker.prepare_for_generation()
     with pytest.raises(ValueError, match="NLLLoss.input_type is None, and the worker has a reward model"):
