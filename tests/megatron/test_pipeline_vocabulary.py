@@ -262,7 +262,7 @@ def test_passes_run_in_the_order_of_the_simulation():
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
-    "micro_batch,settings", [(0, {}), (3, {"mtp_num_layers": 1, **VARIABLE})], ids=["first", "last"]
+    "micro_batch,settings", [(0, {}), (3, MTP), (3, {**MTP, **VARIABLE})], ids=["first", "mtp", "mtp-variable"]
 )
 def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
     calls = iter(range(100))

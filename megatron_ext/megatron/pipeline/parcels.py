@@ -29,12 +29,15 @@ class Marks:
         self._expected: list[tuple[Tensor, str]] = []
 
     def expect(self, found: Tensor, expected: Tensor, name: str) -> None:
-        """Mark this rank if two tensors differ, which the device may find out later."""
+        """Mark this rank if two tensors differ, which the device may find out later.
+
+        Not where another rank has failed before: then zeros came in the place of what is expected.
+        """
         if found.shape != expected.shape:
             raise ValueError(f"the {name} have shape {tuple(found.shape)}, {tuple(expected.shape)} was expected")
         differ = (found != expected).any()
         self._expected.append((differ, name))
-        torch.maximum(self.mark, differ * (dist.get_rank() + 1), out=self.mark)
+        self.mark.copy_(torch.where(self.mark == 0, differ * (dist.get_rank() + 1), self.mark))
 
     def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
         """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
