@@ -1,6 +1,6 @@
 """The tensor-parallel core and the lm head of a Megatron job, right, small and fast. Imports with torch alone."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.distributed import VocabShard
 from megatron_ext.head import (
@@ -10,6 +10,9 @@ from megatron_ext.head import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+
+if TYPE_CHECKING:
+    from megatron_ext.megatron.substitute import restore_tensor_parallel, substitute_tensor_parallel
 
 __all__ = [
     "VocabShard",

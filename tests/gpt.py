@@ -244,11 +244,13 @@ def causal_mask(seq: int) -> Tensor:
 
 def own_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """This context-parallel rank's part of [B, S, ...] tensors, cut by Megatron itself."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     if "is_hybrid_cp" not in inspect.signature(get_batch_on_this_cp_rank).parameters:  # before 0.18
         return get_batch_on_this_cp_rank(batch)
-    part = get_batch_on_this_cp_rank(batch | {"cu_seqlens": None}, is_hybrid_cp=False)
+    group = parallel_state.get_context_parallel_group()  # without it newer ones cut for all ranks of the world
+    part = get_batch_on_this_cp_rank(batch | {"cu_seqlens": None}, is_hybrid_cp=False, cp_group=group)
     return {name: part[name] for name in batch}
 
 

@@ -136,12 +136,18 @@ class _Pool:
 
 
 def ranks(*world_sizes):
-    """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized."""
+    """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized.
+
+    What runs on two ranks runs on more of them among the slow tests.
+    """
+    sizes = [
+        pytest.param(size, marks=pytest.mark.slow if size > 2 and 2 in world_sizes else ()) for size in world_sizes
+    ]
 
     def decorate(body):
         world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
 
-        @pytest.mark.parametrize("world_size", world_sizes, ids=lambda size: f"world{size}")
+        @pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"world{size}")
         @functools.wraps(body)
         def test(**kwargs):
             world_size = kwargs.pop("world_size")

@@ -61,6 +61,34 @@ def test_imports_go_only_downward(path):
             assert room in MAY_IMPORT_MEGATRON, f"{room} imports {name}; only {MAY_IMPORT_MEGATRON} know Megatron"
 
 
+def test_no_modules_import_each_other():
+    """Packages' `__init__.py` aside, which import what their modules define."""
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    uses = {
+        name: {full for used in imported_names(path) for full in (used, used.rpartition(".")[0]) if full in modules}
+        for name, path in modules.items()
+    }
+    ordered: list[str] = []
+    while left := [name for name in uses if name not in ordered]:
+        free = [name for name in left if uses[name] - {name} <= set(ordered)]
+        assert free, f"these import each other in a circle, or something that does: {left}"
+        ordered += free
+
+
+def imported_names(path: Path):
+    """As `imported`, with what is imported from each module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_folder_can_be_read_at_a_glance(folder):
+    modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= 12, f"{folder} holds {len(modules)} modules: give some of them a folder of their own"
+    assert len(modules) < 2 or '"""' in (folder / "__init__.py").read_text(), f"{folder}/__init__.py says what is in it"
+
+
 COMMUNICATION = {
     "all_reduce",
     "all_gather",

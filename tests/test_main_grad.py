@@ -101,8 +101,17 @@ def test_transformer_engine_lends_the_dummy(monkeypatch, zero):
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
 def test_on_the_gpu(operand):
-    """With the kernels or without, the gradient is added in fp32."""
-    left_TN, right_TD = (torch.randn(T, n, device=GPU).to(operand) for n in (N, D))
-    out_ND = torch.ones(N, D, device=GPU)
+    """With the kernels or without, the gradient is added in fp32: of whole numbers it loses nothing, where a product
+    or a sum rounded to 16 bits would be far off."""
+    left_TN, right_TD = (torch.randint(-32, 33, (512, n), device=GPU).to(operand) for n in (N, D))
+    start, product = 1.5, left_TN.double().t() @ right_TD.double()
+    out_ND = torch.full((N, D), start, device=GPU)
     main_grad.add_product(out_ND, left_TN, right_TD)
-    torch.testing.assert_close(out_ND, 1 + left_TN.float().t() @ right_TD.float(), rtol=2e-3, atol=2e-3)
+
+    def furthest(found):
+        return float((found.double() - (start + product)).abs().max())
+
+    allowed = torch.finfo(torch.float32).eps * float(product.abs().max())
+    assert furthest(out_ND) <= allowed
+    for rounded in (start + product.bfloat16().double(), (start + product).bfloat16()):
+        assert furthest(rounded) > 10 * allowed

@@ -21,7 +21,7 @@ def slow(*values):
                 "policy.MegatronPolicyWorker({})": "needs Megatron-Core",
             },
         ),
-        (["transformers"], {"factories.model_factories(None)": "needs transformers >= 4.51"}),
+        (["transformers"], {"model_factories.model_factories(None)": "needs transformers >= 4.51"}),
         slow(
             ["accelerate", "ray"],
             {
@@ -37,7 +37,7 @@ def test_what_is_missing_is_named(packages, uses):
         f"import sys; sys.modules.update(dict.fromkeys({packages}))\n"
         "import megatron_ext\n"
         "from megatron_ext import model_utils, policy\n"
-        "from megatron_ext.policy import factories\n"
+        "from megatron_ext.policy.worker import model_factories\n"
     )
     for use in uses:
         code += f"try:\n    {use}\nexcept ImportError as error:\n    print(error)\n"

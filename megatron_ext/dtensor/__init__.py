@@ -4,7 +4,10 @@
 without logits, `get_grad_norm` and `clip_grad_by_total_norm_` follow backward. Importing this needs torch alone.
 """
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.causal_lm import (
@@ -46,6 +49,9 @@ __all__ = [
     "translate_parallel_style",
     "use_attention",
 ]
+
+PARALLIZE_FUNCTIONS: dict[type, Callable[..., nn.Module]]
+"""transformers' model classes and the functions that parallelize them; asking for it imports these classes."""
 
 
 def __getattr__(name: str) -> Any:

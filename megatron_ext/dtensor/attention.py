@@ -119,7 +119,7 @@ def use_attention(
 
     Args:
         cp_group: ranks that share each sequence; `input_ids` are then this rank's part in the zigzag layout
-            (`megatron_ext.sequence.parts.SequenceParts`).
+            (`megatron_ext.sequence.context_parallel_parts.SequenceParts`).
         tensor_parallel_size, sequence_parallel: how the model is sharded; some arguments are refused for it.
 
     Raises:

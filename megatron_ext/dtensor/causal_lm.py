@@ -27,9 +27,9 @@ from megatron_ext.head import (
     linear_sampled_log_probs,
     sampled_log_probs,
 )
-from megatron_ext.head.calls import token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head.cross_entropy_of_logits import token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
-from megatron_ext.sequence.parts import SequenceParts
 
 IGNORE_INDEX = -100
 

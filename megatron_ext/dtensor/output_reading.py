@@ -16,7 +16,7 @@ from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output_head import HeadRule, head_rule, is_hooked
-from megatron_ext.head.checks import or_refuse
+from megatron_ext.head.validation.argument_checks import or_refuse
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"

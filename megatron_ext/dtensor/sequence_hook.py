@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.sequence.attention import Packing
-from megatron_ext.sequence.host_memo import HostMemo
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
+from megatron_ext.sequence.host_values import HostMemo
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class WholeTokens(ParallelStyle):
 
 
 class AttentionHeads(WholeTokens):
-    """Attention whose heads are shared out: what the module keeps for each head, and counts of heads, become local."""
+    """Attention with sharded heads: what the module keeps for each head, and counts of heads, become local."""
 
     def __init__(self, stream: Placement, per_head: Sequence[str] = ()):
         super().__init__(stream)

@@ -1,13 +1,14 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
-from megatron_ext.head.calls import (
-    linear_cross_entropy,
-    linear_log_probs,
-    token_entropy,
-    token_log_probs,
-    vocab_parallel_cross_entropy,
+from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
+from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head.distributions_of_hidden_states import (
+    linear_gather_log_probs,
+    linear_kl_divergence,
+    linear_sampled_log_probs,
+    linear_topk_log_probs,
 )
-from megatron_ext.head.distributions import (
+from megatron_ext.head.distributions_of_logits import (
     gather_log_probs,
     gather_logits,
     kl_divergence,
@@ -17,13 +18,7 @@ from megatron_ext.head.distributions import (
     vocab_parallel_softmax,
     vocab_topk,
 )
-from megatron_ext.head.hidden_distributions import (
-    linear_gather_log_probs,
-    linear_kl_divergence,
-    linear_sampled_log_probs,
-    linear_topk_log_probs,
-)
-from megatron_ext.head.jensen_shannon import js_divergence, linear_js_divergence
+from megatron_ext.head.readouts.jensen_shannon import js_divergence, linear_js_divergence
 
 __all__ = [
     "gather_log_probs",

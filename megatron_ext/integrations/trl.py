@@ -1,12 +1,14 @@
 """Our log-probabilities in TRL's trainers: from logits, and from hidden states where its version has a fused head.
 
-TRL's trainers know no tensor parallelism: logits and weights are whole. What ours does not compute, or not for a kind
-of tensor, is left to TRL's own function, call by call. See docs/rl.md.
+TRL's trainers know no tensor parallelism: logits and weights are whole. A fused head that ours cannot compute, as with
+a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a warning that says why. See docs/rl.md.
 """
 
+import warnings
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +18,8 @@ from megatron_ext.integrations.substitution import Seam, Substitution
 
 MODULE = "trl.trainer.utils"
 _FUSED = "_ChunkedLogProbFunction"
-_FUSED_OUTPUTS = {"log_probs", "entropy", "is_top1"}
+_FUSED_OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
+_MEAN_CHUNK = 256  # tokens whose capped logits exist at a time
 
 
 def selective_log_softmax(
@@ -87,8 +90,7 @@ def _fused_head(original: Any) -> type:
     """What stands for TRL's autograd function of the fused head: per-token numbers from hidden states."""
 
     class ChunkedLogProb(torch.autograd.Function):
-        """`apply` gives log-probabilities, entropy and whether the label is likeliest, as TRL's own; `linear_log_probs`
-        makes them. Other outputs, a ZeRO-3 weight and a scale that is not above 0 are left to TRL's."""
+        """`apply` gives what TRL's own does; `linear_log_probs` makes it, but for what `_left_to_theirs` names."""
 
         @staticmethod
         def forward(
@@ -103,9 +105,9 @@ def _fused_head(original: Any) -> type:
             logit_scale: float = 1.0,
             outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
         ) -> tuple[Tensor | None, ...]:
-            partitioned = hasattr(weight, "ds_id") or isinstance(hidden, DTensor)
-            scaled = logit_scale != 1 and (final_logit_softcapping is not None or not logit_scale > 0)
-            if partitioned or scaled or not set(outputs) <= _FUSED_OUTPUTS:
+            why = _left_to_theirs(hidden, weight, logit_scale, outputs)
+            if why is not None:
+                warnings.warn(f"TRL's own fused head runs, not megatron_ext's: {why}", stacklevel=3)
                 return original.apply(
                     hidden,
                     weight,
@@ -119,27 +121,77 @@ def _fused_head(original: Any) -> type:
                 )
             if not torch.is_autocast_enabled(hidden.device.type):  # TRL multiplies in the dtype of the hidden states
                 weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-            found = head.linear_log_probs(
-                hidden,
-                weight,
-                targets,
-                tp_group=UNSHARDED,
-                bias=bias,
-                softcap=final_logit_softcapping,
-                temperature=temperature / logit_scale,
-                return_entropy="entropy" in outputs,
-                return_hits="is_top1" in outputs,
-            )
-            rest = list(found) if isinstance(found, tuple) else [found]
-            log_probs = rest.pop(0)
-            entropy = rest.pop(0) if "entropy" in outputs else None
-            return log_probs, entropy, None, None, rest.pop(0) if "is_top1" in outputs else None
+            # cap tanh(scale y / cap) / temperature, with the scale taken out: both are divided by it.
+            softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
+            temperature = temperature / logit_scale
+            return _per_token((hidden, weight, bias), targets, softcap, temperature, outputs)
 
         @classmethod
         def apply(cls, *args: Any, **kwargs: Any) -> Any:
             return cls.forward(None, *args, **kwargs)
 
     return ChunkedLogProb
+
+
+def _left_to_theirs(hidden: Tensor, weight: Tensor, logit_scale: float, outputs: tuple[str, ...]) -> str | None:
+    """Why the head cannot do a call; None where it can."""
+    if hasattr(weight, "ds_id"):
+        return "the lm head's weight is partitioned by DeepSpeed ZeRO-3; use another ZeRO stage, or FSDP"
+    if isinstance(hidden, DTensor):
+        return "the hidden states are a DTensor; use a model whose last layer gives whole tensors"
+    if not logit_scale > 0:
+        return f"the model's logits are multiplied by {logit_scale}, which is not above 0"
+    unknown = sorted(set(outputs) - _FUSED_OUTPUTS)
+    return f"the outputs {', '.join(unknown)} are not known here" if unknown else None
+
+
+def _per_token(
+    layer: tuple[Tensor, Tensor, Tensor | None],
+    targets: Tensor,
+    softcap: float | None,
+    temperature: float,
+    outputs: tuple[str, ...],
+) -> tuple[Tensor | None, ...]:
+    """Log-probabilities, entropy, log of the sum of squared probabilities, mean logit, whether the target is likeliest;
+    `[T]`, None for those that are not among `outputs`. The third and the fourth have no gradient.
+    """
+    hidden, weight, bias = layer
+
+    def scored(temperature: float, entropy: bool = False, hits: bool = False) -> list[Tensor]:
+        found = head.linear_log_probs(
+            hidden,
+            weight,
+            targets,
+            tp_group=UNSHARDED,
+            bias=bias,
+            softcap=softcap,
+            temperature=temperature,
+            return_entropy=entropy,
+            return_hits=hits,
+        )
+        return list(found) if isinstance(found, tuple) else [found]
+
+    rest = scored(temperature, "entropy" in outputs, "is_top1" in outputs)
+    log_probs = rest.pop(0)
+    entropy = rest.pop(0) if "entropy" in outputs else None
+    squares = means = None
+    with torch.no_grad():
+        if "log_sum_sq_probs" in outputs:
+            # lse(2 z) - 2 lse(z), of logits z: half the temperature gives a log-prob of 2 z - lse(2 z).
+            squares = 2 * log_probs.detach() - scored(temperature / 2)[0]
+        if "mean_logits" in outputs:
+            means = _mean_logits(hidden, weight, bias, softcap) / temperature
+    return log_probs, entropy, squares, means, rest.pop(0) if "is_top1" in outputs else None
+
+
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """Mean of each token's logits over the vocabulary, `[T]`, fp32 or fp64; without a softcap no logit is made."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if softcap is not None:
+        chunks = (F.linear(x, weight, bias).to(wide) for x in hidden.split(_MEAN_CHUNK))
+        return torch.cat([softcap * (z / softcap).tanh_().mean(-1) for z in chunks])
+    means = (hidden.to(wide) * weight.mean(0, dtype=wide)).sum(-1)  # as a product, autocast would round it
+    return means if bias is None else means + bias.mean(dtype=wide)
 
 
 def _seams() -> list[Seam]:

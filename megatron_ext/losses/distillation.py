@@ -18,9 +18,9 @@ from megatron_ext.head import (
     linear_js_divergence,
     linear_kl_divergence,
 )
-from megatron_ext.head.checks import check_floating
-from megatron_ext.head.jensen_shannon import check_beta
-from megatron_ext.head.options import one_of
+from megatron_ext.head.engine.options import one_of
+from megatron_ext.head.readouts.jensen_shannon import check_beta
+from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,

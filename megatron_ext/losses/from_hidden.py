@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import linear_log_probs
-from megatron_ext.head.checks import check_floating
-from megatron_ext.head.options import Cache, Layout, one_of
-from megatron_ext.head.rows import accumulation_dtype
+from megatron_ext.head.engine.options import Cache, Layout, one_of
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.losses.checks import check_tensor, check_weight, raise_if_any, refuse
 
 Metrics = dict[str, Tensor]

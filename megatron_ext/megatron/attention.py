@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.distributed.groups import Group, check_group, context_parallel_group, group_rank, group_size
 from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
-from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import zigzag_positions
 
 _CAUSAL = ("causal", "padding_causal", "causal_bottom_right")  # by name: older versions do not have the last

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
-from megatron_ext.megatron import model_seams
+from megatron_ext.megatron.fused_loss import patch_points
 
 _LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 
@@ -76,19 +76,19 @@ def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
     if models is None:
         found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
     else:
-        found = [one for model in models for one in model_seams.models_inside(model)]
+        found = [one for model in models for one in patch_points.models_inside(model)]
     return BuildCheck(tuple(_check(one) for one in found))
 
 
 def _check(model: Any) -> ModelCheck:
     stage = getattr(model, "vp_stage", None)
     kind = type(model).__name__.removeprefix("FSDP")
-    has_output_layer = model_seams.output_layer(model) is not None
+    has_output_layer = patch_points.output_layer(model) is not None
     why_not = None
     if has_output_layer:
-        why_not = model_seams.why_not_fused(model)
+        why_not = patch_points.why_not_fused(model)
         try:
-            model_seams.check_supported(model)
+            patch_points.check_supported(model)
         except ValueError as refusal:
             why_not = str(refusal)
     homes = Counter(

@@ -42,8 +42,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_ext.megatron.layer_specs import ExtSpecProvider, self_attention_spec
 from megatron_ext.megatron.norms import Norm
+from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
 
 
 class _Refused:
@@ -153,3 +153,4 @@ hybrid_stack_spec = ModuleSpec(
         }
     ),
 )
+"""For `HybridModel(hybrid_stack_spec=...)` of Megatron-Core 0.18 and newer: attention, MLP, experts, Mamba layers."""

@@ -126,8 +126,11 @@ def _layer_spec(num_experts: int | None) -> ModuleSpec:
 
 
 gpt_layer_spec = _layer_spec(num_experts=None)
+"""The spec of a dense layer for `GPTModel(transformer_layer_spec=...)`: linear layers, norms and attention are ours."""
+
 # The number of experts comes from the config when the layer is built; here it only has to be there.
 gpt_moe_layer_spec = _layer_spec(num_experts=1)
+"""The spec of a layer of experts, else as `gpt_layer_spec`. The config says how many experts there are."""
 
 
 def gpt_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:

@@ -21,15 +21,16 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.head.options import Cache
-from megatron_ext.megatron import model_seams, multi_token_prediction, versions, wrapping
-from megatron_ext.megatron.fused_region import Region, is_promising, must_stay_stock
-from megatron_ext.megatron.head_settings import HeadSettings
-from megatron_ext.megatron.log_probs import forward_with_log_probs
-from megatron_ext.megatron.module_calls import attribute
+from megatron_ext.head.engine.options import Cache
+from megatron_ext.megatron import versions
+from megatron_ext.megatron.fused_loss import function_wrapping, multi_token_prediction, patch_points
+from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.log_probs import forward_with_log_probs
+from megatron_ext.megatron.fused_loss.module_calls import attribute
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
+from megatron_ext.megatron.fused_loss.z_loss_log import with_z_loss_logged
 from megatron_ext.megatron.output_processors import forward_with_output_processor
-from megatron_ext.megatron.promise import PromisedLogits
-from megatron_ext.megatron.z_loss_log import with_z_loss_logged
 
 _models: weakref.WeakSet = weakref.WeakSet()  # those with a patch of their own
 
@@ -45,39 +46,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     temperature: float = 1.0,
     model: Any = None,
 ) -> None:
-    """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
-
-    `model(..., labels=labels)` gives `[B, S]` as Megatron does, fp32. Labels of -100 give 0 and no gradient.
-
-    With `return_logprobs_for_linear_ce_fusion=True`, an argument that the patched `forward` has beside Megatron's,
-    `labels` are the token ids themselves, not shifted (None: `input_ids`), and the result `[B, S - 1]` are the
-    log-probabilities of each next token; 0 where a packed document ends. Under context parallelism `labels` are this
-    rank's part, as the tokens, or the whole; the result is that of the whole sequence on every rank, and gradients of
-    all ranks add up. A `loss_mask` (read by multi-token prediction) lies as the labels do. Stages without an output
-    layer pass hidden states on.
-
-    A model is left to Megatron's own loss, with a warning once, where its output layer or its loss is not known to be
-    linear and a cross entropy: see `model_seams.why_not_fused`. `fusion_report()` says what was fused.
-
-    Args:
-        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see `HeadSettings`.
-        model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
-            alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
-            HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.
-
-    Patching again replaces the settings.
-
-    Communicates, per loss: tensor parallel 1 collective forward and 1 backward, with sequence parallelism 2 and 2.
-    Log-probabilities under context parallelism: 1 all-gather forward and 1 reduce-scatter backward more, and an
-    all-gather of labels given in parts.
-
-    Raises:
-        ValueError: a setting breaks its rule; a model is no language model and has none inside (the message says what
-            it lacks). From the patched model: gathered logits together with labels, labels of another shape,
-            log-probabilities without labels or tokens, a weight sharded by generalized tensor parallelism, a setting
-            that changes the loss of a model that is left to Megatron. Of log-probabilities every context-parallel rank
-            raises what the head refuses on one.
-    """
+    """The patch of `megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion`, which says what it does."""
     settings = HeadSettings(chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature)
     patch_models(settings, model)
 
@@ -87,32 +56,29 @@ def patch_models(settings: HeadSettings, model: Any = None) -> None:
     models = None if model is None else _models_in(model)
     versions.warn_if_untested()
     if models is None:
-        wrapping.wrap_models(_MAKES, settings)
+        function_wrapping.wrap_models(_MAKES, settings)
     else:
         for one in models:
-            wrapping.wrap_model(one, _MAKES, settings)
+            function_wrapping.wrap_model(one, _MAKES, settings)
         _models.update(models)
     _guard_megatron()
 
 
 def patch_for_specs() -> None:
     """Models whose layer spec names a head get it; a patch of the classes that is there already stays."""
-    if not wrapping.models_are_wrapped():
+    if not function_wrapping.models_are_wrapped():
         versions.warn_if_untested()
-        wrapping.wrap_models(_MAKES, None)
+        function_wrapping.wrap_models(_MAKES, None)
         _guard_megatron()
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched.
-
-    With that of the classes go the heads that layer specs name.
-    """
+    """Undo the patch; see the function of this name in `megatron_ext.model_utils`."""
     if model is None:
-        wrapping.unwrap_models()
+        function_wrapping.unwrap_models()
     else:
         for one in _models_in(model):
-            wrapping.unwrap_model(one)
+            function_wrapping.unwrap_model(one)
             _models.discard(one)
     _guard_megatron()
 
@@ -122,28 +88,28 @@ def gpt_forward_with_linear_ce_fusion(model: Any, *args: Any, **kwargs: Any) -> 
 
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
     """
-    kind, name = type(model), model_seams.region(type(model))
-    settings = wrapping.settings_of(model, name)
+    kind, name = type(model), patch_points.region(type(model))
+    settings = function_wrapping.settings_of(model, name)
 
     def patched(method: str) -> Any:
-        return wrapping.wrapper(wrapping.original_of(getattr(kind, method)), _MAKES[method], settings)
+        return function_wrapping.wrapper(function_wrapping.original_of(getattr(kind, method)), _MAKES[method], settings)
 
     with attribute(model, name, patched(name).__get__(model)):
         given = {argument: value for argument, value in kwargs.items() if value is not None}
-        return patched(model_seams.FORWARD)(model, *args, **given)
+        return patched(patch_points.FORWARD)(model, *args, **given)
 
 
 def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     """A model's method that is given labels, with promised logits where it has them and an output layer."""
-    signature, labels = inspect.signature(original), model_seams.label_argument(original)
+    signature, labels = inspect.signature(original), patch_points.label_argument(original)
 
     def method(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs).arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
         if (
-            model_seams.region(type(self)) != name
+            patch_points.region(type(self)) != name
             or not (with_labels or multi_token_prediction.takes_losses_without_labels(self))
-            or model_seams.output_layer(self) is None
+            or patch_points.output_layer(self) is None
             or is_promising(self)
             or must_stay_stock(self, settings)
         ):
@@ -159,17 +125,17 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
 
 
 def _forward(original: Any, settings: HeadSettings) -> Any:
-    fused = _fused(original, settings, model_seams.FORWARD)
-    if model_seams.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
+    fused = _fused(original, settings, patch_points.FORWARD)
+    if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
         return fused
     return forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
 def _postprocess(original: Any, settings: HeadSettings) -> Any:
-    return _fused(original, settings, model_seams.POSTPROCESS)
+    return _fused(original, settings, patch_points.POSTPROCESS)
 
 
-_MAKES: dict[str, wrapping.Make] = {model_seams.FORWARD: _forward, model_seams.POSTPROCESS: _postprocess}
+_MAKES: dict[str, function_wrapping.Make] = {patch_points.FORWARD: _forward, patch_points.POSTPROCESS: _postprocess}
 
 
 def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
@@ -188,7 +154,7 @@ def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
 
 
 # Functions of Megatron's modules that stand wrapped while anything is patched: (owner, name, wrapper).
-_GUARDS: tuple[tuple[Any, str, wrapping.Make], ...] = (
+_GUARDS: tuple[tuple[Any, str, function_wrapping.Make], ...] = (
     (schedules, "drain_embedding_wgrad_compute", _drain_if_deferred),
     (schedules, "forward_step_calc_loss", lambda original, settings: with_z_loss_logged(original)),
     (megatron_mtp, multi_token_prediction.COUNTS, lambda o, s: multi_token_prediction.counts_by_hits(o)),
@@ -197,18 +163,18 @@ _GUARDS: tuple[tuple[Any, str, wrapping.Make], ...] = (
 
 def _guard_megatron() -> None:
     """Megatron's functions are wrapped with the first patch and come back with the last."""
-    patched = _models or wrapping.models_are_wrapped()
+    patched = _models or function_wrapping.models_are_wrapped()
     for owner, name, make in _GUARDS:
         if not hasattr(owner, name):  # another version of Megatron-Core
             continue
         if patched:
-            wrapping.replace(owner, name, make, HeadSettings())
-        elif wrapping.original_of(getattr(owner, name)) is not getattr(owner, name):
+            function_wrapping.replace(owner, name, make, HeadSettings())
+        elif function_wrapping.original_of(getattr(owner, name)) is not getattr(owner, name):
             # What `substitute_tensor_parallel()` put in meanwhile stays.
             own = getattr(megatron.core.utils, name, None)
-            setattr(owner, name, own or wrapping.original_of(getattr(owner, name)))
+            setattr(owner, name, own or function_wrapping.original_of(getattr(owner, name)))
 
 
 def _models_in(model: Any) -> list[Any]:
     models = list(model) if isinstance(model, (list, tuple)) else [model]
-    return [inside for one in models for inside in model_seams.models_inside(one)]
+    return [inside for one in models for inside in patch_points.models_inside(one)]

@@ -18,15 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.head import linear_kl_divergence, linear_log_probs, linear_topk_log_probs
-from megatron_ext.head.checks import or_refuse
-from megatron_ext.head.divergence import Direction
-from megatron_ext.head.options import Cache
-from megatron_ext.megatron import log_probs, model_seams
-from megatron_ext.megatron.fused_region import Region, must_stay_stock
+from megatron_ext.head.engine.options import Cache
+from megatron_ext.head.readouts.kl_divergence import Direction
+from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.megatron.fused_loss import log_probs, patch_points
+from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.module_calls import split_hooks
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits, tp_group
 from megatron_ext.megatron.fusion_report import counters_of
-from megatron_ext.megatron.head_settings import HeadSettings
-from megatron_ext.megatron.module_calls import split_hooks
-from megatron_ext.megatron.promise import PromisedLogits, Terms, promise_logits, tp_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class _ReadOut:
         """Called by the model; `given` are the other arguments that Megatron passes to an output processor, and where
         the model is patched itself, as `model`."""
         hooks, others = split_hooks(output_layer)
-        promising = getattr(vars(output_layer).get(model_seams.FORWARD), "promises", False)
-        reason = None if promising else model_seams.why_not_linear(output_layer)
+        promising = getattr(vars(output_layer).get(patch_points.FORWARD), "promises", False)
+        reason = None if promising else patch_points.why_not_linear(output_layer)
         if reason is None and (others.before or others.after):
             reason = "its output layer has forward hooks, which would not run"
         if reason is not None:
@@ -72,6 +72,7 @@ class _ReadOut:
         return self.read(scaled.terms, given)
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
+        """What the model returns, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
     def options(self, terms: Terms, weight: Tensor) -> dict[str, Any]:
@@ -177,23 +178,23 @@ class Divergence(_ReadOut):
 def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
     """`fused`, the patched `forward`, with the arguments `output_processor` and `output_processor_context`."""
     signature = inspect.signature(original)
-    native = model_seams.OUTPUT_PROCESSOR in signature.parameters
+    native = patch_points.OUTPUT_PROCESSOR in signature.parameters
 
     def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
         if output_processor is None:
             return fused(self, *args, **kwargs)
-        if isinstance(output_processor, _ReadOut) and model_seams.output_layer(self) is not None:
+        if isinstance(output_processor, _ReadOut) and patch_points.output_layer(self) is not None:
             counters_of(self).read_outs += 1
         if isinstance(output_processor, _ReadOut):  # Megatron's own call says nothing of the model's groups
             output_processor = functools.partial(output_processor, model=self)
         if native:
             more = {"output_processor": output_processor, "output_processor_context": output_processor_context}
             return fused(self, *args, **{k: v for k, v in more.items() if v is not None}, **kwargs)
-        if model_seams.output_layer(self) is None:
+        if patch_points.output_layer(self) is None:
             return original(self, *args, **kwargs)
         return _processed(self, original, settings, output_processor, output_processor_context, args, kwargs)
 
-    for name in () if native else (model_seams.OUTPUT_PROCESSOR, "output_processor_context"):
+    for name in () if native else (patch_points.OUTPUT_PROCESSOR, "output_processor_context"):
         signature = log_probs.with_argument(signature, name, None)
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return forward
@@ -210,7 +211,7 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
     if must_stay_stock(model, HeadSettings()):
         raise ValueError(
             f"output_processor cannot be given hidden states of {type(model).__name__}: "
-            f"{model_seams.why_not_fused(model)}; leave it out and take the logits"
+            f"{patch_points.why_not_fused(model)}; leave it out and take the logits"
         )
     region = Region(model, settings)
     with region.entered():
@@ -230,7 +231,7 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
         packed_seq_params=given.get("packed_seq_params"),
         runtime_gather_output=given.get("runtime_gather_output"),
         context=context,
-        compute_language_model_loss=getattr(model, model_seams.LOSS),
+        compute_language_model_loss=getattr(model, patch_points.LOSS),
         scale_logits=lambda z: z if terms.scale == 1.0 else z * terms.scale,
         config=model.config,
         **{name: given.get(name) for name in names},

@@ -22,8 +22,8 @@ import torch
 from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
 from megatron_ext.tensor_parallel import random as our_random
-from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel.process_rng import Process
+from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel._random.process_tracker import Process
 
 _THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
 _MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import megatron.core
 
-from megatron_ext.megatron.callers import caller_outside
+from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 # `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
@@ -113,7 +113,7 @@ FINAL_NORM = Seam("transformer.transformer_block:LayerNormImpl")
 LAYER_OFFSET = Seam("transformer.transformer_layer:get_transformer_layer_offset")
 DRAIN_UTILITY = Seam("utils:drain_embedding_wgrad_compute")
 
-# What has to be there for each way in. What the fused head needs of a model's class stands in `model_seams`.
+# What has to be there for each way in. What the fused head needs of a model's class stands in `patch_points`.
 SEAMS: dict[str, tuple[Seam, ...]] = {
     "patch": (LANGUAGE_MODULE, LOSS, DRAIN, GPT_MODEL),
     "spec": (SPEC_BACKEND, MLP_SPEC, FINAL_NORM, LAYER_OFFSET, LAYERS),

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.checks import NO_SIZE, check_labels, or_refuse, size_fault
-from megatron_ext.head.sampling_checks import filters
+from megatron_ext.head.validation.argument_checks import NO_SIZE, check_labels, or_refuse, size_fault
+from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
 from megatron_ext.model_utils.functions import PlainFunction
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.zigzag import gather_parts, split_zigzag
 from megatron_ext.tensor_parallel.mappings import (
     all_to_all_hp2sp,

@@ -16,7 +16,41 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> None:
-    """Language models with labels compute per-token losses by the fused head: see `megatron_ext.megatron.linear_ce`."""
+    """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
+
+    `model(..., labels=labels)` gives `[B, S]` as Megatron does, fp32. Labels of -100 give 0 and no gradient.
+
+    With `return_logprobs_for_linear_ce_fusion=True`, an argument that the patched `forward` has beside Megatron's,
+    `labels` are the token ids themselves, not shifted (None: `input_ids`), and the result `[B, S - 1]` are the
+    log-probabilities of each next token; 0 where a packed document ends. Under context parallelism `labels` are this
+    rank's part, as the tokens, or the whole; the result is that of the whole sequence on every rank, and gradients of
+    all ranks add up. A `loss_mask` (read by multi-token prediction) lies as the labels do. Stages without an output
+    layer pass hidden states on.
+
+    A model is left to Megatron's own loss, with a warning once, where its output layer or its loss is not known to be
+    linear and a cross entropy; `megatron_ext.megatron.fusion_report.fusion_report()` says what was fused, and why not.
+
+    Args:
+        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see
+            `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`.
+        model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
+            alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
+            HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.
+
+    Patching again replaces the settings.
+
+    Communicates, per loss: tensor parallel 1 collective forward and 1 backward, with sequence parallelism 2 and 2.
+    Log-probabilities under context parallelism: 1 all-gather forward and 1 reduce-scatter backward more, and an
+    all-gather of labels given in parts.
+
+    Raises:
+        ImportError: Megatron-Core is not installed.
+        ValueError: a setting breaks its rule; a model is no language model and has none inside (the message says what
+            it lacks). From the patched model: gathered logits together with labels, labels of another shape,
+            log-probabilities without labels or tokens, a weight sharded by generalized tensor parallelism, a setting
+            that changes the loss of a model that is left to Megatron. Of log-probabilities every context-parallel rank
+            raises what the head refuses on one.
+    """
     from megatron_ext.megatron import linear_ce
 
     linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(
@@ -32,7 +66,10 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """GPTModel as Megatron wrote it."""
+    """Undo the patch of the classes (`model=None`) or of models: the originals are back. Harmless if unpatched.
+
+    With that of the classes go the heads that layer specs name.
+    """
     from megatron_ext.megatron import linear_ce
 
     linear_ce.unpatch_gpt_model_forward_for_linear_ce_fusion(model=model)
@@ -56,8 +93,10 @@ def _gpt_forward_with_linear_ce_fusion(
     is_spec_decode: bool | None = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
 ) -> Tensor:
-    """The forward of a patched GPTModel as a function: see `megatron_ext.megatron.linear_ce`.
+    """What the forward of a patched GPTModel does, as a function of the model, which need not be patched.
 
+    Shapes, communication and errors as for `patch_gpt_model_forward_for_linear_ce_fusion`. Arguments are those of
+    Megatron's `GPTModel.forward`; those that are None are left to their defaults.
     `is_spec_decode`, of Megatron 0.17.1 and later, goes to the model's own forward where it is given.
     """
     from megatron_ext.megatron import linear_ce

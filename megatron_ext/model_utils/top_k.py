@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group
-from megatron_ext.head.checks import or_refuse
-from megatron_ext.head.sampling_checks import check_ids
+from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.validation.sampling_checks import check_ids
 from megatron_ext.model_utils.arguments import (
     check_logits,
     chunk_tokens,

@@ -1,11 +1,16 @@
 """The policy worker of reinforcement learning: trains, scores, saves and refits a policy. Importing it needs torch."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.heartbeat import outside_wait
 from megatron_ext.policy.losses import ClippedPGLoss, DistillationLoss, DPOLoss, LossInputType, LossType, NLLLoss
+from megatron_ext.policy.ray.heartbeat import outside_wait
 from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
+
+if TYPE_CHECKING:
+    from megatron_ext.policy.dtensor_worker import DTensorPolicyWorker
+    from megatron_ext.policy.megatron_worker import MegatronPolicyWorker
+    from megatron_ext.policy.ray_policy import RayPolicy
 
 __all__ = [
     "BatchedDataDict",

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.policy.micro_batches import fixed, packed, within_tokens
+from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
 
 
 class BatchedDataDict(UserDict[str, Any]):

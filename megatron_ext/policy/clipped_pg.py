@@ -11,11 +11,11 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.options import one_of
+from megatron_ext.head.engine.options import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
-from megatron_ext.policy.loss_protocol import LossType, MetricNormalizer, token_weights
+from megatron_ext.policy.data.loss_protocol import LossType, MetricNormalizer, token_weights
 
 _TRUNCATIONS: dict[str | None, pg.Truncation | None] = {
     None: None,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_ext.head.sampling_checks import filters
+from megatron_ext.head.validation.sampling_checks import filters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sizes of Megatron's: those that only Megatron's backend has, and one that none has.
@@ -84,7 +84,7 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     Keys: `model_name` (a local folder, a transformers config, or a function without arguments that makes a model),
     `precision` ("float32", "bfloat16", "float16"), `train_global_batch_size`, `train_micro_batch_size`,
     `logprob_batch_size` (default: `train_micro_batch_size`), `max_grad_norm` (None: no clipping), `optimizer` and
-    `scheduler` (see `optimization`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
+    `scheduler` (see `worker/optimizer.py`), `seed` of weights that are drawn, `refit_buffer_bytes`; under `dtensor_cfg`
     `tensor_parallel_size` (under `megatron_cfg` `tensor_model_parallel_size`), `context_parallel_size`,
     `sequence_parallel`, `cpu_offload`, `activation_checkpointing`; under `dtensor_cfg` alone `expert_parallel_size` (1,
     or the tensor-parallel size) and `custom_parallel_plan`; under `megatron_cfg` alone

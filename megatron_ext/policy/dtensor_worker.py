@@ -19,10 +19,10 @@ from megatron_ext.dtensor import (
 )
 from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.plans import choose_plan
-from megatron_ext.policy.agreement import agree
-from megatron_ext.policy.factories import model_factories
-from megatron_ext.policy.memory import move_buffers
-from megatron_ext.policy.worker import PolicyWorker
+from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.worker.device_memory import move_buffers
+from megatron_ext.policy.worker.model_factories import model_factories
+from megatron_ext.policy.worker.policy_worker import PolicyWorker
 
 
 class DTensorPolicyWorker(PolicyWorker):

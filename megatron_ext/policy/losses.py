@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from megatron_ext.head.options import one_of
+from megatron_ext.head.engine.options import one_of
 from megatron_ext.losses import TopKDistillationLoss
 from megatron_ext.losses.preference import preference_loss, split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
 from megatron_ext.policy.clipped_pg import ClippedPGLoss
-from megatron_ext.policy.loss_protocol import (
+from megatron_ext.policy.data.loss_protocol import (
     LossFunction,
     LossInputType,
     LossType,

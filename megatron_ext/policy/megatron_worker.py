@@ -28,12 +28,11 @@ from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head import sampled_log_probs, token_log_probs
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
-from megatron_ext.policy import megatron_llama as llama
-from megatron_ext.policy.agreement import agree
-from megatron_ext.policy.backend import Export, whole
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.factories import model_factories
-from megatron_ext.policy.megatron_chunks import (
+from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.batch_plan import Step
+from megatron_ext.policy.megatron_model import llama as llama
+from megatron_ext.policy.megatron_model.chunks import (
     Chunks,
     build_pieces,
     catalogue,
@@ -43,12 +42,13 @@ from megatron_ext.policy.megatron_chunks import (
     laid_out,
     run_pipeline,
 )
-from megatron_ext.policy.megatron_layout import check_layout, join_groups, transformer_config
-from megatron_ext.policy.plan import Step
-from megatron_ext.policy.scoring import Read, T, Use
-from megatron_ext.policy.worker import PolicyWorker
+from megatron_ext.policy.megatron_model.layout import check_layout, join_groups, transformer_config
+from megatron_ext.policy.worker.backend import Export, whole
+from megatron_ext.policy.worker.model_factories import model_factories
+from megatron_ext.policy.worker.policy_worker import PolicyWorker
+from megatron_ext.policy.worker.scoring import Read, T, Use
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
-from megatron_ext.sequence.parts import SequenceParts
 
 
 class MegatronPolicyWorker(PolicyWorker):

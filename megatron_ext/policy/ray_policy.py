@@ -1,6 +1,6 @@
 """A policy on many machines: one Ray actor a rank, each with a policy worker, driven as if they were one.
 
-`ray_actors.py` starts, calls and ends the actors; here are the methods, and which rows go to which rank.
+`ray/actors.py` starts, calls and ends the actors; here are the methods, and which rows go to which rank.
 
 Legend: B rows, S positions. Global ranks go through the mesh (pp, dp, cp, tp), tp fastest.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import read_config
-from megatron_ext.policy.loss_protocol import rows_together
+from megatron_ext.policy.data.batch_plan import Place
+from megatron_ext.policy.data.loss_protocol import rows_together
+from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.losses import LossFunction
-from megatron_ext.policy.plan import Place
-from megatron_ext.policy.ray_actors import Timeouts, import_ray
-from megatron_ext.policy.ray_refit import RayRefit
-from megatron_ext.policy.sampling import pad_token_of
-from megatron_ext.policy.timing import Timer, timed
+from megatron_ext.policy.ray.actors import Timeouts, import_ray
+from megatron_ext.policy.refit.ray_transfer import RayRefit
+from megatron_ext.policy.worker.sampling import pad_token_of
 
 
 class RayPolicy(RayRefit):
@@ -183,9 +183,11 @@ class RayPolicy(RayRefit):
         return BatchedDataDict.from_batches(self._collect(begun), padding).slice(0, batch.size)
 
     def prepare_for_generation(self) -> None:
+        """Every worker makes a whole copy of the model to sample from; see its `prepare_for_generation`."""
         self._all("prepare_for_generation")
 
     def finish_generation(self) -> None:
+        """Every worker frees the copy of the model that `prepare_for_generation` made."""
         self._all("finish_generation")
 
     def save_checkpoint(
@@ -205,6 +207,7 @@ class RayPolicy(RayRefit):
         self._all("load_checkpoint", weights_path, optimizer_path)
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """The model goes to the device, the optimizer to host memory unless `keep_train_buffers`."""
         self._all("prepare_for_lp_inference", keep_train_buffers)
 
     def prepare_for_training(self, *_: Any, **__: Any) -> None:
@@ -216,15 +219,19 @@ class RayPolicy(RayRefit):
         self._all("finish_training")
 
     def finish_inference(self) -> None:
+        """The model goes to host memory; refused with ValueError while a training step is open."""
         self._all("finish_inference")
 
     def offload_before_refit(self) -> None:
+        """The optimizer goes to host memory, so that a generator has room for new weights."""
         self._all("offload_before_refit")
 
     def offload_after_refit(self) -> None:
+        """Model and optimizer go to host memory; weights that were laid open for a refit are gone."""
         self._all("offload_after_refit")
 
     def return_model_config(self) -> Any:
+        """The model's configuration, of the first worker: transformers' or Megatron's object."""
         return self._all("return_model_config")[0]
 
     def get_free_memory_bytes(self) -> int:
@@ -232,9 +239,11 @@ class RayPolicy(RayRefit):
         return min(self._all("get_free_memory_bytes"))
 
     def start_gpu_profiling(self) -> None:
+        """Starts CUDA's profiler in every worker; does nothing on the CPU."""
         self._all("start_gpu_profiling")
 
     def stop_gpu_profiling(self) -> None:
+        """Stops CUDA's profiler in every worker; does nothing on the CPU."""
         self._all("stop_gpu_profiling")
 
     def _score(self, method: str, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.between_jobs import JobsGroup
-from megatron_ext.policy.hub_names import Rename, hub_rename, renamed
-from megatron_ext.policy.memory import device_id
-from megatron_ext.policy.refit import (
+from megatron_ext.distributed.group_between_jobs import JobsGroup
+from megatron_ext.policy.refit.hub_names import Rename, hub_rename, renamed
+from megatron_ext.policy.refit.weight_transfer import (
     WeightInfo,
     WeightsHandle,
     buckets,
@@ -28,6 +27,7 @@ from megatron_ext.policy.refit import (
     read_weights,
     received_weights,
 )
+from megatron_ext.policy.worker.device_memory import device_id
 
 if TYPE_CHECKING:
     from megatron_ext.policy.ray_policy import RayPolicy
@@ -51,7 +51,7 @@ class PolicyWeights:
         return device_id(torch.device(self.device))
 
     def policy_weights_load(self, handles: bytes | Mapping[str, WeightsHandle]) -> None:
-        """Loads one bucket that the policy has laid open, of the handles by device, which may be pickled.
+        """Loads one bucket that the policy has shared, by its handles by device, which may be pickled.
 
         Raises:
             ValueError: none of them is for this worker's device; vLLM's model is quantized, or knows no such weight.

@@ -1,0 +1,1 @@
+"""Sequences: next tokens, packing, the split over context-parallel ranks, attention."""

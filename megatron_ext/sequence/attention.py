@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
-from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import gather_parts, merge_zigzag
 
 

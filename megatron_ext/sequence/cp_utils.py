@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_ext.sequence.buffers import sharded
+from megatron_ext.sequence.context_parallel_buffers import sharded
 from megatron_ext.sequence.thd import check_shapes, partition_indices, stack_lines, to_thd
 from megatron_ext.sequence.zigzag import demand
 

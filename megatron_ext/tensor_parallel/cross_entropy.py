@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
-from megatron_ext.head.calls import on_logits
+from megatron_ext.head.cross_entropy_of_logits import on_logits
 from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 
 

@@ -2,9 +2,9 @@
 
 Drop-in for Megatron's module, without Transformer Engine. Between a row-parallel layer and the column-parallel layer
 after it, sequence parallelism communicates twice: reduce-scatter, add the residual, norm, all-gather. Where Megatron's
-inference has set up symmetric memory (`megatron_ext.distributed.symmetric`) one multicast kernel does all four, started
-by the row-parallel layer once it is told the next layer's norm; elsewhere the same happens by plain collectives, each
-layer doing its part, with the same results.
+inference has set up symmetric memory (`megatron_ext.distributed.symmetric_memory`) one multicast kernel does all four,
+started by the row-parallel layer once it is told the next layer's norm; elsewhere the same happens by plain
+collectives, each layer doing its part, with the same results.
 
 Legend: S tokens (dim 0), R ranks, D inputs, N outputs. With sequence parallelism the norm and the residual sum run on
 this rank's `[S/R, ...]`.
@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.distributed.symmetric import SymmetricTensor, symmetric_tensor
-from megatron_ext.tensor_parallel.column import ColumnParallelLinear
-from megatron_ext.tensor_parallel.inference_linear import InferenceLinear as InferenceLinear
-from megatron_ext.tensor_parallel.inference_regions import (
+from megatron_ext.distributed.symmetric_memory import SymmetricTensor, symmetric_tensor
+from megatron_ext.tensor_parallel._layers.column_parallel import ColumnParallelLinear
+from megatron_ext.tensor_parallel._layers.inference_linear import InferenceLinear as InferenceLinear
+from megatron_ext.tensor_parallel._layers.initialization import InitMethod
+from megatron_ext.tensor_parallel._layers.row_parallel import RowParallelLinear
+from megatron_ext.tensor_parallel._mappings.inference_regions import (
     inference_all_gather_from_tensor_model_parallel_region as inference_all_gather_from_tensor_model_parallel_region,
 )
-from megatron_ext.tensor_parallel.inference_regions import (
+from megatron_ext.tensor_parallel._mappings.inference_regions import (
     inference_reduce_scatter_to_sequence_parallel_region as inference_reduce_scatter_to_sequence_parallel_region,
 )
-from megatron_ext.tensor_parallel.initialization import InitMethod
-from megatron_ext.tensor_parallel.row import RowParallelLinear
 
 
 def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,27 +1,18 @@
 """Parallel layers, by Megatron's module name: drop-in for `megatron.core.tensor_parallel.layers`."""
 
-from megatron_ext.tensor_parallel.column import ColumnParallelLinear
-from megatron_ext.tensor_parallel.deferral import drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel.embedding import VocabParallelEmbedding, padded_vocab_size
-from megatron_ext.tensor_parallel.functional import (
+from megatron_ext.tensor_parallel._layers.column_parallel import ColumnParallelLinear
+from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel._layers.initialization import (
+    _initialize_affine_weight_cpu,
+    _initialize_affine_weight_gpu,
+)
+from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron_ext.tensor_parallel.initialization import (
-    _initialize_affine_weight_cpu,
-    _initialize_affine_weight_gpu,
-)
-from megatron_ext.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
-from megatron_ext.tensor_parallel.parameters import (
+from megatron_ext.tensor_parallel._layers.parameter_attributes import (
     _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS,
     copy_gtp_attributes,
     copy_tensor_model_parallel_attributes,
@@ -30,9 +21,18 @@ from megatron_ext.tensor_parallel.parameters import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron_ext.tensor_parallel.process_rng import get_cuda_rng_tracker
-from megatron_ext.tensor_parallel.rng_tracker import get_expert_parallel_rng_tracker_name
-from megatron_ext.tensor_parallel.row import RowParallelLinear
+from megatron_ext.tensor_parallel._layers.row_parallel import RowParallelLinear
+from megatron_ext.tensor_parallel._layers.vocab_parallel_embedding import VocabParallelEmbedding, padded_vocab_size
+from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
+from megatron_ext.tensor_parallel._random.rng_tracker import get_expert_parallel_rng_tracker_name
+from megatron_ext.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 from megatron_ext.tensor_parallel.utils import VocabUtility, divide
 
 # Whether gradient accumulation fusion can be asked for: always, since it needs no Apex here.

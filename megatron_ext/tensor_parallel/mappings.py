@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.tensor_parallel.pieces import (
+from megatron_ext.tensor_parallel._mappings.along_one_dim import (
     Sizes,
     _gather_along_first_dim,
     _gather_along_last_dim,

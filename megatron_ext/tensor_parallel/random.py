@@ -7,7 +7,10 @@ what; recompute, recompute_without_output: activations computed again; rerun: wh
 import sys
 from types import ModuleType
 
-from megatron_ext.tensor_parallel.process_rng import (
+from megatron_ext.tensor_parallel._random.generator_state import convert_cuda_rng_state
+from megatron_ext.tensor_parallel._random.generator_state import get_rng_state as _get_cuda_rng_state
+from megatron_ext.tensor_parallel._random.generator_state import set_rng_state as _set_cuda_rng_state
+from megatron_ext.tensor_parallel._random.process_tracker import (
     Process,
     Tracker,
     get_all_rng_states,
@@ -15,35 +18,32 @@ from megatron_ext.tensor_parallel.process_rng import (
     initialize_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
 )
-from megatron_ext.tensor_parallel.process_rng import fork_rng as _fork_rng
-from megatron_ext.tensor_parallel.process_rng import get_all_states as _get_all_rng_states
-from megatron_ext.tensor_parallel.process_rng import set_all_states as _set_all_rng_states
-from megatron_ext.tensor_parallel.recompute import CheckpointFunction, checkpoint
-from megatron_ext.tensor_parallel.recompute_without_output import (
-    CheckpointWithoutOutput,
-    CheckpointWithoutOutputFunction,
-    CheckpointWithoutOutputManager,
-)
-from megatron_ext.tensor_parallel.rerun import Depth, is_checkpointing
-from megatron_ext.tensor_parallel.rerun import set_checkpointing as _set_checkpointing
-from megatron_ext.tensor_parallel.rerun import unset_checkpointing as _unset_checkpointing
-from megatron_ext.tensor_parallel.rng_state import convert_cuda_rng_state
-from megatron_ext.tensor_parallel.rng_state import get_rng_state as _get_cuda_rng_state
-from megatron_ext.tensor_parallel.rng_state import set_rng_state as _set_cuda_rng_state
-from megatron_ext.tensor_parallel.rng_tracker import DATA_PARALLEL as _DATA_PARALLEL_RNG_TRACKER_NAME
-from megatron_ext.tensor_parallel.rng_tracker import EXPERT_GENERALIZED as _EXPERT_GTP_REMAT_RNG_TRACKER_NAME
-from megatron_ext.tensor_parallel.rng_tracker import EXPERT_PARALLEL as _EXPERT_PARALLEL_RNG_TRACKER_NAME
-from megatron_ext.tensor_parallel.rng_tracker import GENERALIZED as _GTP_REMAT_RNG_TRACKER_NAME
-from megatron_ext.tensor_parallel.rng_tracker import MODEL_PARALLEL as _MODEL_PARALLEL_RNG_TRACKER_NAME
-from megatron_ext.tensor_parallel.rng_tracker import (
+from megatron_ext.tensor_parallel._random.process_tracker import fork_rng as _fork_rng
+from megatron_ext.tensor_parallel._random.process_tracker import get_all_states as _get_all_rng_states
+from megatron_ext.tensor_parallel._random.process_tracker import set_all_states as _set_all_rng_states
+from megatron_ext.tensor_parallel._random.rng_tracker import DATA_PARALLEL as _DATA_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel._random.rng_tracker import EXPERT_GENERALIZED as _EXPERT_GTP_REMAT_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel._random.rng_tracker import EXPERT_PARALLEL as _EXPERT_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel._random.rng_tracker import GENERALIZED as _GTP_REMAT_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel._random.rng_tracker import MODEL_PARALLEL as _MODEL_PARALLEL_RNG_TRACKER_NAME
+from megatron_ext.tensor_parallel._random.rng_tracker import (
     CudaRNGStatesTracker,
     InferenceCudaRNGStatesTracker,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
     get_gtp_remat_rng_tracker_name,
 )
-from megatron_ext.tensor_parallel.seeding import model_parallel_cuda_manual_seed
-from megatron_ext.tensor_parallel.transformer_engine import have_transformer_engine
+from megatron_ext.tensor_parallel._random.seeds import model_parallel_cuda_manual_seed
+from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
+from megatron_ext.tensor_parallel._recompute.checkpoint import CheckpointFunction, checkpoint
+from megatron_ext.tensor_parallel._recompute.checkpoint_without_output import (
+    CheckpointWithoutOutput,
+    CheckpointWithoutOutputFunction,
+    CheckpointWithoutOutputManager,
+)
+from megatron_ext.tensor_parallel._recompute.replay_forward import Depth, is_checkpointing
+from megatron_ext.tensor_parallel._recompute.replay_forward import set_checkpointing as _set_checkpointing
+from megatron_ext.tensor_parallel._recompute.replay_forward import unset_checkpointing as _unset_checkpointing
 from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 __all__ = [

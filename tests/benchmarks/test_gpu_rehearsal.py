@@ -67,7 +67,13 @@ def test_tests_and_measurements_rehearsed(tmp_path):
         assert bool(re.search(r"^\d+ passed", said, re.MULTILINE)) == left, said
         assert "skipped" not in said, said
     passed = (tmp_path / "passed.txt").read_text()
-    for file in ("head/test_gpu", "dtensor/test_attention", "model_utils/test_packed", "test_main_grad"):
+    for file in (
+        "head/test_gpu",
+        "dtensor/test_attention",
+        "model_utils/test_packed",
+        "test_main_grad",
+        "distributed/test_symmetric_matmul",
+    ):
         assert f"tests/{file}.py::" in passed
 
 

@@ -37,6 +37,7 @@ def test_a_wrong_way_has_no_time(wrong):
     assert [line.split(":")[0] for line in refused] == [OURS]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_what_is_wrong_on_one_rank_has_no_time_on_any():
     import torch.distributed as dist

@@ -1,20 +1,39 @@
 import pytest
 
-from benchmarks.losses import HEAD, OURS, grpo, measure_losses
+from benchmarks import loss_cases
+from benchmarks.loss_cases import CASES, GRPO
+from benchmarks.losses import HEAD, measure_losses, true_results, worst_error
 
-SMALL = (2, 6, 8, 32)
+SMALL = (4, 6, 8, 32)
+OURS = "GRPO loss"
 
 
 def test_the_right_way_is_timed():
-    rows, remarks = measure_losses(0.0, SMALL, {OURS: grpo, "absent": None})
+    rows, remarks = measure_losses(GRPO, 0.0, SMALL, {OURS: GRPO.ours, "absent": None})
     assert {impl for impl, metric, *_ in rows if metric == "CPU time / head"} == {HEAD, OURS}
     assert remarks == ["absent: not installed"]
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda given: grpo(given) * 1.001, lambda given: grpo(given).detach() + 0 * grpo(given)]
+    "wrong", [lambda given: GRPO.ours(given) * 1.001, lambda given: GRPO.ours(given).detach() + 0 * GRPO.ours(given)]
 )
-def test_a_wrong_way_has_no_time(wrong):
-    rows, remarks = measure_losses(0.0, SMALL, {OURS: wrong})
-    assert {impl for impl, metric, *_ in rows if metric == "CPU time"} == {HEAD}
+def test_a_wrong_way_has_no_numbers(wrong):
+    rows, remarks = measure_losses(GRPO, 0.0, SMALL, {OURS: wrong})
+    assert {impl for impl, metric, *_ in rows if metric in ("CPU time", "peak")} == {HEAD}
     assert len(remarks) == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ours_are_right(case):
+    """With either options, and each truth is one that other inputs change."""
+    given = loss_cases.inputs(SMALL)
+    true = true_results(case, given)
+    for options in ({}, case.small[1]):
+        assert worst_error(lambda x, options=options: case.ours(x, **options), given, true) < 1e-5
+    changed = given._replace(mask_BS=given.mask_BS * (given.labels_BS % 3 > 0))
+    assert worst_error(case.ours, changed, true) > 1e-2
+
+
+def test_without_a_budget_there_are_no_times():
+    rows, _ = measure_losses(GRPO, None, SMALL, {OURS: GRPO.ours})
+    assert {metric for _, metric, *_ in rows} == {"error", "peak"}

@@ -11,7 +11,7 @@ from benchmarks import plan, record
 from benchmarks.fake_cuda import cuda_rank_of
 from benchmarks.launches import planned
 from megatron_ext import linear_log_probs
-from megatron_ext.head.devices import DEVICES, product_seconds, waves
+from megatron_ext.head.row_passes.gpu_properties import DEVICES, product_seconds, waves
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
@@ -133,7 +133,7 @@ def test_an_unknown_kernel_is_refused():
 
 def test_rows_of_the_kept_matrix_begin_at_16_bytes():
     """At any vocabulary: cuBLAS and Triton leave their fast paths where they do not."""
-    from megatron_ext.head.matmul import new_matrix
+    from megatron_ext.head.row_passes.matmul import new_matrix
 
     with cuda_rank_of(1, lambda *launch: None):
         for dtype in (torch.bfloat16, torch.float32):

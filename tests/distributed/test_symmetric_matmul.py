@@ -1,6 +1,8 @@
 """Async tensor parallelism: when it is chosen, who says so where it is not, and the numbers of both ways."""
 
+import contextlib
 import importlib
+import tempfile
 import warnings
 from types import SimpleNamespace
 
@@ -13,10 +15,10 @@ from benchmarks.meter import one_rank_of
 from megatron_ext.distributed import symmetric_matmul
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, numbers, piece, symmetric_memory
+from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, symmetric_memory
 
 S, B, D, N = 8, 3, 16, 24
 
@@ -170,32 +172,66 @@ def test_torch_is_told_of_a_group_where_it_must_be(torch_has, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.rehearsed
 def test_the_real_operators():
-    """Over as many GPUs as there are, at most 4; of a single one the operators themselves are tested."""
-    size = min(4, torch.cuda.device_count())
-    torch.multiprocessing.spawn(_real_operators, args=(size,), nprocs=size)
+    """Over as many GPUs as there are, at most 4. On a single one the layers don't go through symmetric memory by
+    themselves: they are told to. Rehearsed on two CPU ranks, with the kernels that PyTorch shows the compiler."""
+    size = min(4, torch.cuda.device_count()) or 2
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_real_operators, args=(size, f"file://{folder}/store"), nprocs=size)
 
 
-def _real_operators(rank, size):
-    torch.cuda.set_device(rank)
-    init, device = "tcp://127.0.0.1:29577", torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=init, rank=rank, world_size=size, device_id=device)
-    group, close = dist.group.WORLD, {"rtol": 2**-6, "atol": 2**-3}
-    x, w, dy = (numbers(*s, seed=s[-1], dtype=torch.bfloat16).cuda() for s in ((512, 2, 64), (64, 128), (512, 2, 128)))
-
-    rows = x.flatten(0, 1)
-    own = piece(rows, 0)
-    y, gathered = symmetric_matmul.all_gather_matmul(own, w, group)
-    torch.testing.assert_close((y, gathered), (rows @ w, rows), **close)
-    torch.testing.assert_close(symmetric_matmul.matmul_reduce_scatter(rows, w, group), size * (own @ w), **close)
-
-    for kind in ("column", "row"):
-        x_own, dy_own = (piece(x, 0), piece(dy, -1)) if kind == "column" else (piece(x, -1), piece(dy, 0))
-        results = []
-        for overlap in (False, True):
-            config = Config(sequence_parallel=True, params_dtype=torch.bfloat16, tp_comm_overlap=overlap)
-            layer = build(kind, config, sizes=(64, 128)).cuda()
-            results.append(step(layer, x_own, dy_own)[0])
-        assert layer.symmetric == (size > 1), repr(layer)
-        torch.testing.assert_close(*results, **close)
+def _real_operators(rank, size, store):
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    backend = {"backend": "nccl", "device_id": device} if on_gpu else {"backend": "gloo"}
+    dist.init_process_group(init_method=store, rank=rank, world_size=size, **backend)
+    with contextlib.nullcontext() if on_gpu else symmetric_memory():
+        _operators_by_themselves(dist.group.WORLD, device)
+        for layouts, operators in (
+            (("sequence", "sharded"), OPERATORS["column"]),
+            (("sharded", "sequence"), OPERATORS["row"]),
+        ):
+            _operators_of_a_layer(dist.group.WORLD, device, layouts, operators)
+        for kind in ("column", "row"):
+            layer = build(kind, Config(sequence_parallel=True, tp_comm_overlap=True), sizes=(64, 128))
+            assert layer.symmetric == (size > 1), repr(layer)
     dist.destroy_process_group()
+
+
+def _operators_by_themselves(group, device):
+    x, w = (numbers(*shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate([(1024, 64), (64, 128)]))
+    own, ranks = piece(x, 0), group.size()
+    y, gathered = symmetric_matmul.all_gather_matmul(own, w, group)
+    assert_as_good(y, x @ w, x.double() @ w.double(), factor=1.1)
+    assert gathered.equal(x)
+    scattered = symmetric_matmul.matmul_reduce_scatter((1 + group.rank()) * x, w, group)
+    times = ranks * (ranks + 1) // 2
+    plain = sum(((1 + rank) * own) @ w for rank in range(ranks))
+    assert_as_good(scattered, plain, times * (own.double() @ w.double()), factor=1.5)
+
+
+def _operators_of_a_layer(group, device, layouts, operators):
+    """Output and gradients beside those of one process in fp64, and how far its bf16 is from them."""
+    shapes = [(512, 2, 64), (128, 64), (512, 2, 128)]
+    x, w, dy = (numbers(*shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate(shapes))
+    cut_x, cut_w, cut_dy = (0, 0, -1) if layouts[0] == "sequence" else (-1, 1, 0)
+    own_x, own_w = (piece(full, dim).requires_grad_() for full, dim in ((x, cut_x), (w, cut_w)))
+    with Asked() as asked:
+        y = parallel_linear(own_x, own_w, None, Plan(group, *layouts, symmetric=True))
+        y.backward(piece(dy, cut_dy))
+    assert asked.names == operators
+    plain, true = (
+        (y, *torch.autograd.grad(y, leaves, dy.to(y))) for leaves, y in map(_whole, (x, x.double()), (w, w.double()))
+    )
+    for found, dim, expected, exactly in zip(
+        (y, own_x.grad, own_w.grad), (cut_dy, cut_x, cut_w), plain, true, strict=True
+    ):
+        assert_as_good(found, piece(expected, dim), piece(exactly, dim), factor=1.5)
+
+
+def _whole(x, w):
+    leaves = [leaf.clone().requires_grad_() for leaf in (x, w)]
+    return leaves, leaves[0] @ leaves[1].t()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.dtensor import causal_lm_loss, get_grad_norm
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
 
 CU_SEQLENS = [0, 8, 12, 28, 32]  # multiples of 2W for two context-parallel ranks

@@ -6,7 +6,7 @@ import torch
 
 from megatron_ext.dtensor import use_attention
 from megatron_ext.sequence.attention import CAUSAL, Packing, Window, attend
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.devices import GPU
 from tests.dtensor.models import VOCAB, error, make, meshes, reference
 from tests.ranks import ranks

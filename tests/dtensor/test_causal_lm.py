@@ -29,6 +29,7 @@ def _log_probs(logits, labels):
     return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_odd_lengths_and_padding_are_nobodys_business():
     """13 tokens over two context-parallel ranks and slices of two more; entropy too, with its gradients."""

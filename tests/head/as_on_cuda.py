@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from benchmarks.stand_in import addmm, mm
-from megatron_ext.head import passes
+from megatron_ext.head.row_passes import dispatch
 
 
 def twin_of(plain):
     """The module of Triton's kernels for one of plain passes."""
-    return importlib.import_module(plain.__name__.replace(".head.", ".head.kernels."))
+    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def cuda_branches(side=None):
     """Every tensor says that it is on a GPU. `side`: gives the passes for a plain module; None: the head chooses."""
     replaced = [(torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda", True)]
     if side is not None:
-        replaced.append((passes, "_side", lambda x, plain: side(plain)))
+        replaced.append((dispatch, "_side", lambda x, plain: side(plain)))
     with _all_replaced(*replaced):
         yield
 
@@ -118,8 +118,8 @@ def rehearsal(branches=True):
     # With these the head takes Triton's passes for tensors on a GPU, as it does there.
     choice = [
         (torch.version, "cuda", "12.8"),
-        (passes, "_interpreted", lambda: False),
-        (passes, "_twin", passes._twin.__wrapped__),
+        (dispatch, "_interpreted", lambda: False),
+        (dispatch, "_twin", dispatch._twin.__wrapped__),
     ]
     with cuda_branches(), _all_replaced(*replaced, *choice):
         yield

@@ -59,7 +59,12 @@ def check(name, layout, dtype, backend, group):
 # Few here, each takes seconds; all below, among the slow ones.
 @ranks(2)
 @pytest.mark.parametrize(
-    "name, layout", [("linear_cross_entropy", "sequence"), ("token_log_probs", "replicated")], ids=lambda x: x
+    "name, layout",
+    [
+        pytest.param("linear_cross_entropy", "sequence", marks=pytest.mark.slow),
+        ("token_log_probs", "replicated"),
+    ],
+    ids=lambda x: x,
 )
 def test_whole_graph(name, layout):
     check(name, layout, torch.float32, "aot_eager", dist.group.WORLD)

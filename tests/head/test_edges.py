@@ -187,6 +187,17 @@ def test_columns_and_labels_at_minus_infinity():
     assert loss[0, 0] == torch.inf
     assert loss.view(-1)[1:].isfinite().all()
     assert all(x.isfinite().all() for x in grads)
+    problem.grad[0, 0] = 0  # the entropy has a gradient there, whatever the label's probability
+    # Then a shard without any finite logit, and the others' far below 0, where what it is relative to is.
+    for label, low, masked in ((40, 0, 30), (0, 1000, 20)):
+        problem.labels[problem.labels >= 0] %= 20
+        problem.labels[0, 0] = label
+        problem.bias = problem.bias.detach().clone()
+        problem.bias[:20] -= low
+        problem.bias[masked:] = -torch.inf
+        wants, want_grads = problem.truth("log_probs")
+        results, grads = problem.ours("log_probs", group, cache=1)
+        torch.testing.assert_close([*results, *grads], [*wants, *problem.pieces(want_grads, group, "replicated")])
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -271,8 +282,8 @@ def test_cache_bounds_what_is_kept(cache, kept_bytes):
 def test_auto_cache_looks_at_free_memory(monkeypatch):
     import os
 
-    from megatron_ext.head.options import HeadOptions
-    from megatron_ext.head.sizes import cached_columns
+    from megatron_ext.head.engine.chunk_sizes import cached_columns
+    from megatron_ext.head.engine.options import HeadOptions
 
     options = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000))
     like = torch.empty(1)
@@ -284,8 +295,8 @@ def test_auto_cache_looks_at_free_memory(monkeypatch):
 
 def test_auto_cache_takes_no_more_than_what_is_free_on_cuda(monkeypatch):
     """Free memory of the device and whole free blocks of the allocator; what backward needs besides stays free."""
-    from megatron_ext.head.options import HeadOptions
-    from megatron_ext.head.sizes import cached_columns
+    from megatron_ext.head.engine.chunk_sizes import cached_columns
+    from megatron_ext.head.engine.options import HeadOptions
 
     options, like = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000)), torch.empty(1, dtype=torch.bfloat16)
     stats = {"reserved_bytes": 9000, "active_bytes": 4000, "inactive_split_bytes": 1000}
@@ -344,6 +355,10 @@ def test_rows_of_minus_infinity():
     torch.testing.assert_close(grad[[0, 2, 3]], torch.autograd.grad(want.sum(), rest)[0])
     assert loss[1] == 0
     assert not grad[1].any()
+    labels[1] = 1  # somebody asks: it is as improbable as can be, and nothing is NaN
+    log_probs, entropy = token_log_probs(leaf, labels, return_entropy=True)
+    torch.testing.assert_close(log_probs[[0, 2, 3]], reference.log_probs(rest, labels[[0, 2, 3]]))
+    assert (log_probs[1], entropy[1]) == (-torch.inf, 0)
 
 
 def test_weight_gradient_does_not_depend_on_the_chunks():

@@ -27,34 +27,45 @@ def interpret(*command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["all"])
-def test_twins_agree_under_the_interpreter(part):
-    assert re.search(r"^(\d+) comparisons", interpret("-W", "ignore", "-m", "tests.head.twins", part))
+def test_twins_agree_under_the_interpreter():
+    from tests.head import twins
+
+    printed = re.fullmatch(r"(\d+) comparisons\n", interpret("-W", "ignore", "-m", "tests.head.twins"))
+    assert printed
+    assert int(printed[1]) == len(twins.comparisons()) > 100
+
+
+# What is chosen of a file's tests: those whose names hold every word of one of these lines.
+CHOSEN = {
+    "edges": ["test_shapes", "test_backward_twice", "test_any_memory", "infinity", "huge world1", "huge world2"],
+    "logits": ["test_values_and_gradients world1", "test_values_and_gradients all world2"],
+    "linear": ["values_and_gradients all world2", "test_precision plain bfloat16 world2"],
+    "properties": ["test_a_few"],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "test_edges.py -k test_shapes or test_backward_twice or test_any_memory or infinity or huge and not world4",
-        "test_logits.py -k test_values_and_gradients and world1 or test_values_and_gradients and all and world2",
-        "test_linear.py -k values_and_gradients and all and world2 or test_precision and plain and bfloat16 and world2",
-        "test_properties.py -k test_a_few",
-    ],
-)
-def test_the_head_itself_under_the_interpreter(tests):
+@pytest.mark.parametrize("file", CHOSEN)
+def test_the_head_itself_under_the_interpreter(file):
     """Every option alone and all in any combination, each read-out, dtype, layout and cache, 1 and 2 ranks, any shape
-    and memory: values and gradients."""
-    file, chosen = tests.split(" -k ")
-    interpret("-m", "pytest", "-q", "-m", "not slow and not gpu", f"tests/head/{file}", "-k", chosen)
+    and memory: values and gradients. A test that was renamed is missed: each line above has to choose one."""
+    chosen = " or ".join(words.replace(" ", " and ") for words in CHOSEN[file])
+    command = ["pytest", "-rA", "-m", "not slow and not gpu", f"tests/head/test_{file}.py", "-k", chosen]
+    passed = re.findall(r"^PASSED (.+)", interpret("-m", *command), re.MULTILINE)
+    for words in CHOSEN[file]:
+        assert any(all(word in test for word in words.split()) for test in passed), f"{words!r} chooses no test"
 
 
 @pytest.mark.slow
 def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
     ask = (
-        "import torch; from megatron_ext.head import passes; print(passes._side(torch.zeros(1), passes.rows).__name__)"
+        "import torch; from megatron_ext.head.row_passes import dispatch, logit_passes; "
+        "print(dispatch._side(torch.zeros(1), logit_passes).__name__)"
     )
-    for value, module in (("0", "megatron_ext.head.rows"), ("1", "megatron_ext.head.kernels.rows")):
+    for value, module in (
+        ("0", "megatron_ext.head.row_passes.logit_passes"),
+        ("1", "megatron_ext.head.kernels.logit_passes"),
+    ):
         env = {**os.environ, "TRITON_INTERPRET": value}
         found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
         assert found.stdout.strip() == module, found.stderr

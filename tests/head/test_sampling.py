@@ -1,5 +1,6 @@
 """Log-probabilities under the distribution that tokens were sampled from: top-k, top-p, both, with temperature."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -15,9 +16,9 @@ from megatron_ext.head import (
     linear_sampled_log_probs,
     sampled_log_probs,
     token_entropy,
-    top_k_filter,
     vocab_parallel_log_softmax,
 )
+from megatron_ext.head.readouts import top_k_filter
 from tests.head.problems import error
 from tests.ranks import ranks
 
@@ -355,6 +356,14 @@ def test_a_row_of_minus_infinity():
     assert picked[1].item() == -torch.inf
     assert torch.autograd.grad(picked[:2].sum(), z)[0].isfinite().all()
     assert vocab_parallel_log_softmax(z, group)[1].isneginf().all()
+
+
+@pytest.mark.parametrize("top_k", [None, 4, 5])
+def test_a_prefix_of_exactly_top_p_is_enough(top_k):
+    """Probabilities of 1/2, 1/4, 1/8 and 1/8."""
+    z, labels = torch.tensor([0.0, -1, -2, -2, -torch.inf], dtype=torch.float64).expand(4, 5), torch.arange(4)
+    found = sampled_log_probs(z, labels, top_k, 0.75, 1 / math.log(2))
+    torch.testing.assert_close(found.exp(), torch.tensor([2 / 3, 1 / 3, 0, 0], dtype=torch.float64))
 
 
 @ranks(1, 2)

@@ -1,25 +1,22 @@
 """The Triton passes against the plain ones. A module of its own: the interpreter is chosen when triton is imported.
 
-`TRITON_INTERPRET=1 python -m tests.head.twins` runs the comparison on CPU, with `few` a small part of it and the head
-itself on the Triton passes; tests call `compare` on CUDA.
+`TRITON_INTERPRET=1 python -m tests.head.twins` runs all comparisons on the CPU; a test calls `main` on CUDA.
 """
 
 import itertools
-import sys
 
 import torch
 
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import label_terms as plain_terms
-from megatron_ext.head import rows as plain
-from megatron_ext.head import statistics
-from megatron_ext.head import token_terms as plain_tokens
+from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.options import HeadOptions
 from megatron_ext.head.kernels import label_terms as twin_terms
-from megatron_ext.head.kernels import rows as twin
+from megatron_ext.head.kernels import logit_passes as twin
 from megatron_ext.head.kernels import token_terms as twin_tokens
-from megatron_ext.head.options import HeadOptions
-from tests.head.problems import OPTIONS, Problem
+from megatron_ext.head.row_passes import label_terms as plain_terms
+from megatron_ext.head.row_passes import logit_passes as plain
+from megatron_ext.head.row_passes import token_terms as plain_tokens
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -236,9 +233,8 @@ TOKEN_OPTIONS = [
 SHAPES = [(1, 1, 1), (150, 11, 40), (0, 5, 8), (9, 70, 2050)]  # tokens, rows, width
 
 
-def main(device: str = "cpu", every: int = 1) -> None:
-    """All comparisons, or one of `every` so many."""
-    round_to_bfloat16()
+def comparisons():
+    """Every comparison: the function and its arguments after the device."""
     terms = [(compare_label_terms, case) for case in itertools.product(DTYPES, SHAPES, (False, True))]
     terms += [
         (compare_token_terms, (dtype, ranks, options, (True, False)))
@@ -256,23 +252,17 @@ def main(device: str = "cpu", every: int = 1) -> None:
             (50_000, 49_000, 50_000, all_options),
         ]
     ]
-    chosen = [*sampled, *terms, *passes][::every]
+    return [*sampled, *terms, *passes]
+
+
+def main(device: str = "cpu", every: int = 1) -> None:
+    """All comparisons, or one of `every` so many."""
+    round_to_bfloat16()
+    chosen = comparisons()[::every]
     for check, case in chosen:
         check(device, *case)
     print(f"{len(chosen)} comparisons")
 
 
-def few() -> None:
-    """Every flag at once in each dtype, and the head with every option at once: values and gradients."""
-    for seed, dtype in enumerate(DTYPES):
-        compare("cpu", dtype, 37, 30, (True,) * 6, seed)
-        compare_label_terms("cpu", dtype, (150, 11, 40), smoothed=seed % 2 == 0)
-    problem = Problem((3,), options=OPTIONS["all"])
-    for what, cache in (("loss", 0), ("loss", 1), ("log_probs", 0.5)):
-        results, grads = problem.ours(what, None, cache=cache)
-        torch.testing.assert_close([*results, *grads], [x for kind in problem.truth(what) for x in kind])
-    print(f"{2 * len(DTYPES) + 3} comparisons")
-
-
 if __name__ == "__main__":
-    few() if sys.argv[1:] == ["few"] else main()
+    main()

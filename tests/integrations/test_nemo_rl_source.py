@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from megatron_ext.integrations import nemo_rl
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import model_parallel
 from tests.integrations.stand_ins import standing_in_for
 from tests.ranks import ranks

@@ -1,6 +1,5 @@
 """TRL's trainers with our log-probabilities: the same steps; and each function against plain PyTorch in fp64."""
 
-import functools
 import importlib.util
 from types import SimpleNamespace
 
@@ -154,7 +153,13 @@ def check_fused_head(apply, softcap, scale, outputs):
         made, expected = [*made, found[1]], [*expected, entropy]
     if "is_top1" in outputs:
         assert torch.equal(found[4], targets == z.argmax(-1))
-    assert [x is not None for x in found[2:4]] == ["log_sum_sq_probs" in outputs, "mean_logits" in outputs]
+    log_probs = (z.detach() / 0.7).log_softmax(-1)
+    unpulled = {"log_sum_sq_probs": log_probs.exp().square().sum(-1).log(), "mean_logits": z.detach().mean(-1) / 0.7}
+    for name, value in zip(unpulled, found[2:4], strict=True):
+        assert (value is not None) == (name in outputs)
+        if value is not None:
+            assert not value.requires_grad
+            torch.testing.assert_close(value.double(), unpulled[name], rtol=0, atol=1e-5)
     upstream = torch.randn(7)
     grads = torch.autograd.grad(made, leaves, [upstream] * len(made))
     for grad, want in zip(grads, torch.autograd.grad(expected, doubles, [upstream.double()] * len(made)), strict=True):
@@ -167,6 +172,8 @@ def check_fused_head(apply, softcap, scale, outputs):
         (None, 1.0, ("log_probs", "entropy", "is_top1")),
         (5.0, 1.0, ("log_probs", "entropy")),
         (None, 0.25, ("log_probs",)),
+        (None, 0.25, ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")),
+        (5.0, 0.25, ("log_probs", "log_sum_sq_probs", "mean_logits")),
     ],
 )
 def test_from_hidden_states(softcap, scale, outputs):
@@ -189,28 +196,31 @@ def test_a_weight_of_another_dtype():
 
 
 def test_what_is_left_to_theirs():
+    """Not silently: the warning says why."""
     calls = []
     head = ours._fused_head(SimpleNamespace(apply=lambda *given: calls.append(given)))
     hidden, weight, targets = torch.randn(7, 16), torch.randn(50, 16), torch.zeros(7).long()
-    for softcap, scale, outputs in (
-        (5.0, 0.25, ("log_probs",)),
-        (None, 0.0, ("log_probs",)),
-        (None, 1.0, ("log_probs", "mean_logits")),
-        (None, 1.0, ("log_probs", "log_sum_sq_probs")),
+    for scale, outputs, why in (
+        (0.0, ("log_probs",), r"logits are multiplied by 0\.0"),
+        (1.0, ("log_probs", "varentropy"), r"the outputs varentropy are not known"),
     ):
-        given = (hidden, weight, None, targets, 0.7, 32, softcap, scale, outputs)
-        head.apply(*given)
+        given = (hidden, weight, None, targets, 0.7, 32, None, scale, outputs)
+        with pytest.warns(UserWarning, match=r"^TRL's own fused head runs, not megatron_ext's: .*" + why):
+            head.apply(*given)
         assert calls.pop() == given
     weight.ds_id = 3  # DeepSpeed's mark of a parameter that is partitioned
-    head.apply(hidden, weight, None, targets, 0.7, 32)
+    with pytest.warns(UserWarning, match=r"partitioned by DeepSpeed ZeRO-3; use another ZeRO stage"):
+        head.apply(hidden, weight, None, targets, 0.7, 32)
     assert len(calls) == 1
 
 
 @with_trl
 @pytest.mark.parametrize("outputs", [("log_probs", "entropy", "is_top1"), ("log_probs", "entropy", "mean_logits")])
 def test_the_fused_head_in_its_place(utils, outputs):
+    """Theirs meets the same expectations."""
+    check_fused_head(utils._ChunkedLogProbFunction.apply, 5.0, 0.5, outputs)
     ours.apply()
-    check_fused_head(utils._ChunkedLogProbFunction.apply, 5.0, 1.0, outputs)
+    check_fused_head(utils._ChunkedLogProbFunction.apply, 5.0, 0.5, outputs)
 
 
 def _parts(folder):
@@ -246,23 +256,29 @@ def _arguments(kind, folder, **more):
     return kind(**common, per_device_train_batch_size=4, **more)
 
 
-def _same_steps(make, model, monkeypatch, called):
-    counts = {"ours": 0}
-    whole = getattr(ours.head, called)
+def _same_steps(make, model, monkeypatch):
+    """Every call of the fused head is ours, those whose gradients train the policy too."""
+    counts = {"ours": 0, "theirs": 0}
+    whole, left = ours.head.linear_log_probs, ours._left_to_theirs
 
-    @functools.wraps(whole)
-    def counted(*args, **kwargs):
-        counts["ours"] += 1
-        return whole(*args, **kwargs)
+    def counted(hidden, *args, **kwargs):
+        counts["ours"] += hidden.requires_grad and torch.is_grad_enabled()
+        return whole(hidden, *args, **kwargs)
+
+    def asked(*args):
+        why = left(*args)
+        counts["theirs"] += why is not None
+        return why
 
     losses, weights = _trained(make, model)
-    monkeypatch.setattr(ours.head, called, counted)
+    monkeypatch.setattr(ours.head, "linear_log_probs", counted)
+    monkeypatch.setattr(ours, "_left_to_theirs", asked)
     ours.apply()
     try:
         our_losses, our_weights = _trained(make, model)
     finally:
         ours.restore()
-    assert counts["ours"] >= 2
+    assert counts == {"ours": 2, "theirs": 0}
     assert len(losses) == 2
     torch.testing.assert_close(our_losses, losses, rtol=1e-4, atol=1e-5)
     moved = [not torch.equal(weights[name], model.state_dict()[name]) for name in weights]
@@ -271,26 +287,37 @@ def _same_steps(make, model, monkeypatch, called):
         torch.testing.assert_close(our_weights[name], weights[name], rtol=1e-3, atol=2e-5)
 
 
+PROMPTS = ["the sum of one two", "what is three four", "five six", "it is a sum"]
+ROWS = {
+    "DPO": {"prompt": PROMPTS, "chosen": ["three"] * 4, "rejected": ["nine ten"] * 4},
+    "KTO": {"prompt": PROMPTS, "completion": ["three", "nine ten"] * 2, "label": [True, False] * 2},
+    "SFT": {"text": PROMPTS},
+}
+
+
 @with_trl
-def test_dpo_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, options",
+    [("DPO", {}), ("DPO", {"use_weighting": True}), ("KTO", {}), ("SFT", {}), ("SFT", {"loss_type": "dft"})],
+)
+def test_steps(kind, options, tmp_path, monkeypatch):
+    """DPO and KTO ask for the mean logit too, a weighted DPO (WPO) for the sum of squared probabilities."""
     import trl
     from datasets import Dataset
 
     model, tokenizer = _parts(tmp_path)
-    prompts = ["the sum of one two", "what is three four", "five six", "it is a sum"]
-    rows = {"prompt": prompts, "chosen": ["three"] * 4, "rejected": ["nine ten"] * 4}
 
     def make(model):
-        config = _arguments(trl.DPOConfig, tmp_path)
-        return trl.DPOTrainer(
-            model=model, args=config, processing_class=tokenizer, train_dataset=Dataset.from_dict(rows)
-        )
+        config = _arguments(getattr(trl, f"{kind}Config"), tmp_path, **options)
+        rows = Dataset.from_dict(ROWS[kind])
+        return getattr(trl, f"{kind}Trainer")(model=model, args=config, processing_class=tokenizer, train_dataset=rows)
 
-    _same_steps(make, model, monkeypatch, "linear_log_probs")
+    _same_steps(make, model, monkeypatch)
 
 
 @with_trl
-def test_grpo_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, options", [("GRPO", {"temperature": 0.9}), ("RLOO", {})])
+def test_online_steps(kind, options, tmp_path, monkeypatch):
     import trl
     from datasets import Dataset
 
@@ -301,11 +328,11 @@ def test_grpo_steps(tmp_path, monkeypatch):
 
     def make(model):
         config = _arguments(
-            trl.GRPOConfig, tmp_path, num_generations=4, max_completion_length=6, beta=0.1, temperature=0.9
+            getattr(trl, f"{kind}Config"), tmp_path, num_generations=4, max_completion_length=6, beta=0.1, **options
         )
-        rows = Dataset.from_dict({"prompt": ["the sum of one two", "what is three four"] * 4})
-        return trl.GRPOTrainer(
+        rows = Dataset.from_dict({"prompt": PROMPTS[:2] * 4})
+        return getattr(trl, f"{kind}Trainer")(
             model=model, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=rows
         )
 
-    _same_steps(make, model, monkeypatch, "linear_log_probs")
+    _same_steps(make, model, monkeypatch)

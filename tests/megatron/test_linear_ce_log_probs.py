@@ -124,7 +124,7 @@ def test_context_parallel(packed):
     with model_parallel(cp=2):
         from megatron.core import parallel_state
 
-        from megatron_ext.sequence.parts import SequenceParts
+        from megatron_ext.sequence.context_parallel_parts import SequenceParts
 
         cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
         parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
@@ -147,7 +147,7 @@ def test_context_parallel(packed):
 @pytest.mark.parametrize("layers", [0, 2], ids=["main", "and multi-token prediction"])
 def test_a_label_that_one_context_parallel_rank_holds(layers):
     """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
-    from megatron_ext.sequence.parts import SequenceParts
+    from megatron_ext.sequence.context_parallel_parts import SequenceParts
 
     tokens = tiny_batches(batch=1, seq=15)[0]
     wrong = tokens.clone()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from megatron_ext.megatron.head_settings import HeadSettings
 from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.megatron.linear_ce import patch_models
 from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.megatron import log_probs as model_log_probs
+from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
 from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
@@ -69,7 +69,7 @@ def test_read_outs(build, case, sequence_parallel):
 def test_log_probs_of_the_whole_sequence_under_context_parallelism():
     from megatron_ext.distributed.groups import context_parallel_group
     from megatron_ext.megatron.layer_specs import gpt_block_spec
-    from megatron_ext.sequence.parts import SequenceParts
+    from megatron_ext.sequence.context_parallel_parts import SequenceParts
 
     ids = batch()[0]
     with model_parallel():

@@ -10,20 +10,20 @@ from megatron_ext import run as launcher
 from tests.examples import EXAMPLES
 from tests.gpt import SEQUENCE, VOCAB, model_parallel, set_weights, tiny_batches, tiny_config, tiny_gpt
 from tests.megatron.patching import batch, one_gpt, patched, run, unpatch
+from tests.pages import DOCS, blocks, section
 from tests.ranks import ranks
 from tests.test_run import report_of
 
 README = EXAMPLES.parent / "README.md"
-PAGE = EXAMPLES.parent / "docs" / "megatron.md"
+PAGE = DOCS / "megatron.md"
 
 
 def plugs() -> tuple[str, str, str, str]:
     """The command, the patch, the spec and the pipeline's lines of the README's section."""
-    section = README.read_text().split("## Plug it into your script\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"```(\w*)\n(.*?)```", section, re.S)[:4]
-    assert [language for language, _ in blocks] == ["", "python", "python", "python"]
-    assert all(text.count("\n") < 10 for _, text in blocks)
-    return tuple(text for _, text in blocks)
+    found = blocks(section(README, "Plug it into your script"))[:4]
+    assert [language for language, _ in found] == ["", "python", "python", "python"]
+    assert all(text.count("\n") < 10 for _, text in found)
+    return tuple(text for _, text in found)
 
 
 def launcher_words(command: str) -> list[str]:
@@ -84,7 +84,8 @@ def test_the_lines_of_code_run():
 
 
 @ranks(2)
-@pytest.mark.parametrize("layout", [pytest.param("replicated", marks=pytest.mark.slow), "sequence"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_what_a_head_step_costs(layout):
     from head_meter import measure_head
 

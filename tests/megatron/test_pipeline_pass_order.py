@@ -16,8 +16,11 @@ from megatron_ext.megatron.pipeline.pass_order import (
     Times,
     layer_order,
     length,
+    pass_duration,
+    pass_needs,
     pass_order,
     simulate,
+    stage_queues,
 )
 
 KINDS_OF_EACH_STAGE = {Kind.LOOKUP, Kind.PRODUCTS, Kind.WEIGHT, Kind.ROWS}
@@ -203,6 +206,14 @@ def test_the_vocabulary_layers_fill_gaps():
     shape = Shape(8, 1, 32, 8)
     free = Times(((1.0,),) * 8, ((2.0,),) * 8, products=0.3, weight=0.15)
     assert length(pass_order(shape, free)) <= (32 + 7) * 3.45
+
+
+def test_the_best_number_of_extra_forward_passes_is_taken():
+    shape = Shape(2, 2, 8, 2)
+    given = Times(((1.0, 1.0),) * 2, ((2.0, 2.0),) * 2, products=0.3, weight=0.15, statistics=0.5, sum=0.5)
+    needs, duration = pass_needs(shape, given), pass_duration(given)
+    tried = [simulate([stage_queues(stage, shape, extra) for stage in range(2)], needs, duration) for extra in (1, 2)]
+    assert length(pass_order(shape, given)) == min(map(length, tried)) < max(map(length, tried))
 
 
 def test_sixteen_stages_and_many_micro_batches_take_about_a_second():

@@ -115,6 +115,10 @@ def logged() -> list[float]:
 def parity(sizes: dict, tied: bool, **overrides) -> None:
     if overrides.get("hybrid") and overrides.get("mtp_num_layers") and not hybrid_has_mtp():
         return  # before 0.17
+    from megatron_ext.megatron.versions import megatron_version
+
+    if {*MTP, *RECOMPUTE} <= {*overrides} and megatron_version().startswith("0.18."):
+        return  # its own recomputation of these layers takes no `padding_mask`, which their forward gives it
     stock, stock_weights = trained(sizes, False, tied, **overrides)
     ours, our_weights = trained(sizes, True, tied, **overrides)
     assert stock.std() > 1e-3, "the losses of a model that does not learn agree with anything"
@@ -321,12 +325,12 @@ def test_labels_outside_of_the_vocabulary_are_reported_on_all():
 
 @ranks(2)
 def test_other_labels_of_multi_token_prediction_are_reported_on_all():
-    from megatron_ext.megatron.pipeline import multi_token
+    from megatron_ext.megatron.pipeline import multi_token_stage
 
     def other(self, tensor, layers):
         return [tensor, *(tensor for _ in range(layers))]
 
-    with model_parallel(pp=2), shared(), mock.patch.object(multi_token.ModelCall, "further_on", other):
+    with model_parallel(pp=2), shared(), mock.patch.object(multi_token_stage.ModelCall, "further_on", other):
         wrapped = data_parallel(tiny_gpt(stock_spec, mtp_num_layers=1))
         own = dist.get_rank() == 1
         kind, words = (ValueError, "token ids of a layer") if own else (RuntimeError, "rank 1 failed")
@@ -345,7 +349,9 @@ def test_what_is_refused():
             tiny_gpt(stock_spec, vocab_size=65)
         with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
             tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
-        odd = mock.patch("megatron_ext.megatron.model_seams.why_not_fused", return_value="its output layer is odd")
+        odd = mock.patch(
+            "megatron_ext.megatron.fused_loss.patch_points.why_not_fused", return_value="its output layer is odd"
+        )
         with odd, pytest.raises(ValueError, match="rank 1: .*odd" if dist.get_rank() == 0 else "GPTModel.*odd"):
             tiny_gpt(stock_spec)
         no_layers = "last pipeline stage has 0 layers of multi-token"

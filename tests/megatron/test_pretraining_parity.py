@@ -7,6 +7,8 @@ import torch.distributed as dist
 from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 LAYOUTS = {
     "tp1": (1, {"tp": 1}, {}),
@@ -52,14 +54,10 @@ def parity(layout: str, tied: bool, dropout: float) -> None:
     assert worst < 1e-5, f"relative difference {worst:.1e}\nstock {stock}\nours  {ours}"
 
 
-def cases(*names: str, quick: str = ""):
-    """Two of the four, such that each layout has tied and untied weights, with dropout and without; all but `quick`
-    among the slow tests."""
+def cases(*names: str):
+    """Two of the four, such that each layout has tied and untied weights, with dropout and without."""
     named = {"tied": (True, 0.0), "untied": (False, 0.0), "tied-dropout": (True, 0.1), "untied-dropout": (False, 0.1)}
-    return pytest.mark.parametrize(
-        "tied,dropout",
-        [pytest.param(*named[name], id=name, marks=() if name == quick else pytest.mark.slow) for name in names],
-    )
+    return pytest.mark.parametrize("tied,dropout", [pytest.param(*named[name], id=name) for name in names])
 
 
 @ranks(1)
@@ -75,7 +73,7 @@ def test_tp2(tied, dropout):
 
 
 @ranks(2)
-@cases("tied", "untied-dropout", quick="untied-dropout")
+@cases("tied", "untied-dropout")
 def test_tp2_sp(tied, dropout):
     parity("tp2-sp", tied, dropout)
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.head import logits as head_logits
+from megatron_ext.head.engine import logits as head_logits
 from megatron_ext.model_utils import (
     TrainingSamplingParams,
     dtensor_from_parallel_logits_to_logprobs,

@@ -11,7 +11,7 @@ from megatron_ext.model_utils import (
     TrainingSamplingParams,
     from_parallel_hidden_states_to_logprobs,
 )
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.model_utils.sharded import Grid, finite, grids, next_log_probs, same, sampled
 from tests.model_utils.test_packed import LENGTHS, LONGEST, cumulative, places, rows
 from tests.ranks import ranks

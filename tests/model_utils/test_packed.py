@@ -10,7 +10,7 @@ from megatron_ext.model_utils import (
     TrainingSamplingParams,
     from_parallel_logits_to_logprobs_packed_sequences,
 )
-from megatron_ext.sequence.parts import SequenceParts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.targets import PackedTargets
 from tests.devices import GPU
 from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same

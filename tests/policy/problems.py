@@ -95,22 +95,23 @@ def plain_log_probs(model: nn.Module, data: BatchedDataDict, temperature: float 
     return F.pad(found, (1, 0)) * inside_BS
 
 
-def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list[float], dict, dict]:
-    """What one process makes of it: losses, the clipped gradients of the last step, and the updated weights."""
+def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list[float], dict, dict, list[float]]:
+    """What one process makes of it: losses, the clipped gradients of the last step, the updated weights, and the
+    gradients' norms before they were clipped."""
     model = plain_model(config["model_name"])
     optimizer = import_from_path(config["optimizer"]["name"])(model.parameters(), **config["optimizer"]["kwargs"])
-    losses = []
+    losses, norms = [], []
     for i in range(data.size // config["train_global_batch_size"]):
         batch = data.get_batch(i, config["train_global_batch_size"])
         counts = [torch.tensor(n) for n in valid_counts(batch, getattr(loss_fn, "unit", 1))]
         loss, _ = loss_fn(plain_log_probs(model, batch), batch, *counts)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"])
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"]).item())
         optimizer.step()
         losses.append(loss.item())
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

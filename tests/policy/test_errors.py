@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.agreement import agree
+from megatron_ext.policy.data.agreement_of_ranks import agree
 from tests.policy.problems import (
     VOCAB,
     largest_error,
@@ -142,7 +142,7 @@ class Early:
 def test_a_loss_that_leaves_the_model_out_on_one_rank_keeps_no_other_waiting():
     data = tiny_batch()
     data["sample_mask"][4:] = 0  # rank 1's
-    true_losses, _, true_weights = plain_train(tiny_config(), data, NLLLoss())
+    true_losses, _, true_weights, _ = plain_train(tiny_config(), data, NLLLoss())
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
     assert worker.train(shard(data, worker), Early())["global_loss"].tolist() == pytest.approx(true_losses, rel=1e-5)
     assert largest_error(whole(worker._state()), true_weights) < 3e-5

@@ -34,7 +34,7 @@ def check(model, **options):
         true = plain_log_probs(plain_model(model), data)
     found = gathered(worker, worker.get_logprobs(shard(data, worker)))["logprobs"]
     torch.testing.assert_close(found, true, rtol=2e-5, atol=2e-5)
-    losses, _, weights = plain_train(config, data, NLLLoss())
+    losses, _, weights, _ = plain_train(config, data, NLLLoss())
     assert worker.train(shard(data, worker), NLLLoss())["global_loss"].item() == pytest.approx(losses[0], rel=1e-5)
     # What a generator gets are transformers' names, and whole tensors.
     exported = {name: export.make() for name, export in worker._exports().items()}

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
-from megatron_ext.policy.hub_names import hub_rename
-from megatron_ext.policy.refit import send_weights
+from megatron_ext.policy.refit.hub_names import hub_rename
+from megatron_ext.policy.refit.weight_transfer import send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import SIZES, make
 from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
@@ -120,7 +120,7 @@ def test_refit_of_vllm(config):
 
 @pytest.mark.parametrize("method", ["policy_weights_load", "policy_weights_finish"])
 def test_weights_are_freed_when_vllm_fails(method):
-    """What the policy laid open would stay in memory; the engine's own error is what the caller sees."""
+    """What the policy shared would stay in memory; the engine's own error is what the caller sees."""
 
     class Worker:
         def prepare_weights_for_ipc(self):
@@ -151,7 +151,7 @@ def test_weights_are_freed_when_vllm_fails(method):
 @ranks(3)
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""
-    from megatron_ext.distributed.between_jobs import JobsGroup
+    from megatron_ext.distributed.group_between_jobs import JobsGroup
     from tests.policy.test_refit import free_port
 
     plain = plain_model(tiny_model())

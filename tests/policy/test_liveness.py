@@ -1,21 +1,27 @@
 """Ranks that are stopped or hang are named, and life goes on after; those that are busy are left alone."""
 
 import ctypes
+import inspect
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
+from megatron_ext.policy.ray import process_states
+from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 120  # 6 s and a look or two, on a machine that does other things as well; without a watch it takes hours
+# 6 s and a look or two, on a machine that does other things too; without a watch it takes hours. That it is under 10
+# seconds on one that does not: `test_named_within_10_seconds`.
+SOON_S = 120
 
 
 class Patient(DTensorPolicyWorker):
@@ -126,6 +132,60 @@ def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
         with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 10 s; rank"):
             policy._all("sleep_on_all", 10_000)
         assert not policy.is_alive()
+
+
+class HostsAtOnce:
+    """What `Liveness` asks of Ray, with monitors that run in this process and answer at once."""
+
+    def __init__(self):
+        self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
+
+    def remote(self, **_):
+        def make():
+            monitor = process_states.HostMonitor()
+            return SimpleNamespace(report=SimpleNamespace(remote=monitor.report), note=monitor.note)
+
+        return lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+
+    def wait(self, asked, **_):
+        return asked, []
+
+    def get(self, asked):
+        return asked
+
+
+@pytest.mark.parametrize("what", ["is stopped", "is frozen, no thread of it has run", "no rank moves: rank 0 of 2"])
+@pytest.mark.parametrize("after_s", [0.05, 0.35, 0.95])  # a second
+def test_named_within_10_seconds(monkeypatch, what, after_s):
+    """By default and by the clock: ranks tell where they are each second, the driver looks each half second or so."""
+    clock, goes_wrong_at = 0.0, 11 + after_s
+    timeout_s = inspect.signature(RayPolicy.__init__).parameters["heartbeat_timeout_s"].default
+    wrong = lambda: clock >= goes_wrong_at  # noqa: E731
+    hang = what.startswith("no rank")
+
+    def state(process):
+        halted = wrong() and not hang and process == 101
+        return halted and what == "is stopped", 7 if halted else int(clock * 100)
+
+    monkeypatch.setattr(process_states.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(process_states, "_state", state)
+    watch = Liveness(HostsAtOnce(), [Whereabouts("ab" * 28, "host", 100 + rank) for rank in (0, 1)], timeout_s)
+    fault, told, looked = None, 0.0, 0.0
+    while fault is None:
+        clock = round(clock + 0.05, 2)
+        if clock >= told + 1:
+            told = clock
+            for rank in (0, 1):
+                idle_s = clock - goes_wrong_at if hang and wrong() else 0.0
+                beat = {"call": "train", "doing": "f", "idle_s": idle_s, "waits": rank == 1, "outside": None}
+                if hang or not (wrong() and rank == 1):
+                    watch.monitor(rank).note(rank, beat)
+        if clock >= looked + 1.5 * LOOK_S:
+            looked, fault = clock, watch.fault([0, 1])
+            assert fault is None or wrong(), fault
+        assert clock < goes_wrong_at + 10
+    assert what in fault
+    assert clock >= goes_wrong_at + timeout_s - 1  # no earlier than it says
 
 
 @pytest.mark.parametrize(

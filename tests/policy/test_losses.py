@@ -8,7 +8,7 @@ import torch
 
 from megatron_ext.policy import ClippedPGLoss, DPOLoss, NLLLoss
 from megatron_ext.policy.losses import valid_counts
-from megatron_ext.policy.train_step import TrainSteps
+from megatron_ext.policy.worker.partial_train_step import TrainSteps
 from tests.policy.problems import tiny_batch
 
 

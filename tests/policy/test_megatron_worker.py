@@ -81,7 +81,7 @@ def exported(worker):
 def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), layers=2, **overrides):
     model, data = model_config(kind, tied, layers), tiny_batch(16)
     config = tiny_config(model, **overrides)
-    true_losses, _, true_weights = plain_train(config, data, GRPO)
+    true_losses, _, true_weights, true_norms = plain_train(config, data, GRPO)
     with torch.no_grad():
         true_BS = plain_log_probs(plain_model(model), data)
     for cut in kinds:
@@ -90,12 +90,13 @@ def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), layers=2,
             found = worker.get_logprobs(mine)["logprobs"]
             wanted = shard(type(data)(true=true_BS), worker)["true"]
             torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
-            losses = worker.train(mine, GRPO)["global_loss"].tolist()
-            torch.testing.assert_close(losses, true_losses, rtol=1e-5, atol=1e-6)
+            found = worker.train(mine, GRPO)
+            torch.testing.assert_close(found["global_loss"].tolist(), true_losses, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found["grad_norm"].tolist(), true_norms, rtol=1e-4, atol=0.0)
             assert largest_error(exported(worker), true_weights) < 3e-5, cut
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp_sp", "cp"])
+@pytest.mark.parametrize("layout", ["dp", "tp_sp", pytest.param("cp", marks=pytest.mark.slow)])
 @ranks(2)
 def test_log_probs_and_training(layout):
     check(layout)
@@ -297,19 +298,19 @@ def test_a_token_that_the_model_does_not_know_is_an_error_on_all():
 
 @ranks(1)
 def test_models_that_gpt_model_does_not_compute():
-    from megatron_ext.policy import megatron_llama
+    from megatron_ext.policy.megatron_model import llama
 
     with pytest.raises(ValueError, match="vocab_size is 97 with 2"):
-        megatron_llama.check(LlamaConfig(**SIZES), 2)
+        llama.check(LlamaConfig(**SIZES), 2)
     scaled = LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(ValueError, match="rope_type is not the plain Llama's"):
-        megatron_llama.check(scaled, 1)
+        llama.check(scaled, 1)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
     for kind, others in ((Qwen3MoeConfig, experts), (Qwen2Config, {}), (Qwen3Config, {"head_dim": 8})):
-        megatron_llama.check(kind(**SIZES, **others, use_sliding_window=False), 1)
+        llama.check(kind(**SIZES, **others, use_sliding_window=False), 1)
         windowed = kind(**SIZES, **others, use_sliding_window=True, sliding_window=4, max_window_layers=0)
         with pytest.raises(ValueError, match="sliding window is not the plain Llama's; use DTensorPolicyWorker"):
-            megatron_llama.check(windowed, 1)
+            llama.check(windowed, 1)
     from transformers import Gemma3TextConfig
 
     with pytest.raises(ValueError, match="llama, qwen2, qwen3"), worker_of(Gemma3TextConfig(), "dp"):

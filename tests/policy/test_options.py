@@ -46,7 +46,7 @@ def check_trains(worker, config, steps=2):
         data["true"] = plain_log_probs(plain_model(tiny_model()), data)
     mine = shard(data, worker)
     torch.testing.assert_close(worker.get_logprobs(mine)["logprobs"], mine["true"], rtol=2e-5, atol=2e-5)
-    losses, _, weights = plain_train(config | {"model_name": tiny_model()}, data, NLLLoss())
+    losses, _, weights, _ = plain_train(config | {"model_name": tiny_model()}, data, NLLLoss())
     found = worker.train(mine, NLLLoss())
     torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
     assert largest_error(whole(worker._state()), weights) < TOLERANCE
@@ -60,7 +60,7 @@ def forward_calls(worker):
     return calls
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 @ranks(2)
 def test_activation_checkpointing(recompute):
     config = config_with(activation_checkpointing=recompute)
@@ -150,7 +150,7 @@ def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss
     worker = DTensorPolicyWorker(tiny_config(precision=precision, max_grad_norm=None))
     found = gradients_of(worker, shard(data, worker), loss_fn)
     assert all(x.dtype == torch.float32 for x in found.values())
-    assert 0 < distance(found, true) <= 1.5 * distance(plain, true)
+    assert 0 < distance(found, true) <= 1.05 * distance(plain, true)
     assert distance(plain, true) < 0.1 * distance(true, {name: torch.zeros_like(x) for name, x in true.items()})
 
 
@@ -177,7 +177,7 @@ def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
 
 
 def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
-    from megatron_ext.policy.loss_scale import GROWTH_STEPS, LossScale
+    from megatron_ext.policy.worker.loss_scale import GROWTH_STEPS, LossScale
 
     scale = LossScale(dynamic=True)
     parameter = nn.Parameter(torch.zeros(1))
@@ -187,11 +187,12 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
     assert not any(scale.overflowed(1.0) for _ in range(GROWTH_STEPS))
     assert scale.value == 2.0**15
     assert [scale.overflowed(float("inf")) for _ in range(16)] == [True] * 15 + [False]
+    assert scale.state_dict()["good_steps"] == 0
     assert not LossScale(dynamic=False).overflowed(float("nan"))
 
 
 def test_a_loss_scale_does_not_take_over_the_one_of_a_precision_without():
-    from megatron_ext.policy.loss_scale import LossScale
+    from megatron_ext.policy.worker.loss_scale import LossScale
 
     scale, none = LossScale(dynamic=True), LossScale(dynamic=False)
     scale.load_state_dict(none.state_dict())

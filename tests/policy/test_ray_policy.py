@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, NLLLoss, RayPolicy
-from megatron_ext.policy.agreement import agree
+from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.ray_policy import local_ray
-from megatron_ext.policy.refit import read_weights
+from megatron_ext.policy.refit.weight_transfer import read_weights
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.ranks import TIMEOUT_S
 
@@ -169,7 +169,7 @@ def test_rows_that_do_not_divide_are_scored(policy):
 
 def test_a_dead_actor_and_life_after(ray, tmp_path, monkeypatch):
     data = tiny_batch()
-    monkeypatch.setattr("megatron_ext.policy.ray_actors._GRACE_S", TIMEOUT_S)
+    monkeypatch.setattr("megatron_ext.policy.ray.actors._GRACE_S", TIMEOUT_S)
     with RayPolicy(tiny_config(), WORKERS, Mortal, **SMALL) as policy:
         policy.train(data, NLLLoss())
         policy.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))

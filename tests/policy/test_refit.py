@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights, refit
-from megatron_ext.policy.refit import buckets
-from megatron_ext.policy.shared_block import SharedBlock, map_block
+from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights
+from megatron_ext.policy.refit import weight_transfer
+from megatron_ext.policy.refit.shared_memory import SharedBlock, map_block
+from megatron_ext.policy.refit.weight_transfer import buckets
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import TIMEOUT_S, ranks
 
@@ -172,15 +173,15 @@ def test_only_the_devices_that_are_asked_for():
 def test_a_gpu_is_found_by_its_id_not_its_number(monkeypatch):
     """The owner's GPU is its number 0, and number 1 of the reader."""
     seen = {"CPU-here": torch.device("cpu"), "GPU-a": torch.device("cuda", 0), "GPU-b": torch.device("cuda", 1)}
-    monkeypatch.setattr(refit, "visible_devices", lambda: seen)
+    monkeypatch.setattr(weight_transfer, "visible_devices", lambda: seen)
 
     def rebuild(size, storage_device, storage_handle):
         return size, storage_device, storage_handle
 
-    address = refit.CudaAddress("GPU-b", rebuild, (7, 0, b"handle"))
-    assert refit._on_this_gpu(address) == (7, 1, b"handle")
+    address = weight_transfer.CudaAddress("GPU-b", rebuild, (7, 0, b"handle"))
+    assert weight_transfer._on_this_gpu(address) == (7, 1, b"handle")
     with pytest.raises(ValueError, match="lie on GPU-c, and this process sees CPU-here, GPU-a, GPU-b"):
-        refit._on_this_gpu(refit.CudaAddress("GPU-c", rebuild, (7, 0, b"handle")))
+        weight_transfer._on_this_gpu(weight_transfer.CudaAddress("GPU-c", rebuild, (7, 0, b"handle")))
 
 
 @pytest.mark.gpu
@@ -198,7 +199,7 @@ def test_a_shared_block_is_mapped_by_its_host_while_it_lasts():
     assert other.tolist() == list(range(5))
     other[0] = 9  # stays here
     assert block.buffer[0] == 0
-    with pytest.raises(ValueError, match="laid open cannot be mapped"):
+    with pytest.raises(ValueError, match="shared cannot be mapped"):
         map_block(replace(block.address, host="elsewhere"))
     block.free()
     assert other.tolist() == [9, 1, 2, 3, 4]
@@ -213,7 +214,7 @@ def test_a_shared_block_is_mapped_by_its_host_while_it_lasts():
 
 
 def _lay_open(pipe):
-    held = refit.HeldWeights(buckets({"w": (torch.Size([3]), torch.float32)}, 1024)[0], torch.device("cpu"))
+    held = weight_transfer.HeldWeights(buckets({"w": (torch.Size([3]), torch.float32)}, 1024)[0], torch.device("cpu"))
     pipe.send(held.handle)
     time.sleep(TIMEOUT_S)
 
@@ -226,10 +227,10 @@ def test_nothing_is_left_of_a_process_that_was_killed():
     owner.start()
     handle = here.recv()
     assert is_open(handle.where)
-    assert [name for name, _ in refit.read_weights(handle)] == ["w"]
+    assert [name for name, _ in weight_transfer.read_weights(handle)] == ["w"]
     os.kill(owner.pid, signal.SIGKILL)
     owner.join()
     assert not is_open(handle.where)
     assert set(os.listdir("/dev/shm")) <= before
     with pytest.raises(ValueError, match="their owner has died"):
-        next(refit.read_weights(handle))
+        next(weight_transfer.read_weights(handle))

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DPOLoss, DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
     batching,
     largest_error,
+    plain_log_probs,
+    plain_model,
     plain_train,
     shard,
     tiny_batch,
@@ -51,8 +54,10 @@ def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
         found = worker.train(shard(data, worker), loss_fn)
         case = f"{kind}, micro-batches of {rows}"
         torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=case)
+        torch.testing.assert_close(found["grad_norm"].tolist(), true[3], rtol=1e-4, atol=0.0, msg=case)
         assert largest_error(gradients, true[1]) < TOLERANCE, case
         assert largest_error(whole(worker._state()), true[2]) < TOLERANCE, case
+        assert all(parameter.grad is None for parameter in worker.model.parameters()), case  # whose memory is free
 
 
 @ranks(1)
@@ -60,7 +65,7 @@ def test_one_rank():
     check({}, CUTS)
 
 
-@pytest.mark.parametrize("layout, rows", [("dp", 1), ("tp", 4), ("cp", 2)])
+@pytest.mark.parametrize("layout, rows", [pytest.param("dp", 1, marks=pytest.mark.slow), ("tp", 4), ("cp", 2)])
 @ranks(2)
 def test_two_ranks(layout, rows):
     """Every kind of micro-batches in every layout; of every fixed size in one."""
@@ -100,10 +105,24 @@ def test_eval_mode_gives_the_loss_and_changes_nothing():
 
 
 @ranks(2)
-def test_metrics_add_up_to_the_global_loss():
-    worker = DTensorPolicyWorker(tiny_config())
-    found = worker.train(shard(tiny_batch(16), worker), GRPO)
-    sums = torch.tensor([sum(found["all_mb_metrics"]["loss"]), sum(found["all_mb_metrics"]["num_valid_samples"])])
+def test_metrics_are_those_of_the_global_batches():
+    """Sums over micro-batches and ranks, and the extremes of all. A micro-batch of which no row counts has none."""
+    data = tiny_batch(16)
+    worker = DTensorPolicyWorker(tiny_config(train_micro_batch_size=1))
+    mine = shard(data, worker)
+    found = worker.train(mine, GRPO, eval_mode=True)
+    metrics = found["all_mb_metrics"]
+    assert {len(values) for values in metrics.values()} == {int(mine["sample_mask"].sum())}
+    model, true = plain_model(tiny_model()), []
+    with torch.no_grad():
+        for batch in (data.get_batch(i, 8) for i in range(2)):
+            counts = (torch.tensor(n) for n in valid_counts(batch))
+            true.append(GRPO(plain_log_probs(model, batch), batch, *counts)[1])
+    sums = torch.tensor([sum(metrics["loss"]), sum(metrics["num_valid_samples"])])
+    extremes = torch.tensor([max(metrics["probs_ratio_max"]), -min(metrics["probs_ratio_min"])])
     torch.distributed.all_reduce(sums)
+    torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX)
     torch.testing.assert_close(sums[0], found["global_loss"].mean(), rtol=1e-5, atol=1e-6)
-    assert sums[1] == tiny_batch(16)["sample_mask"].sum()
+    assert sums[1] == data["sample_mask"].sum()
+    wanted = [max(one["probs_ratio_max"] for one in true), -min(one["probs_ratio_min"] for one in true)]
+    torch.testing.assert_close(extremes, torch.tensor([float(x) for x in wanted]), rtol=1e-4, atol=0.0)

@@ -40,7 +40,8 @@ def slow(*values):
 @ranks(2)
 def test_parts_are_the_whole_step(loss_fn, kind):
     data = tiny_batch(16)
-    config = tiny_config(train_global_batch_size=16, **batching(kind))
+    halving = {"name": "torch.optim.lr_scheduler.StepLR", "kwargs": {"step_size": 1, "gamma": 0.5}}
+    config = tiny_config(train_global_batch_size=16, scheduler=halving, **batching(kind))
     at_once, in_parts = (DTensorPolicyWorker(config, init_reference_model=False) for _ in range(2))
     mine = shard(data, at_once)
     want = at_once.train(mine, loss_fn)
@@ -60,6 +61,7 @@ def test_parts_are_the_whole_step(loss_fn, kind):
             total = sum(found["all_mb_metrics"][name])
             torch.testing.assert_close(total, sum(values), rtol=1e-4, atol=1e-5, msg=name)
     assert found["all_mb_metrics"]["global_valid_toks"][0] == want["all_mb_metrics"]["global_valid_toks"][0]
+    assert [worker.optimizer.param_groups[0]["lr"] for worker in (at_once, in_parts)] == [5e-3] * 2
     assert timer.seen == ["train_microbatch", "get_logprobs"] * 2 + ["finish_train_step"]
 
 
@@ -100,6 +102,11 @@ def test_what_is_refused_and_aborted():
     with pytest.raises(RuntimeError, match="call begin_train_step"):  # the fault has closed the step
         worker.finish_train_step()
     assert all(torch.equal(x, before[name]) for name, x in whole(worker._state()).items())
+    for loss_fn in (NLLLoss(), ClippedPGLoss(token_level_loss=False)):  # of which nothing counts
+        worker.begin_train_step(loss_fn)
+        worker.train_microbatch(data | {"sample_mask": torch.zeros(len(data["sample_mask"]))})
+        found = worker.finish_train_step()
+        assert found["global_loss"].tolist() == found["grad_norm"].tolist() == [0.0]
 
 
 @ranks(1)

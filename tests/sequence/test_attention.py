@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, Packing, Window, attend
-from megatron_ext.sequence.host_memo import HostMemo
+from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
 from tests.devices import GPU
 from tests.ranks import ranks
@@ -86,6 +86,19 @@ def test_a_mask_narrows_the_window(window, shape):
     out = attend(q, k, v, window, mask=hidden)
     assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
     assert shape[2] == 1 or (out[4] == 0).all()
+
+
+def test_softcap_bends_scores_before_the_mask():
+    """A query that sees nothing gets zeros, as without a softcap."""
+    q, k, v = inputs(9, 9, "heads")
+    hidden = torch.rand(2, 4, 9, 9) < 0.5
+    hidden[..., 4, :] = True
+    visible = seen(CAUSAL, 9, 9) & ~hidden
+    scores = 2 * torch.tanh(0.3 * torch.einsum("sbhd,tbhd->bhst", q, k) / 2)
+    some = visible.any(-1, keepdim=True)
+    probs = scores.masked_fill(~visible & some, -torch.inf).softmax(-1) * some
+    out = attend(q, k, v, CAUSAL, mask=hidden, scale=0.3, softcap=2.0)
+    assert_same(out, torch.einsum("bhst,tbhd->sbhd", probs, v), (q, k, v))
 
 
 LENGTHS = ([5, 1, 0, 7, 1], [5, 1, 0, 7, 1]), ([3, 4], [4, 8]), ([6, 2, 1], [1, 5, 4]), ([0], [0]), ([0, 3], [2, 4])

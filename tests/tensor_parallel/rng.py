@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from megatron_ext.tensor_parallel import random
-from megatron_ext.tensor_parallel.process_rng import Process
+from megatron_ext.tensor_parallel._random.process_tracker import Process
 
 
 @contextmanager

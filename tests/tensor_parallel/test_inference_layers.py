@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.distributed import collectives, symmetric
+from megatron_ext.distributed import collectives, symmetric_memory
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
 from megatron_ext.tensor_parallel.inference_layers import _te_rms_norm_kernel
@@ -196,9 +196,9 @@ def test_symmetric_memory_gives_the_same_results(case, calls):
         _GLOBAL_SYMMETRIC_MEMORY_BUFFER=None if case == "none" else Memory(4 if case == "too small" else S * B * H),
     )
     with (
-        patch.object(symmetric, "parallel_state", lambda: state),
-        patch.object(symmetric, "_kernels_take", lambda shape, dtype, device: case != "other dtype"),
-        patch.dict(sys.modules, {symmetric._KERNELS: kernels}),
+        patch.object(symmetric_memory, "parallel_state", lambda: state),
+        patch.object(symmetric_memory, "_kernels_take", lambda shape, dtype, device: case != "other dtype"),
+        patch.dict(sys.modules, {symmetric_memory._KERNELS: kernels}),
     ):
         for _ in range(2):  # the second step finds the first one's numbers in the memory
             if case != "apart":
@@ -211,8 +211,8 @@ def test_symmetric_memory_gives_the_same_results(case, calls):
 
 
 def test_kernels_take_hoppers_bf16_only():
-    assert not symmetric._kernels_take([8, 16], torch.bfloat16, torch.device("cpu"))
-    assert symmetric.symmetric_tensor([8, 16], torch.bfloat16, torch.device("cpu"), None) is None
+    assert not symmetric_memory._kernels_take([8, 16], torch.bfloat16, torch.device("cpu"))
+    assert symmetric_memory.symmetric_tensor([8, 16], torch.bfloat16, torch.device("cpu"), None) is None
 
 
 def test_what_is_refused():

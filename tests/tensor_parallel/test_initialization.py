@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.collectives import all_gather
-from megatron_ext.tensor_parallel.initialization import (
+from megatron_ext.tensor_parallel._layers.initialization import (
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
     piece_of,

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.tensor_parallel.functional import (
+from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
 )

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 
 from megatron_ext.distributed.collectives import start_all_gather
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.tensor_parallel import linear as module
+from megatron_ext.tensor_parallel._layers import linear_autograd as module
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from megatron_ext.tensor_parallel.layers import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
 

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from megatron_ext.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
 from tests.tensor_parallel.test_linear import D, N, S, cut

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.tensor_parallel.deferral import Deferral, drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from megatron_ext.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from megatron_ext.tensor_parallel.linear import Plan, parallel_linear
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
 from tests.tensor_parallel.test_linear import LAYOUTS, B, D, N, S, cut, short

@@ -8,7 +8,7 @@ import torch
 from megatron_ext.distributed.groups import Coordinates
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import random
-from megatron_ext.tensor_parallel.seeding import stream_seeds
+from megatron_ext.tensor_parallel._random.seeds import stream_seeds
 from tests.gpt import model_parallel
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import drawn, no_tracker, seeded

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_ext.tensor_parallel import process_rng, random, rng_state, rng_tracker, seeding
+from megatron_ext.tensor_parallel import random
+from megatron_ext.tensor_parallel._random import generator_state, process_tracker, rng_tracker, seeds
 from tests.tensor_parallel.rng import drawn, no_tracker
 
 
@@ -63,12 +64,12 @@ class SharingGenerator(torch.Generator):
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
     Cuda.capturing, Cuda.default = False, SharingGenerator()
-    for module in (rng_state, rng_tracker, process_rng, seeding):
+    for module in (generator_state, rng_tracker, process_tracker, seeds):
         monkeypatch.setattr(module, "generator_of", lambda device=None: Cuda.default)
     monkeypatch.setattr(rng_tracker, "Generator", SharingGenerator)
-    monkeypatch.setattr(rng_state, "capturing", lambda generator: Cuda.capturing)
+    monkeypatch.setattr(generator_state, "capturing", lambda generator: Cuda.capturing)
     monkeypatch.setattr(rng_tracker, "capturing", lambda generator: Cuda.capturing)
-    monkeypatch.setattr(process_rng, "capturing", lambda g: Cuda.capturing and isinstance(g, SharingGenerator))
+    monkeypatch.setattr(process_tracker, "capturing", lambda g: Cuda.capturing and isinstance(g, SharingGenerator))
     with no_tracker():
         random.model_parallel_cuda_manual_seed(5, use_cudagraphable_rng=True)
         yield
@@ -124,10 +125,10 @@ def test_a_moment_comes_again_in_the_same_states(inside):
 
     if inside:
         with tracker.fork():
-            moment = process_rng.RandomMoment()
+            moment = process_tracker.RandomMoment()
             first = draw()
     else:
-        moment = process_rng.RandomMoment()
+        moment = process_tracker.RandomMoment()
         first = draw()
     states = {name: state.state for name, state in tracker.states_.items()}
     before = {name: state.get_state() for name, state in tracker.states_.items()}

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron_ext.tensor_parallel.sharding import sharded_tensor
 from tests.gpt import child_processes, model_parallel
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, numbers

@@ -1,1 +1,1 @@
-"""Triton twins of the modules of the same names. No autograd: `passes.py` chooses between them and plain PyTorch."""
+"""Triton twins of the modules of the same names in `row_passes/`, whose `dispatch.py` chooses. No autograd."""

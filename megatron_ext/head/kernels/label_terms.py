@@ -1,4 +1,4 @@
-"""`add_label_rows` and `finish_dx` in Triton: the same arguments and results as in `megatron_ext.head.label_terms`.
+"""`add_label_rows` and `finish_dx` in Triton: arguments and results as in `megatron_ext.head.row_passes.label_terms`.
 
 Every number is summed by one program in an order that the labels decide, so results are the same bits from run to run,
 and nothing is read back to the host.
@@ -100,7 +100,7 @@ def add_label_rows(
     common_D: Tensor | None,
     counted_V: Tensor | None,
 ) -> None:
-    """At most T rows are read and written, all of them only with `common`. See `megatron_ext.head.label_terms`.
+    """At most T rows are read and written, all of them only with `common`. See `row_passes/label_terms.py`.
 
     A stable sort on the device brings the tokens of a row together, in their own order.
     """
@@ -145,7 +145,7 @@ def finish_dx(
     offset_T: Tensor | None,
     common_D: Tensor | None,
 ) -> None:
-    """dx from the product, in one launch. See `megatron_ext.head.label_terms.finish_dx`."""
+    """dx from the product, in one launch. See `megatron_ext.head.row_passes.label_terms.finish_dx`."""
     if product_TD.numel() == 0:
         return
     scale_T, value_T, target_T, w_VD = scale_T.contiguous(), value_T.contiguous(), target_T.contiguous(), rowwise(w_VD)

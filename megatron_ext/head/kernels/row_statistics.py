@@ -1,4 +1,4 @@
-"""`row_statistics` in Triton: the same arguments and results as in `megatron_ext.head.rows`.
+"""`row_statistics` in Triton: the same arguments and results as in `megatron_ext.head.row_passes.logit_passes`.
 
 One program has one token, `T` of them in all. Offsets are 64-bit: T * V/R may pass 2^31. Nothing is read back to the
 host and nothing is allocated, so it can be captured in a CUDA graph.
@@ -28,7 +28,7 @@ def row_statistics(
     with_entropy: bool,
     with_hits: bool,
 ) -> None:
-    """Each row's statistics and exponentials in one launch. See `megatron_ext.head.rows.row_statistics`."""
+    """Each row's statistics and exponentials in one launch. See `row_passes/logit_passes.py`."""
     tokens, columns = z_TV.shape
     if tokens == 0:
         return

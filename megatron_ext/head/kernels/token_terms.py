@@ -1,15 +1,15 @@
-"""`token_results` and `token_gradient` in Triton: the same arguments and results as in `megatron_ext.head.token_terms`,
-in one launch each. All arithmetic is fp64, rounded where it is written."""
+"""`token_results` and `token_gradient` in Triton, one launch each: arguments and results as in
+`megatron_ext.head.row_passes.token_terms`. All arithmetic is fp64, rounded where it is written."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.gradient import PassCoefficients
-from megatron_ext.head.options import HeadOptions
-from megatron_ext.head.statistics import START, Statistics
-from megatron_ext.head.token_terms import Gradient, Results
+from megatron_ext.head.engine.logit_gradient import PassCoefficients
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.statistics import START, Statistics
+from megatron_ext.head.row_passes.token_terms import Gradient, Results
 
 _TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors
 _START = tl.constexpr(START)
@@ -230,7 +230,7 @@ def _token_gradient_kernel(
 def token_results(
     stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, kept_T: Tensor, options: HeadOptions
 ) -> tuple[Statistics, Results]:
-    """See `megatron_ext.head.token_terms.token_results`."""
+    """See `megatron_ext.head.row_passes.token_terms.token_results`."""
     tokens, with_mean = kept_T.shape[0], options.label_smoothing > 0
     facts_FT = shift_T.new_empty(3 + 2 * with_mean + options.entropy, tokens, dtype=torch.float64)
     loss_T = shift_T.new_empty(tokens)
@@ -277,7 +277,7 @@ def token_gradient(
     grad_entropy_T: Tensor | None,
     options: HeadOptions,
 ) -> Gradient:
-    """See `megatron_ext.head.token_terms.token_gradient`."""
+    """See `megatron_ext.head.row_passes.token_terms.token_gradient`."""
     tokens, shift_T = kept_T.shape[0], stats.shift
     smoothed, capped, inner = stats.columns is not None, options.softcap is not None, grad_entropy_T is not None
     bent = capped or inner

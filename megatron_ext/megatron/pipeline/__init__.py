@@ -21,10 +21,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
-from megatron_ext.megatron import multi_token_prediction
+from megatron_ext.megatron.fused_loss import multi_token_prediction
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
 from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
-from megatron_ext.megatron.pipeline.sharing import Builder
+from megatron_ext.megatron.pipeline.vocabulary_sharing import Builder
 
 __all__ = ["recorded", "restore", "share_vocabulary"]
 

@@ -47,7 +47,7 @@ class Expect(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The answer to `AskLosses`: of P predictions of each position, see `multi_token`.
+    """The answer to `AskLosses`: of P predictions of each position, see `multi_token_stage`.
 
     Attributes:
         loss: `[P B, S]`, fp32.

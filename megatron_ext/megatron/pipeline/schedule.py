@@ -7,10 +7,10 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.megatron.module_calls import attribute
+from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
-from megatron_ext.megatron.pipeline.sharing import SHARED, Sharing
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
+from megatron_ext.megatron.pipeline.vocabulary_sharing import SHARED, Sharing
 
 
 def sharing_of(model: Any) -> Sharing | None:

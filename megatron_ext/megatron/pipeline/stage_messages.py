@@ -9,13 +9,13 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.parcels import Form, Marks, empty_parcel
+from megatron_ext.megatron.pipeline.packed_messages import Form, Marks, empty_parcel
 from megatron_ext.megatron.pipeline.pass_order import Kind, Pass
-from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 
 
 class Sizes(NamedTuple):
-    """Of a micro-batch on this rank: B, S (of all tensor-parallel ranks), S of its slice, H, P (see `multi_token`)."""
+    """Of a micro-batch on this rank: B, S of all tensor-parallel ranks, S of its slice, H, P predictions a position."""
 
     batch: int
     sequence: int
@@ -38,7 +38,7 @@ class Message(NamedTuple):
 
 
 class StageMessages:
-    """`marks`: see `parcels`. `sent`: what is on its way.
+    """`marks`: see `packed_messages`. `sent`: what is on its way.
 
     With `config.variable_seq_lengths` the first stage sends the shape of its token ids before them: the stages learn
     it in the first pass of a micro-batch, `LOOKUP`, which waits for it on the host.

@@ -5,10 +5,11 @@ Megatron's activations and gradients: token ids (a broadcast), the embedding (a 
 gradient (a broadcast); hidden states with the labels (a broadcast), statistics (an all-gather), the hidden states'
 gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token).
 
-A pass that fails on one rank: see `parcels`.
+A pass that fails on one rank: see `packed_messages`.
 
 With multi-token prediction its layers are part of the last stage's forward pass, and the same messages are larger:
-see `multi_token`. The embedding is then summed on the last stage too, and its gradient comes from there as well.
+see `multi_token_stage`. The embedding is then summed on the last stage too, and its gradient comes from there as
+well.
 
 Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
@@ -33,7 +34,7 @@ from megatron_ext.megatron.pipeline.paused_forward import (
     Losses,
     PausedForward,
 )
-from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 from megatron_ext.megatron.pipeline.vocabulary_passes import GradientSync, VocabularyPasses
 

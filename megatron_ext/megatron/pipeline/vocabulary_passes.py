@@ -4,7 +4,7 @@ What is between two passes of a micro-batch lies in dictionaries by its number. 
 put in what the model asks, and take out what it is answered.
 
 Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position: 1,
-or with multi-token prediction 1 + its layers (see `multi_token`).
+or with multi-token prediction 1 + its layers (see `multi_token_stage`).
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.head import steps
-from megatron_ext.head.options import HeadOptions
-from megatron_ext.megatron.log_probs import IGNORE_INDEX
-from megatron_ext.megatron.multi_token_prediction import counts_acceptance
+from megatron_ext.head.engine import linear_steps
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
+from megatron_ext.megatron.fused_loss.multi_token_prediction import counts_acceptance
 from megatron_ext.megatron.pipeline.pass_order import Pass
-from megatron_ext.megatron.pipeline.shared_layers import SharedEmbedding, SharedOutputLayer
-from megatron_ext.megatron.pipeline.side_work import SideWork
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.side_stream import SideWork
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 
 
@@ -54,7 +54,7 @@ class VocabularyPasses:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
         sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
         hidden: hidden states `[S, P B, H]` and labels `[S, P B]`, on the last stage.
-        results: functions that wait for a `steps.Result`.
+        results: functions that wait for a `linear_steps.Result`.
         grad_losses: `[S, P B]`, on the last stage.
         grad_embeddings: on the stages that have `sums`.
     """
@@ -151,27 +151,29 @@ class VocabularyPasses:
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
 
         def go(weight: Tensor) -> Any:
-            return steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
+            return linear_steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
 
         found = self.marks.attempt(lambda: self.output(go))
         weight = self.output.weight.detach()
         if found is None:  # take part in the exchange
             ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
-            found = steps.products(hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward)
-        statistics = steps.start_exchange(found, self.options)
+            found = linear_steps.products(
+                hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward
+            )
+        statistics = linear_steps.start_exchange(found, self.options)
         result = self.side.start(lambda: self._result(found, statistics, weight), tree_leaves(found))
         if self.backward or self.groups.is_last:
             self.results[n] = result
 
-    def _result(self, found: steps.Products, statistics: Pending, weight: Tensor) -> Any:
-        """Beside the passes: a `steps.Result`, on the last stage with the sum over all ranks as its `unit_dx_TD`."""
+    def _result(self, found: linear_steps.Products, statistics: Pending, weight: Tensor) -> Any:
+        """On the side stream: a `linear_steps.Result`; on the last stage its `unit_dx_TD` is summed over all ranks."""
         stats_RKT = statistics.wait()
-        result = self.marks.attempt(lambda: steps.result(found, stats_RKT, weight, self.options))
+        result = self.marks.attempt(lambda: linear_steps.result(found, stats_RKT, weight, self.options))
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
             loss = torch.zeros_like(found.first.shift_T)
             hits = loss.bool() if self.options.hits else None
-            result = steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
+            result = linear_steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
         unit = result.unit_dx_TD
         if unit is not None:
             if self.output.sequence_parallel:
@@ -212,7 +214,7 @@ class VocabularyPasses:
         def go() -> None:
             weight = self.output.weight
             if weight.requires_grad:
-                dw = steps.weight_gradient(result, grad.reshape(-1), weight, self.options)
+                dw = linear_steps.weight_gradient(result, grad.reshape(-1), weight, self.options)
                 self._contribute(weight, dw)
 
         self.marks.attempt(go)

@@ -1,0 +1,40 @@
+"""A process group between jobs with no common torch.distributed world: a trainer and the generators it refits."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class JobsGroup:
+    """Rank `rank` of `size` processes that meet at `host:port`, where rank 0 listens. NCCL on a GPU, gloo on the CPU.
+
+    The default process group, where there is one, is not touched.
+
+    Raises:
+        RuntimeError: not all of them came within `timeout_s`.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, size: int, device: torch.device | str = "cpu", timeout_s: float = 300
+    ):
+        timeout = timedelta(seconds=timeout_s)
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self._store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+        store = dist.PrefixStore("jobs", self._store)
+        self._group: Any
+        if self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """`x` of rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        self._group.broadcast([x], options).wait()
+        return x

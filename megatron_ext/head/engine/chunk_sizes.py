@@ -1,0 +1,223 @@
+"""How many tokens and vocabulary columns the head works on at a time, and for how many it keeps exponentials.
+
+On the CPU sizes are what was measured to be quick. On CUDA they follow from the device's figures and the shape: of the
+chunks that memory allows, the smallest whose products take about the least time.
+"""
+
+import functools
+import os
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.row_passes.gpu_properties import (
+    TILE_M,
+    TILE_N,
+    Device,
+    device_of,
+    on_tensor_cores,
+    product_seconds,
+)
+from megatron_ext.head.validation.readable_values import has_values
+
+# Logits of one chunk: on CUDA, where no product is part of it, few enough to stay near the L2 cache; on CPU the matmul
+# wants 500 rows and more, and those that are all kept take no memory of their own.
+_CHUNK = 1 << 24
+_CPU_KEPT_CHUNK = 1 << 27
+_CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
+
+# On CUDA a block of the gradient matrix, and as much again for its logits, takes this share of the whole one's bytes.
+_CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
+
+# Chunks are compared by the time of their products; what memory traffic costs beside arithmetic that hides it, and how
+# much slower than the best is as good, since small chunks take less memory. A block has a dozen small launches besides.
+_HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
+
+Choice = TypeVar("Choice")
+
+
+class Product(NamedTuple):
+    """A chunk's or block's matrix product, `[M, K] @ [K, N]` with 16-bit operands, and the bytes of its result."""
+
+    m: int
+    n: int
+    k: int
+    result_bytes: int
+
+    def seconds(self, device: Device) -> float:
+        """An estimate; also for sizes that are bound by arithmetic, less traffic is better."""
+        nbytes = 2 * (self.m + self.n) * self.k + self.result_bytes
+        return product_seconds(device, self.m, self.n, self.k, nbytes) + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
+
+
+def chunks(span: slice, chunk_tokens: int | None, columns: int, kept_on_cpu: bool = False) -> list[slice]:
+    """`span` in pieces for passes over logits; `kept_on_cpu`: CPU logits that turn into what is kept of them."""
+    step = chunk_tokens or _rounded((_CPU_KEPT_CHUNK if kept_on_cpu else _CHUNK) // max(columns, 1), 64)
+    return _stepped(span, step)
+
+
+def product_chunks(
+    span: slice, chunk_tokens: int | None, columns: int, x_TD: Tensor, room: int, kept: bool = False
+) -> list[slice]:
+    """`span` in pieces whose logits are made by a product with `x_TD`'s rows.
+
+    On CUDA they have at most `room` bytes, or 64 MiB, and as long as that allows they are large enough to read the
+    weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
+    """
+    tokens = span.stop - span.start
+    if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
+        return chunks(span, chunk_tokens, columns, kept and not x_TD.is_cuda)
+    most = max(TILE_M, max(room, _CUDA_BLOCK_BYTES) // (4 * columns))
+    steps = _product_steps(device_of(x_TD), tokens, columns, x_TD.shape[1], most)
+    stops = accumulate(steps, initial=span.start)
+    return [slice(stop, stop + step) for stop, step in zip(stops, steps, strict=False)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _product_steps(device: Device, tokens: int, columns: int, width: int, most: int) -> tuple[int, ...]:
+    """Tokens of each chunk, at most `most` if a tile's rows are not more."""
+
+    def split(step: int) -> tuple[int, ...]:
+        whole, rest = divmod(tokens, step)
+        if whole and 0 < 2 * rest < step:  # no sliver
+            return (*(step,) * (whole - 1), step + rest)
+        return (*(step,) * whole, *((rest,) if rest else ()))
+
+    def seconds(steps: tuple[int, ...]) -> float:
+        each = {step: Product(step, columns, width, 4 * step * columns).seconds(device) for step in steps}
+        return sum(each[step] for step in steps)
+
+    tried = [split(step) for step in range(TILE_M, min(most, tokens + TILE_M) + 1, TILE_M)]
+    return _smallest_as_good([(seconds(steps), steps) for steps in tried if max(steps) <= most] or [(0.0, tried[0])])
+
+
+def pieces(x_ND: Tensor) -> list[slice]:
+    """Rows of `x_ND` for elementwise work between matmuls: few launches on CUDA, on CPU what its cache holds."""
+    count, width = x_ND.shape
+    return _stepped(slice(0, count), max(1, (1 << (25 if x_ND.is_cuda else 20)) // max(width, 1)))
+
+
+def column_blocks(
+    tokens: int, columns: int, chunk_tokens: int | None, like: Tensor, width: int | None = None
+) -> list[slice]:
+    """Columns in blocks, for passes that take all tokens at once: as many as there are token chunks.
+
+    `width`: the hidden size, where each block takes part in three matrix products.
+    """
+    whole = slice(0, columns)
+    if chunk_tokens:
+        return _stepped(whole, -(-columns // max(1, -(-tokens // chunk_tokens))))
+    row = max(tokens, 1) * like.element_size()
+    if not like.is_cuda:
+        return _stepped(whole, _rounded(max(_CPU_BLOCK_BYTES, row * columns // _CPU_BLOCK_SHARE) // row, 128))
+    most = _rounded(max(_CUDA_BLOCK_BYTES, row * columns // _CUDA_BLOCK_SHARE) // row, TILE_N)
+    fewest = max(1, -(-columns // most))
+    if width is None or not on_tensor_cores(like):
+        return even_blocks(columns, fewest)
+    return even_blocks(columns, _block_count(device_of(like), tokens, columns, width, fewest))
+
+
+@functools.lru_cache(maxsize=1024)
+def _block_count(device: Device, tokens: int, columns: int, width: int, fewest: int) -> int:
+    def seconds(blocks: list[slice]) -> float:
+        total = _BLOCK_SECONDS * len(blocks)
+        for n in (block.stop - block.start for block in blocks):
+            products = (
+                Product(tokens, n, width, 4 * tokens * n),
+                Product(tokens, width, n, 8 * tokens * width),
+                Product(n, width, tokens, 2 * n * width),
+            )
+            total += sum(product.seconds(device) for product in products)
+        return total
+
+    return min((seconds(even_blocks(columns, n)), n) for n in range(fewest, 2 * fewest + 1))[1]
+
+
+def even_blocks(columns: int, number: int) -> list[slice]:
+    """About `number` blocks of a multiple of a tile's columns, the last one as wide as the others or a little less."""
+    tiles = -(-columns // TILE_N)
+    step = -(-tiles // number) * TILE_N
+    return _stepped(slice(0, columns), step)
+
+
+def block_room(tokens: int, columns: int, like: Tensor) -> int:
+    """Bytes that a block's logits may take while it is recomputed."""
+    return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
+
+
+def tiles(
+    like: Tensor, tokens: int, columns: int, cached: int, as_kept: bool, need_dw: bool, chunk_tokens: int | None
+) -> list[tuple[slice, slice]]:
+    """The rows and columns of the gradient matrix at a time, for hidden states like `like`.
+
+    None crosses `cached`, the number of columns of which something is kept; with `as_kept` that is the gradient matrix
+    itself, and all of it is one tile. All tokens by blocks of columns: each row of dW is written once, with no
+    accumulator, and dx is summed in fp32. Without dW chunks of tokens, and a chunk's dx is all that is summed.
+    """
+    parts = [part for part in (slice(0, cached), slice(cached, columns)) if part.stop > part.start]
+    if not parts or (as_kept and cached == columns):
+        return [(slice(0, tokens), slice(0, columns))]
+    if not need_dw and tokens:
+        room = block_room(tokens, columns, like)
+        return [
+            (rows, part)
+            for rows in product_chunks(slice(0, tokens), chunk_tokens, columns, like, room)
+            for part in parts
+        ]
+    found = []
+    for part in parts:
+        if as_kept and part.stop <= cached:
+            found.append(part)
+            continue
+        blocks = column_blocks(tokens, part.stop - part.start, chunk_tokens, like, like.shape[1])
+        found += [slice(part.start + block.start, part.start + block.stop) for block in blocks]
+    return [(slice(0, tokens), block) for block in found]
+
+
+def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
+    """For how many of the first columns the exponentials are kept for backward.
+
+    `later`: bytes that backward will need besides, which "auto" leaves free, and half of all that is free now.
+    """
+    cache = options.cache
+    if not isinstance(cache, str) and cache <= 1:
+        return int(cache * columns)
+    column = max(tokens * like.element_size(), 1)
+    if not isinstance(cache, str):
+        return min(columns, int(cache) // column)
+    free = _free_bytes(like)
+    return max(0, min(columns, min(free // 2, free - later) // column))
+
+
+def _free_bytes(like: Tensor) -> int:
+    """Memory that a new tensor beside `like` may take; on fake tensors and while compiling, as much as it likes."""
+    if not has_values(like):
+        return 1 << 62
+    if not like.is_cuda:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, _ = torch.cuda.mem_get_info(like.device)
+    # The allocator's own numbers, not the table that `torch.cuda.memory_stats` makes of all of them. What is left of
+    # blocks that are partly in use is of no use for a large tensor.
+    stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(like.device)
+
+    def now(name: str) -> int:
+        return stats[name]["all"]["current"] if name in stats else 0
+
+    return free + max(0, now("reserved_bytes") - now("active_bytes") - now("inactive_split_bytes"))
+
+
+def _smallest_as_good(found: list[tuple[float, Choice]]) -> Choice:
+    """The first that takes at most a little more than the least time; smaller pieces come first."""
+    least = min(seconds for seconds, _ in found)
+    return next(one for seconds, one in found if seconds <= least * _AS_GOOD)
+
+
+def _stepped(span: slice, step: int) -> list[slice]:
+    return [slice(at, min(at + step, span.stop)) for at in range(span.start, span.stop, max(step, 1))]
+
+
+def _rounded(n: int, multiple: int) -> int:
+    return max(multiple, n // multiple * multiple)

@@ -1,0 +1,94 @@
+"""Leading dims of hidden states, logits and labels flattened to one dim of tokens, and restored. Logits are not copied.
+
+Tensors of a few numbers per token become `[T, ...]`. Logits `[..., V]` become as flat as their strides allow: those of
+`logits[:, :-1]` stay `[B, S - 1, V]`, B runs of rows that follow each other in memory, and are read run by run.
+
+Legend: T tokens, t of a chunk, B sequences, S positions, V columns of this rank's vocabulary shard.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
+_FEW = 1 << 20
+
+
+class Flat:
+    """The leading dims of logits `[..., V]` as one, in the order of their strides: transposed ones are not copied.
+
+    `as_given`: in the order that the dims have.
+    """
+
+    def __init__(self, logits: Tensor, as_given: bool = False):
+        self.shape, strides = logits.shape[:-1], logits.stride()
+        self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
+        self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
+
+    def places(self, device: torch.device, ranks: int) -> Tensor | None:
+        """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
+        if ranks == 1 or self.order == sorted(self.order):
+            return None
+        return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[T, ...]` of a tensor with the same leading dims."""
+        behind = range(len(self.order), x.dim())
+        return x.permute([*self.order, *behind]).reshape(self.shape.numel(), *x.shape[len(self.order) :])
+
+    def rows(self, logits: Tensor) -> Tensor:
+        """The logits themselves, as `rows_of` wants them: `[T, V]`, or with further leading dims."""
+        z = logits.permute(*self.order, -1) if self.order else logits.unsqueeze(0)
+        dim = 0
+        while dim < z.dim() - 2:
+            above, below = z.stride(dim), z.stride(dim + 1) * z.shape[dim + 1]
+            if above == below or 1 in z.shape[dim : dim + 2] or z.numel() == 0:
+                z = z.flatten(dim, dim + 1)
+            else:
+                dim += 1
+        return z
+
+    def up(self, x_T: Tensor) -> Tensor:
+        """The tensor whose leading dims were made one."""
+        x = x_T.reshape([*(self.shape[dim] for dim in self.order), *x_T.shape[1:]])
+        return x.permute([*self.back, *range(len(self.order), x.dim())])
+
+
+def tokens_of(z: Tensor) -> int:
+    """T of logits `[..., V]`."""
+    return z.shape[:-1].numel()
+
+
+def rows_of(z: Tensor, rows: slice) -> Tensor:
+    """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
+    run = z.shape[-2]
+    if z.dim() == 2:
+        return z[rows]
+    parts = [
+        _run(z, i)[max(rows.start - i * run, 0) : rows.stop - i * run]
+        for i in range(rows.start // run, -(-rows.stop // run))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def in_runs(z: Tensor, chunks: Iterable[slice], copy: bool = True) -> Iterator[slice]:
+    """`chunks` of rows, cut where a run ends, so that none is copied; with `copy` a few short runs stay together."""
+    step = z.shape[-2] * (max(1, _FEW // max(z.shape[-2] * z.shape[-1], 1)) if copy else 1)
+    for rows in chunks:
+        ends = range((rows.start // step + 1) * step, rows.stop, step) if z.dim() > 2 else ()
+        for start, stop in zip((rows.start, *ends), (*ends, rows.stop), strict=True):
+            yield slice(start, stop)
+
+
+def new_gradient(z: Tensor) -> Tensor:
+    """Room for the gradient of logits `[..., V]`, in its rows as flat as it gets."""
+    return torch.empty_like(z) if z.dim() == 2 else z.new_empty(tokens_of(z), z.shape[-1])
+
+
+def _run(z: Tensor, i: int) -> Tensor:
+    """The i-th run of rows, `[S, V]`."""
+    while z.dim() > 2:
+        inner = z.shape[1:-2].numel()
+        z, i = z[i // inner], i % inner
+    return z

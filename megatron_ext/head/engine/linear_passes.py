@@ -1,0 +1,140 @@
+"""The passes of the fused linear head over tokens and vocabulary: logits and statistics, tiles of the gradient, dx.
+
+`linear.py` and `linear_steps.py` call them in their own order. No autograd. Legend: see `linear.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import group_rank
+from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pieces, product_chunks
+from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes.dispatch import finish_dx, row_gradient, row_statistics
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+
+
+def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep):
+    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and what exponentials are relative to."""
+    tokens, columns, dtype = target_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
+    w_VD = weight_VD.to(hidden_TD.dtype)
+    bias_V = None if bias_V is None else bias_V.to(dtype)
+    stats_KT = statistics.new_statistics(tokens, options, dtype, hidden_TD.device)
+    later = _backward_bytes(weight_VD, tokens, options) if keep else weight_VD.nbytes // 4
+    cached = cached_columns(options, tokens, columns, hidden_TD, later) if keep else 0
+    exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
+    shift_T = stats_KT.new_empty(tokens)
+    in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
+
+    def run(x_TD: Tensor, span: slice) -> None:
+        for rows in product_chunks(span, options.chunk_tokens, columns, hidden_TD, later, in_place):
+            kept = exp_TV[rows] if cached else None
+            out_TV = kept if in_place else None
+            z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
+            if kept is not None and _keeps_logits(options, x_TD):
+                if not in_place:
+                    kept.copy_(z_TV[:, :cached])
+                kept = None
+            row_statistics(
+                z_TV,
+                target_T[rows],
+                stats_KT[:, rows],
+                kept,
+                shift_T[rows],
+                bias_V,
+                options.vocab.counted,
+                options.softcap,
+                options.temperature,
+                options.label_smoothing > 0,
+                options.entropy,
+                options.hits,
+            )
+            del z_TV  # before the next one is made
+
+    if sizes is None or tokens == 0:
+        run(hidden_TD, slice(0, tokens))
+    else:
+        gathered = collectives.start_all_gather(hidden_TD, options.group, sizes=sizes)
+        start = sum(sizes[: group_rank(options.group)])
+        own = slice(start, start + hidden_TD.shape[0])
+        run(hidden_TD, own)  # while the other ranks' hidden states are on their way
+        full_TD = gathered.wait()
+        for span in (slice(0, own.start), slice(own.stop, tokens)):
+            run(full_TD[span], span)
+    return stats_KT, exp_TV, shift_T
+
+
+def _keeps_logits(options, x_TD) -> bool:
+    """Whether forward keeps logits, not their exponentials: those cannot tell the softcap's slope where it is small.
+
+    Where forward has fp32 logits and keeps 16 bits of them (16-bit operands on CUDA), and a wide softcap leaves them
+    large, that would cost more digits of the probabilities than it saves of the slope.
+    """
+    return options.softcap is not None and (not matmul.widens(x_TD) or options.softcap < 16)
+
+
+def _backward_bytes(weight_VD, tokens, options) -> int:
+    """Bytes that backward will need for dx and dW and that nothing holds during forward."""
+    dw = 0 if options.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
+    return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
+
+
+def gradient_tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
+    """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
+    kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
+    target_T = target_T - block.start
+    bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
+    g_TV = matmul.new_matrix(x_TD, tile.stop - tile.start, width)
+    scale, slope, offset = grad.inside or (None, None, None)
+    room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
+    for rows in [tile] if kept else product_chunks(tile, None, width, x_TD, room):
+        out_TV = g_TV[rows.start - tile.start : rows.stop - tile.start]
+        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
+        row_gradient(
+            source_TV,
+            kept and not _keeps_logits(options, x_TD),
+            target_T[rows],
+            grad.shift[rows],
+            None if scale is None else scale[rows],
+            None if slope is None else slope[rows],
+            None if offset is None else offset[rows],
+            None,
+            out_TV,
+            bias_V,
+            min(max(options.vocab.counted - block.start, 0), width),
+            options.softcap,
+            options.temperature,
+        )
+        del source_TV
+    return g_TV
+
+
+def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+    """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
+
+    `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
+    """
+    if product_TD.dtype == w_VD.dtype:
+        out_TD = product_TD
+    elif passing:  # rows are converted in order: those not read yet lie behind those written
+        out_TD = product_TD.view(w_VD.dtype).view(-1)[: product_TD.numel()].view(product_TD.shape)
+    else:
+        out_TD = w_VD.new_empty(product_TD.shape)
+    common_D = None
+    if grad.offset is not None:  # every row of W that counts, summed
+        counted_V = counted(bias_V, w_VD.shape[0], options, grad.target)
+        common_D = grad.target.new_zeros(w_VD.shape[1])
+        for rows in pieces(w_VD):
+            common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
+    offset_T = None if grad.offset is None else grad.offset[tile]
+    finish_dx(out_TD, product_TD, grad.scale[tile], target_T[tile], grad.target[tile], w_VD, offset_T, common_D)
+    return out_TD
+
+
+def counted(bias_V, columns, options, like) -> Tensor:
+    """1 for each column that counts, else 0, `[V]`: below the true vocabulary size and not masked by a bias of -inf."""
+    counted_V = torch.arange(columns, device=like.device) < options.vocab.counted
+    if bias_V is not None and options.softcap is None:
+        counted_V &= bias_V > -torch.inf
+    return counted_V.to(like.dtype)

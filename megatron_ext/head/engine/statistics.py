@@ -1,0 +1,166 @@
+"""Row statistics of all ranks combined into those of the whole vocabulary, and losses computed from them.
+
+Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks. Everything here is `[T]` or
+`[K, T]`: nothing of vocabulary size.
+
+Shards' statistics are fp32 (fp64 for fp64 input). What is made of them is fp64, a few numbers per token, and is rounded
+once, where it leaves this module or `gradient.py`: in fp32 `(z_y - M) - log S` would round three times, as PyTorch's
+log_softmax does, and the gradient of the label's logit as often. M and log S stay apart and sums are taken of z - m: at
+logits near 1000 the lse in fp32 is off by 6e-5.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, statistics_rows
+
+# Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
+# it refused its arguments), how many columns of it are its own, and the first of them.
+SIZE, COUNTED, START = 0, 1, 2
+REFUSED = -1.0
+
+
+class Statistics(NamedTuple):
+    """Per-token facts about the whole vocabulary in fp64, and in the dtype of the passes `shift`, what this rank's
+    exponentials are taken relative to: about its shard's maximum, 0 if all of it is -inf."""
+
+    largest: Tensor  # M = max z
+    log_sum: Tensor  # log S, S = sum exp(z - M)
+    target: Tensor  # z_y - M
+    shift: Tensor  # finite
+    mean: Tensor | None  # mean of z - M over the columns that count
+    columns: Tensor | None  # how many those are
+    expected: Tensor | None  # E_p[z - M]
+    hits: Tensor | None  # bool: the label has the largest logit, the lowest id among equals
+    bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
+
+
+def new_statistics(
+    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0
+) -> Tensor:
+    """`[K, T + 1]`: room for what `row_statistics` writes and `more` rows, and the column that says whose it is."""
+    with_bend = options.softcap is not None
+    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend) + more
+    stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
+    stats_KT[:, -1] = 0
+    facts = {SIZE: options.vocab.size, COUNTED: options.vocab.counted, START: options.vocab.start}
+    for row, number in facts.items():
+        stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits
+    return stats_KT
+
+
+def exchange(stats_KT: Tensor, options: HeadOptions, places_T: Tensor | None = None) -> Tensor:
+    """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
+
+    `places_T`: where this rank's tokens are in the order that all ranks know, if they are in another one.
+    """
+    if stats_KT.shape[1] == 1 or options.ranks == 1:
+        return stats_KT.unsqueeze(0)
+    if places_T is None:
+        return collectives.all_gather(stats_KT.unsqueeze(0), options.group)
+    places_T = F.pad(places_T, (0, 1), value=places_T.shape[0])
+    sent_KT = torch.empty_like(stats_KT).index_copy_(1, places_T, stats_KT)
+    stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), options.group)
+    return stats_RKT.flatten(0, 1).index_select(1, places_T).view(stats_RKT.shape)  # of 3 dims it is 10 times slower
+
+
+def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
+    """Take part in the exchange, telling the other ranks that this one refused its arguments."""
+    exchange(new_statistics(tokens, options, dtype, device, more).fill_(REFUSED), options)
+
+
+def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions, shift_T: Tensor | None = None) -> Statistics:
+    """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
+
+    `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
+    """
+    start_R1 = stats_RKT[:, START, -1:]
+    stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
+    peaks_RT = stats_RKT[:, MAX]
+    largest = peaks_RT.amax(0)
+    reference = _finite(largest)
+    # Below the common maximum by this much; a shard without a finite column weighs nothing, at any distance.
+    below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
+    weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
+    total = (stats_RKT[:, SUM_EXP] * weight_RT).sum(0)
+    total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
+    mean = columns = expected = hits = None
+    extra = 3
+    if options.label_smoothing:
+        columns_RT = stats_RKT[:, extra + 1]
+        columns = columns_RT.sum(0)
+        mean = (stats_RKT[:, extra] + columns_RT * below_RT).sum(0) / columns
+        extra += 2
+    if options.entropy:
+        inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
+        expected = (weight_RT * inner_RT).sum(0) / total
+        extra += 1
+    if options.hits:
+        first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
+        hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
+        extra += 1
+    bend = own_KT[extra] if options.softcap is not None else None
+    target = stats_RKT[:, TARGET].amax(0) - reference
+    shift = _finite(own_KT[MAX]) if shift_T is None else shift_T
+    return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
+
+
+# Functions, not properties: torch.compile before torch 2.11 takes none of a NamedTuple.
+def log_prob(stats: Statistics) -> Tensor:
+    """`z_y - lse`."""
+    return stats.target - stats.log_sum
+
+
+def lse(stats: Statistics) -> Tensor:
+    """`log sum exp z`."""
+    return stats.largest + stats.log_sum
+
+
+def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
+    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes.
+
+    With `options.z_apart` the last term is left to `z_loss`.
+    """
+    value = -log_prob(stats)
+    if stats.mean is not None:
+        e = smoothing(stats, options)
+        value = (1 - e) * value - e * (stats.mean - stats.log_sum)
+    if options.z_loss and not options.z_apart:
+        value = value + options.z_loss * lse(stats).square()
+    return value.to(stats.shift.dtype).where(kept_T, 0.0)
+
+
+def z_loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
+    """`z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
+    return (options.z_loss * lse(stats).square()).to(stats.shift.dtype).where(kept_T, 0.0)
+
+
+def marks(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> tuple[Tensor | None, Tensor | None]:
+    """What is read out without a gradient, where it is asked for: hits (False where not kept), and the z-loss apart."""
+    hits = None if stats.hits is None else stats.hits & kept_T
+    return hits, z_loss(stats, kept_T, options) if options.z_apart else None
+
+
+def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
+    """e of `(1 - e) nll - e mean_log_prob`."""
+    e = options.label_smoothing
+    if not options.smooth_others:
+        return e
+    assert stats.columns is not None
+    return e * stats.columns / (stats.columns - 1).clamp(min=1)
+
+
+def entropy(stats: Statistics, kept_T: Tensor) -> Tensor:
+    """`log S - E_p[z - M]`, 0 where not kept, in the dtype of the passes."""
+    assert stats.expected is not None
+    return (stats.log_sum - stats.expected).to(stats.shift.dtype).where(kept_T, 0.0)
+
+
+def _finite(peak_T: Tensor) -> Tensor:
+    """0 where a row has no finite logit: a reference point that can be subtracted."""
+    return peak_T.where(peak_T > -torch.inf, 0.0)

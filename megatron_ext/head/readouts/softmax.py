@@ -1,0 +1,73 @@
+"""The softmax or log-softmax over the whole vocabulary, as a tensor of the logits' size.
+
+Legend: T tokens, V columns of this rank's vocabulary shard.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.once_differentiable import differentiable_once
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.readouts.vocabulary_order import blocks
+from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.validation.argument_checks import check_exchange
+
+
+class DenseSoftmax(torch.autograd.Function):
+    """`[T, V]` of logits `[T, V]`: probabilities, or their logarithms; those are saved too. `places_T`: of the tokens,
+    see `Flat.places`.
+
+    Communicates: forward 1 all-gather of statistics, backward 1 all-reduce of a number per token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, z_TV: Tensor, logarithm: bool, options: HeadOptions, places_T: Tensor | None = None
+    ) -> Tensor:
+        counted, temperature = options.vocab.counted, options.temperature
+        nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
+        stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
+        row_statistics(
+            z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, counted, None, temperature, False, False, False
+        )
+        stats_RKT = statistics.exchange(stats_KT, options, places_T)
+        check_exchange(stats_RKT, nowhere_T, options)
+        stats = statistics.combine(stats_RKT, stats_KT, options)
+        log_sum_T = stats.log_sum.to(stats.shift.dtype)
+        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.shift.dtype)
+        out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)
+        for at in blocks(z_TV):
+            out = out_TV[at, :counted]
+            out.copy_(transformed(z_TV[at, :counted], None, None, temperature, out.dtype))
+            out.sub_(largest_T[at].unsqueeze(1)).sub_(log_sum_T[at].unsqueeze(1))
+            if not logarithm:
+                out.exp_()
+        ctx.options, ctx.logarithm, ctx.dtype = options, logarithm, z_TV.dtype
+        ctx.save_for_backward(out_TV, places_T)
+        return out_TV
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_TV: Tensor):
+        out_TV, places_T = ctx.saved_tensors
+        dz_TV = torch.empty_like(out_TV, dtype=ctx.dtype)
+        sums_T = out_TV.new_empty(out_TV.shape[0])
+        for at in blocks(out_TV):
+            counts = out_TV[at] > -torch.inf
+            weighed = grad_TV[at].where(counts, 0.0) if ctx.logarithm else grad_TV[at] * out_TV[at]
+            sums_T[at] = weighed.sum(1)
+        if places_T is not None:
+            sums_T = torch.empty_like(sums_T).index_copy_(0, places_T, sums_T)
+        sums_T = collectives.all_reduce(sums_T, ctx.options.group if out_TV.shape[0] else None, in_place=True)
+        if places_T is not None:
+            sums_T = sums_T[places_T]
+        for at in blocks(out_TV):
+            out, g, sums = out_TV[at], grad_TV[at], sums_T[at].unsqueeze(1)
+            dz = g.where(out > -torch.inf, 0.0) - out.exp() * sums if ctx.logarithm else out * (g - sums)
+            dz_TV[at] = dz / ctx.options.temperature
+        return dz_TV, None, None, None

@@ -1,0 +1,95 @@
+"""Chooses between Triton's passes (CUDA) and those in plain PyTorch: same arguments, same results.
+
+With TRITON_INTERPRET=1 in the environment, Triton's own switch for running kernels on CPU, CPU tensors take Triton's
+passes too: slow, and the same code as on CUDA.
+
+`torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
+and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
+compiles itself, from the plain functions.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.row_passes import label_terms, logit_passes, token_terms
+from megatron_ext.head.validation.readable_values import has_values
+
+
+def row_statistics(z_TV: Tensor, *arguments: Any) -> None:
+    """See `logit_passes.row_statistics`."""
+    _run(logit_passes, "row_statistics", z_TV, *arguments)
+
+
+def row_gradient(source_TV: Tensor, *arguments: Any) -> None:
+    """See `logit_passes.row_gradient`."""
+    _run(logit_passes, "row_gradient", source_TV, *arguments)
+
+
+def add_label_rows(out_VD: Tensor, *arguments: Any) -> None:
+    """See `label_terms.add_label_rows`."""
+    _run(label_terms, "add_label_rows", out_VD, *arguments)
+
+
+def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
+    """See `label_terms.finish_dx`."""
+    _run(label_terms, "finish_dx", out_TD, *arguments)
+
+
+def token_results(stats_RKT: Tensor, *arguments: Any) -> tuple[Statistics, token_terms.Results]:
+    """See `token_terms.token_results`."""
+    return _side(stats_RKT, token_terms).token_results(stats_RKT, *arguments)
+
+
+def token_gradient(stats: Statistics, *arguments: Any) -> token_terms.Gradient:
+    """See `token_terms.token_gradient`."""
+    return _side(stats.shift, token_terms).token_gradient(stats, *arguments)
+
+
+def _run(plain: ModuleType, name: str, x: Tensor, *arguments: Any) -> None:
+    side = torch.ops.megatron_ext if torch.compiler.is_compiling() else _side(x, plain)
+    getattr(side, name)(x, *arguments)
+
+
+def _side(x: Tensor, plain: ModuleType) -> ModuleType:
+    """Triton's twin of a module for real CUDA tensors, the module itself for others."""
+    if not has_values(x) or x.is_cuda == _interpreted():
+        return plain
+    return _twin(plain) or plain
+
+
+@functools.cache
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on CPU tensors, as it decides when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _twin(plain: ModuleType) -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
+        return None
+    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
+
+
+def _operator(plain: ModuleType, name: str, written: tuple[str, ...]) -> None:
+    """Makes an operator of a pass, from its own annotations. Its fake does nothing: a pass returns nothing."""
+
+    @functools.wraps(getattr(plain, name))
+    def run(x: Tensor, *arguments: Any) -> None:
+        getattr(_side(x, plain), name)(x, *arguments)
+
+    operator = torch.library.custom_op(f"megatron_ext::{name}", run, mutates_args=written)
+    operator.register_fake(lambda *arguments: None)
+
+
+_operator(logit_passes, "row_statistics", written=("stats_KT", "exp_TV", "shift_T"))
+_operator(logit_passes, "row_gradient", written=("out_TV",))
+_operator(label_terms, "add_label_rows", written=("out_VD",))
+_operator(label_terms, "finish_dx", written=("out_TD",))

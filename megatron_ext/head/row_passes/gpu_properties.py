@@ -1,0 +1,73 @@
+"""Table of GPUs (bandwidth, matrix FLOP/s, SMs) and estimated times of matrix products, from which chunk sizes follow.
+
+Legend: M, N rows and columns of a product, K what it sums over.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Device(NamedTuple):
+    """A GPU's figures. `flops`: dense, 16-bit operands; both rates are what large products and copies reach."""
+
+    name: str
+    multiprocessors: int
+    l2_bytes: int
+    bytes_per_s: float
+    flops: float
+
+
+# The H200's rates are measured (a copy counted both ways; a product of 8192 x 8192 x 8192 in bf16, on random data). The
+# others' are their data sheets' (3.35 and 8 TB/s; 989 and 2250 TFLOP/s), times what the H200 reaches of its own: 0.9
+# and 0.8. An H100 has the H200's processor.
+DEVICES = {
+    "H100": Device("H100", 132, 50 << 20, 3.0e12, 790e12),
+    "H200": Device("H200", 132, 50 << 20, 4.3e12, 790e12),
+    "B200": Device("B200", 148, 126 << 20, 7.2e12, 1800e12),
+}
+
+# Rows and columns of the result that one multiprocessor makes at a time, in cuBLAS's kernels for large products.
+TILE_M, TILE_N = 128, 256
+# How full the waves were of the product that the rate was measured with: 32 x 64 tiles on 132 multiprocessors.
+_MEASURED_FILL = 2048 / 132 / 16
+
+
+def device_of(like: Tensor) -> Device:
+    """The table's entry for the GPU that `like` is on: by name, else the H200, with its number of multiprocessors."""
+    if not torch.cuda.is_available() or like.device.type != "cuda":
+        return DEVICES["H200"]
+    return _named(like.device.index or 0)
+
+
+def on_tensor_cores(like: Tensor) -> bool:
+    """Whether products of such tensors have 16-bit operands on a GPU."""
+    return like.is_cuda and like.element_size() == 2
+
+
+@functools.cache
+def _named(index: int) -> Device:
+    found = torch.cuda.get_device_properties(index)
+    known = next((device for name, device in DEVICES.items() if name in found.name), DEVICES["H200"])
+    return known._replace(multiprocessors=found.multi_processor_count)
+
+
+def waves(device: Device, m: int, n: int) -> float:
+    """How often the tiles of an `[M, N]` result fill the device."""
+    return -(-m // TILE_M) * -(-n // TILE_N) / device.multiprocessors
+
+
+def product_seconds(device: Device, m: int, n: int, k: int, nbytes: int) -> float:
+    """Estimate for `[M, K] @ [K, N]` with 16-bit operands, that reads and writes `nbytes` of memory.
+
+    Arithmetic runs in whole waves; the measured rate stands for waves as full as it was measured with. Memory is read
+    meanwhile, so the longer of the two counts.
+    """
+    if 0 in (m, n, k):
+        return nbytes / device.bytes_per_s
+    run = -(-waves(device, m, n) // 1)  # tiles at the edges, and waves that are not full, take as long as others
+    made = max(m * n, run * device.multiprocessors * TILE_M * TILE_N * _MEASURED_FILL)
+    arithmetic = 2 * k * made / device.flops
+    return max(arithmetic, nbytes / device.bytes_per_s)

@@ -1,0 +1,87 @@
+"""The label's contribution to dx and dW, added outside of the matrix products. No process groups, no autograd.
+
+    dW[y] += value x        dx = scale * product + value W[y]
+
+and with label smoothing a term that is the same for every row of W, or every token. Sums are fp32 (fp64 for fp64), and
+each result is rounded once. `kernels/label_terms.py` has the same two functions in Triton.
+
+Legend: T tokens, D hidden size, V rows of this rank's weight (or of a block of it).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
+from megatron_ext.head.validation.readable_values import has_values
+
+
+def add_label_rows(
+    out_VD: Tensor,
+    x_TD: Tensor,
+    target_T: Tensor,
+    value_T: Tensor,
+    common_D: Tensor | None,
+    counted_V: Tensor | None,
+) -> None:
+    """`out[target] += value * x` for each token, and `out += counted * common` for each row.
+
+    Args:
+        out_VD: added to; any floating dtype.
+        x_TD: any floating dtype.
+        target_T: int64, the row a token is added to, -1: none.
+        value_T: fp32 (fp64 for fp64), the dtype of the sums.
+        common_D, counted_V: in `value_T`'s dtype, both or neither.
+    """
+    dtype, width = value_T.dtype, x_TD.shape[1]
+    wide = out_VD.dtype == dtype
+    for part in [slice(0, width)] if wide else column_blocks(len(out_VD) + len(x_TD), width, None, value_T):
+        out = out_VD[:, part]
+        sum_VD = out if wide else out.to(dtype)
+        for at in _tokens(target_T, x_TD[:, part]):
+            owned = target_T[at] >= 0
+            row, term = target_T[at].clamp(min=0), x_TD[at, part] * value_T[at].where(owned, 0.0).unsqueeze(1)
+            if out_VD.is_cuda:  # there `index_add_` sums in another order in each run
+                sum_VD.index_put_((row,), term.to(dtype), accumulate=True)
+            else:
+                sum_VD.index_add_(0, row, term.to(dtype))
+        if common_D is not None and counted_V is not None:
+            sum_VD.addcmul_(counted_V.unsqueeze(1), common_D[part])
+        if not wide:
+            out.copy_(sum_VD)
+
+
+def finish_dx(
+    out_TD: Tensor,
+    product_TD: Tensor,
+    scale_T: Tensor,
+    target_T: Tensor,
+    value_T: Tensor,
+    w_VD: Tensor,
+    offset_T: Tensor | None,
+    common_D: Tensor | None,
+) -> None:
+    """`out = scale * product + value * W[target] + offset * common`, row by row.
+
+    Args:
+        out_TD: written. It may be `product_TD`, or in another dtype lie in the first half of its memory.
+        product_TD: any floating dtype.
+        scale_T, value_T, offset_T: fp32 (fp64 for fp64).
+        target_T: int64, the token's row of W, -1: none.
+        common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
+    """
+    value_T, target_T = value_T.where(target_T >= 0, 0.0).unsqueeze(1), target_T.clamp(min=0)
+    for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
+        dx_TD = w_VD[target_T[rows]] * value_T[rows]
+        dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
+        if offset_T is not None and common_D is not None:
+            dx_TD.addcmul_(offset_T[rows].unsqueeze(1), common_D)
+        out_TD[rows] = dx_TD
+
+
+def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor]:
+    """The tokens with a row in pieces; all of them where their number is not known or the host would wait for it."""
+    if target_T.is_cuda or not has_values(target_T):
+        return pieces(x_TD)
+    found_N = (target_T >= 0).nonzero().squeeze(1)
+    return found_N.split(pieces(x_TD)[0].stop) if len(found_N) else []

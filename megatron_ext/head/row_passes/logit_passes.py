@@ -1,0 +1,244 @@
+"""The two elementwise passes over logits: row statistics, and the gradient. No process groups, no autograd.
+
+Every read-out of the head (cross entropy, log-prob, entropy, ...) is made of a few sums over each row of logits, and
+the gradient of every read-out has one form. So these two functions are all that ever touches a logit. They take tensors
+and plain numbers only and write into the tensors they are given.
+
+Legend: T tokens of this chunk, V columns of this rank's shard (or of a block of it), K statistics.
+
+What a logit goes through before anything else, in the accumulation dtype (fp32; fp64 for fp64 input):
+    z = softcap * tanh((z0 + bias) / softcap) / temperature, and columns from `counted` on do not exist.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.validation.readable_values import has_values
+
+# Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
+MAX, SUM_EXP, TARGET = 0, 1, 2
+
+# exp(-1e4) is 0 in every dtype, and 0 * -1e4 is 0 where 0 * -inf would be NaN.
+_FAR = -1e4
+
+# Elements that a pass works on at a time on CPU: few enough to stay in cache from step to step, and so many that the
+# start of the threads is no part of the time.
+_CPU_BLOCK = 1 << 19
+
+
+def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
+    """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
+    return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, and fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_statistics(
+    z_TV: Tensor,
+    target_T: Tensor,
+    stats_KT: Tensor,
+    exp_TV: Tensor | None,
+    shift_T: Tensor | None,
+    bias_V: Tensor | None,
+    counted: int,
+    softcap: float | None,
+    temperature: float,
+    with_mean: bool,
+    with_entropy: bool,
+    with_hits: bool,
+) -> None:
+    """One pass over logits: writes each row's statistics and, where `exp_TV` is given, its exponentials.
+
+    Args:
+        z_TV: logits, any floating dtype, any strides. Only read, unless `exp_TV` is the same tensor.
+        target_T: int64, the label's column in this shard, -1 where the shard does not own it.
+        stats_KT: written; fp32 (fp64 for fp64). Rows, with m the row's maximum over the columns that count:
+            m (-inf if there are none), sum exp(z - m), z of the target (-inf if not owned);
+            with_mean: sum (z - m) and count, both over the columns that are not -inf;
+            with_entropy: sum exp(z - m) (z - m);
+            with_hits: 1 where the first column that reaches m is the target, else 0;
+            with a softcap: its slope at the target, 0 if not owned.
+        exp_TV: written, any floating dtype, for as many of the first columns as it has: exp(z - shift), 0 at the target
+            and in the columns that do not count.
+        shift_T: written, the statistics' dtype; None: not wanted, and no `exp_TV` either. m without `exp_TV`, else at
+            most m; 0 where m is -inf.
+        bias_V: fp32 (fp64 for fp64), added to every row, or None.
+        counted: number of leading columns that exist.
+    """
+    dtype = stats_KT.dtype
+    if counted == 0:
+        stats_KT.zero_()
+        stats_KT[MAX], stats_KT[TARGET] = -torch.inf, -torch.inf
+        if exp_TV is not None:
+            exp_TV.zero_()
+        if shift_T is not None:
+            shift_T.zero_()
+        return
+    owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
+    bias = None if bias_V is None else bias_V[column]
+    at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
+    stats_KT[TARGET] = at_target.where(owned, -torch.inf).squeeze(1)
+    if softcap is not None:
+        stats_KT[-1] = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0).squeeze(1)
+    bias_V = None if bias_V is None else bias_V[:counted]
+    in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
+    blocks = _blocks(z_TV)
+    scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    for rows in blocks:
+        work = exp_TV[rows, :counted] if exp_TV is not None and in_place else scratch_TV[: rows.stop - rows.start]
+        z = transformed(z_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
+        if with_hits:
+            peak, first = z.max(1)
+            stats_KT[3 + 2 * with_mean + with_entropy, rows] = first == target_T[rows]
+        else:
+            peak = z.amax(1)
+        stats_KT[MAX, rows] = peak
+        if shift_T is not None:
+            shift_T[rows] = peak.where(peak > -torch.inf, 0.0)
+        # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
+        far = torch.sub(z, peak.clamp_(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
+        if with_mean:
+            finite = far > -torch.inf
+            stats_KT[3, rows], stats_KT[4, rows] = _sums(far.where(finite, 0.0)), finite.sum(1)
+        exp = far.exp() if with_entropy else far.exp_()
+        stats_KT[SUM_EXP, rows] = _sums(exp)
+        if with_entropy:
+            stats_KT[3 + 2 * with_mean, rows] = _sums(far.clamp_(min=_FAR).mul_(exp))
+        if exp_TV is not None and not (in_place and exp is far):
+            exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
+    if exp_TV is not None:
+        exp_TV[:, counted:] = 0
+        _write(exp_TV, target_T, 0.0)
+
+
+def row_gradient(
+    source_TV: Tensor,
+    source_is_exp: bool,
+    target_T: Tensor,
+    shift_T: Tensor,
+    scale_T: Tensor | None,
+    slope_T: Tensor | None,
+    offset_T: Tensor | None,
+    value_T: Tensor | None,
+    out_TV: Tensor,
+    bias_V: Tensor | None,
+    counted: int,
+    softcap: float | None,
+    temperature: float,
+) -> None:
+    """One pass from logits, or from the exponentials that `row_statistics` kept, to gradients.
+
+    With u = z - shift, each column that counts becomes
+        (exp(u) * (scale + slope * u) + offset) * (1 - tanh((z0 + bias) / softcap)^2)
+    where the last factor, the softcap's slope, is 1 without one (from exponentials it is as inexact as their rounding
+    over the softcap) and `offset` reaches only columns that are not -inf. The target's
+    column becomes `value` (0 if None) instead, columns that do not count become 0. The temperature's own factor is the
+    caller's, inside the coefficients.
+
+    Args:
+        source_TV: logits, or exp(z - shift) if `source_is_exp`. Only read, unless `out_TV` is the same tensor.
+        target_T: int64, the label's column; a number that no column has where it is another's.
+        shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
+            finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
+        out_TV: written, any floating dtype.
+        bias_V, counted, softcap, temperature: as in `row_statistics`.
+    """
+    out_TV[:, counted:] = 0
+    if counted == 0:
+        return
+    dtype = shift_T.dtype
+    bias_V = None if bias_V is None else bias_V[:counted]
+    in_place = out_TV.dtype == dtype
+    blocks = _blocks(source_TV)
+    scratch_TV = source_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
+    for rows in blocks:
+        work = out_TV[rows, :counted] if in_place else scratch_TV[: rows.stop - rows.start]
+        shift = shift_T[rows].unsqueeze(1)
+        scale = None if scale_T is None else scale_T[rows].unsqueeze(1)
+        slope = None if slope_T is None else slope_T[rows].unsqueeze(1)
+        offset = None if offset_T is None else offset_T[rows].unsqueeze(1)
+        if source_is_exp:
+            grad = work.copy_(source_TV[rows, :counted])
+            bends = slope is not None or softcap is not None
+            u = grad.clamp(min=torch.finfo(dtype).tiny).log_() if bends else grad
+            factor = None if softcap is None else 1 - (u + shift).mul_(temperature / softcap).square_()
+            finite = None  # the caller knows that all columns are
+        else:
+            z = source_TV[rows, :counted]
+            factor = None if softcap is None else bend(z, bias_V, softcap, dtype)
+            z = transformed(z, bias_V, softcap, temperature, dtype, work)
+            grad = torch.sub(z, shift, out=work)
+            finite = None if offset is None else grad > -torch.inf
+            u = grad.clone() if slope is not None else grad
+            grad.exp_()
+        if slope is not None:
+            grad.mul_(u.clamp(min=_FAR).mul_(slope).add_(0.0 if scale is None else scale))
+        elif scale is not None:
+            grad.mul_(scale)
+        if offset is not None:
+            grad.add_(offset if finite is None else offset * finite)
+        if factor is not None:
+            grad.mul_(factor)
+        if not in_place:
+            out_TV[rows, :counted] = grad
+    _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype))
+
+
+def transformed(
+    z: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    temperature: float,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`softcap * tanh((z + bias) / softcap) / temperature` in `dtype`, in `out`; `z` itself where nothing changes."""
+    if z.dtype == dtype and bias is None and softcap is None and temperature == 1.0:
+        return z
+    out = z.to(dtype, copy=True) if out is None else out if out is z else out.copy_(z)
+    if bias is not None:
+        out.add_(bias)
+    if softcap is not None:
+        out.mul_(1.0 / softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        out.div_(temperature)  # `* (1 / temperature)` would round twice
+    return out
+
+
+def _sums(x_TV: Tensor) -> Tensor:
+    """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
+    pieces, rest = x_TV.split([x_TV.shape[1] // 16 * 16, x_TV.shape[1] % 16], 1)
+    return pieces.unflatten(1, (16, -1)).sum(-1).sum(1, dtype=torch.float64) + rest.sum(1)
+
+
+def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
+    """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
+    fp32 temporarily."""
+    width = out_TV.shape[1]
+    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0, max=width - 1)
+    out_TV.index_put_(at, torch.where((target_T >= 0) & (target_T < width), value_T, out_TV[at]))
+
+
+def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
+    """The softcap's slope `1 - tanh^2` at `z + bias`, as `1 / cosh^2`: near 1 tanh has no digit to spare."""
+    x = z.to(dtype, copy=True)
+    if bias is not None:
+        x.add_(bias)
+    return x.mul_(1.0 / softcap).cosh_().reciprocal_().square_()
+
+
+def _blocks(z_TV: Tensor) -> list[slice]:
+    """Rows to work on at a time: on CPU a few, never all of them in fp32; more where nothing is computed anyway."""
+    tokens, columns = z_TV.shape
+    step = tokens
+    if z_TV.device.type == "cpu":
+        step = min((_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1), tokens // 4)
+    step = max(1, step)
+    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
+
+
+def _longest(blocks: list[slice]) -> int:
+    return blocks[0].stop if blocks else 0

@@ -1,0 +1,77 @@
+"""The head's matmuls: 16-bit operands, fp32 sums, one rounding.
+
+On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
+operands takes four times as long: there a 16-bit product is rounded once, and sums of several run in fp32.
+
+Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, or what stands for one.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+
+# Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
+# of its own. That one is summed over this many chunks of columns: several rounded products err less than one.
+_CPU_ROWS, _CPU_CHUNKS = 2048, 4
+
+_LINE_BYTES = 64
+# cuBLAS keeps to its fast kernels where rows begin at multiples of 16 bytes, and Triton loads as many at a time.
+_CUDA_MULTIPLE = 16
+
+
+def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
+
+    On CPU by one cache line: rows a power of two apart, as vocabularies make them, fall into the same places of the
+    cache, and at 32768 columns the three fp32 matmuls then take 10 % longer. The extra elements are zero: on processors
+    with AMX oneDNN's bf16 matmul reads past the end of a row and multiplies what it finds there by zero, which is NaN
+    where that is NaN or infinite. On CUDA up to a multiple of 16 elements, which nothing writes.
+    """
+    # Not where torch compiles, which takes no `out` with gaps; nor one column: before 2.11 torch.mm read such an `out`.
+    more, dtype = 0, dtype or like.dtype
+    if columns != 1 and not torch.compiler.is_compiling():
+        more = -columns % _CUDA_MULTIPLE if like.is_cuda else _LINE_BYTES // dtype.itemsize
+    matrix = like.new_empty(tokens, columns + more, dtype=dtype)
+    if more and not like.is_cuda:
+        matrix[:, columns:] = 0
+    return matrix[:, :columns]
+
+
+def widens(x_TD: Tensor) -> bool:
+    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA."""
+    return on_tensor_cores(x_TD)
+
+
+def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:
+    """`x @ W.T`: fp32 on CUDA for 16-bit operands, else in their dtype, and then in `out_TV`'s memory if given."""
+    if widens(x_TD):
+        out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
+        return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
+    out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV
+    return torch.mm(x_TD, w_VD.t(), out=out_TV)
+
+
+def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
+    """`total + G @ W` in fp32 (fp64 for fp64), in place; a new tensor without a total."""
+    wide = accumulation_dtype(g_TV.dtype)
+    if g_TV.is_cuda:
+        if total_TD is None:
+            return torch.mm(g_TV, w_VD) if g_TV.dtype == wide else torch.mm(g_TV, w_VD, out_dtype=wide)
+        main_grad.add_product(total_TD, g_TV.t(), w_VD)
+        return total_TD
+    tokens, columns = g_TV.shape
+    if total_TD is None:
+        total_TD = g_TV.new_zeros(tokens, w_VD.shape[1], dtype=wide)
+    step = columns if g_TV.dtype == wide else max(64, -(-columns // _CPU_CHUNKS))
+    for start in range(0, tokens, _CPU_ROWS):
+        rows = slice(start, start + _CPU_ROWS)
+        for at in range(0, columns, step):
+            parts = g_TV[rows, at : at + step], w_VD[at : at + step]
+            if g_TV.dtype == wide:
+                total_TD[rows].addmm_(*parts)
+            else:
+                total_TD[rows] += torch.mm(*parts)
+    return total_TD

@@ -1,0 +1,1 @@
+"""What the head refuses, and how it says so."""

@@ -1,0 +1,245 @@
+"""Checks of the head's arguments. What every rank can see is raised before anything is communicated.
+
+Those that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
+several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.statistics import COUNTED, REFUSED, SIZE, START
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
+from megatron_ext.head.validation.readable_values import has_values, raise_if
+
+_FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+NO_SIZE = 1 << 40  # no vocabulary has it
+
+
+def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
+    """Raises ValueError unless `x` is a floating tensor (of `dims` dims)."""
+    if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; cast it")
+    if x.dim() == 0 or (dims is not None and x.dim() != dims):
+        wanted = "at least 1" if dims is None else str(dims)
+        raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
+
+
+def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
+    """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`.
+
+    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
+    compiling or on fake tensors it is not looked at.
+    """
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+    if has_values(labels):
+        ids = labels.long()  # a narrow integer would wrap the size
+        wrong = ((ids < 0) | (ids >= size)) & (ids != ignore_index)
+        found = "one outside" if labels.is_cuda else f"{labels[wrong][:1].tolist()}, outside"
+        raise_if(
+            wrong.any(),
+            f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
+            f"({ignore_index}); mark tokens that do not count with ignore_index",
+        )
+
+
+def size_fault(vocab: VocabShard | None, check: Callable[..., None], *arguments: Any, size: int) -> ValueError | None:
+    """What `check(*arguments, size)` finds.
+
+    Where the caller gave no `vocab`, the size is a guess from this rank's columns, and at unequal shards another rank's
+    guess is larger: what only breaks the size may be seen by one rank alone, and comes back. The rest is raised.
+    """
+    try:
+        check(*arguments, size)
+    except ValueError as fault:
+        if vocab is not None:
+            raise
+        try:
+            check(*arguments, NO_SIZE)
+        except ValueError:
+            raise fault from None
+        return fault
+    return None
+
+
+def or_refuse(
+    compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor, refusal: type[ValueError] = ValueError
+) -> tuple[Any, ValueError | None]:
+    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+
+    The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
+    are told in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
+    """
+    try:
+        return compute(), None
+    except refusal as fault:
+        return torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device), fault
+
+
+def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
+    """Raises ValueError unless the per-token tensor `x` is shaped as `labels`."""
+    if x.shape != labels.shape:
+        raise ValueError(
+            f"{argument} has shape {tuple(x.shape)}, labels {tuple(labels.shape)}: they must be equal; "
+            f"give one number per token"
+        )
+    if x.device != labels.device:
+        raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
+
+
+def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
+    """`vocab`, or equal shards in rank order.
+
+    Raises:
+        ValueError: `vocab` is something else than a VocabShard.
+    """
+    if vocab is None:
+        return VocabShard.equal(columns, group)
+    if not isinstance(vocab, VocabShard):
+        raise ValueError(
+            f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
+            f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
+        )
+    return vocab
+
+
+def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
+    """Whether the shard's width is that of the tensor, and a shard of one rank the whole vocabulary."""
+    if ranks == 1 and vocab.counted != vocab.size:
+        return ValueError(
+            f"vocab is {vocab}, a part of the vocabulary, on one rank: it must be the whole; pass the tp_group whose "
+            f"ranks hold the rest"
+        )
+    if vocab.columns == columns:
+        return None
+    return ValueError(
+        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; "
+        f"pass the VocabShard of this rank's own columns"
+    )
+
+
+def linear_fault(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int
+) -> ValueError | None:
+    """What is wrong with this rank's weight or bias, seen from its hidden states."""
+    try:
+        check_floating("weight", weight, 2)
+        if bias is not None:
+            check_floating("bias", bias, 1)
+    except ValueError as fault:
+        return fault
+    if weight.shape[1] != hidden.shape[-1]:
+        return ValueError(
+            f"weight has shape {tuple(weight.shape)}, hidden {tuple(hidden.shape)}: their last dims must be equal; "
+            f"weight is this rank's [V/R, D]"
+        )
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.device != hidden.device:
+            return ValueError(f"{name} is on {x.device}, hidden on {hidden.device}: move them to one device")
+        if x is not None and x.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            return ValueError(f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal; cast one, or autocast")
+    if bias is not None and bias.shape[0] != weight.shape[0]:
+        return ValueError(
+            f"bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: bias must have one entry per row of "
+            f"weight; pass this rank's shard of it"
+        )
+    return None if vocab is None else shard_fault(vocab, weight.shape[0], "weight", ranks)
+
+
+def main_grad_fault(weight: Tensor) -> ValueError | None:
+    """Whether a weight that wants a gradient has the buffer to add it into."""
+    if not weight.requires_grad or hasattr(weight, "get_main_grad"):
+        return None
+    try:
+        main_grad.buffer_of(weight)
+    except ValueError as fault:
+        return fault
+    return None
+
+
+def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int) -> ValueError | None:
+    """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
+
+    Only a slice can be wrong on one rank alone; what all ranks see is raised.
+
+    Raises:
+        ValueError: hidden states and labels are on two devices, replicated hidden states have another shape than the
+            labels, or the labels cannot be sliced.
+    """
+    if hidden.device != labels.device:
+        raise ValueError(f"labels is on {labels.device}, hidden on {hidden.device}: move them to one device")
+    if not in_slices:
+        if hidden.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)}: hidden must be labels' shape "
+                f"and D; transpose one of them if the sequence and batch dims are swapped"
+            )
+        return None
+    if labels.dim() == 0 or labels.shape[0] % ranks:
+        raise ValueError(
+            f'labels has shape {tuple(labels.shape)}: with hidden_layout="sequence" its dim 0, the full sequence, must '
+            f"divide by the {ranks} ranks of tp_group; pad the sequence"
+        )
+    wanted = (labels.shape[0] // ranks, *labels.shape[1:])
+    if tuple(hidden.shape[:-1]) == wanted:
+        return None
+    return ValueError(
+        f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)} over {ranks} ranks: with "
+        f'hidden_layout="sequence" hidden must be [{", ".join(map(str, wanted))}, D], this rank\'s slice of dim 0, and '
+        f'labels the full sequence; use hidden_layout="replicated" if hidden is full'
+    )
+
+
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+    """Raises on every rank alike what only the statistics of all ranks together show.
+
+    Without a host sync: on CUDA a device-side assertion; not looked at while compiling or on fake tensors.
+
+    Raises:
+        ValueError: a rank refused its arguments; the shards do not make up the vocabulary; or every rank holds the
+            whole vocabulary and not a shard of it.
+    """
+    if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
+        return
+    size_R, counted_R, start_R = (stats_RKT[:, row, -1] for row in (SIZE, COUNTED, START))
+    refused = (size_R == REFUSED).any()
+    before_RR = start_R < (start_R + counted_R).unsqueeze(1)  # whether a shard begins before another one ends
+    some_R = counted_R > 0
+    meet_RR = before_RR & before_RR.t() & some_R & some_R.unsqueeze(1)  # each with itself, too
+    apart = (size_R != size_R[0]).any() | (counted_R.sum() != size_R[0]) | (meet_RR.sum() != some_R.sum())
+    shards = (
+        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
+        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
+    )
+    raise_if(refused, REFUSAL)
+    raise_if(apart, shards)
+    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, options)
+
+
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+    """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
+
+    Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
+    look like that, unless all tokens are alike (a weight of zeros, made-up logits).
+    """
+    if not has_values(sums_RKT):
+        return
+    alike = (sums_RKT == sums_RKT[..., :1]).all()
+    whole = (sums_RKT == sums_RKT[:1]).all() & (labels_T < options.vocab.columns).all() & ~alike
+    raise_if(
+        whole,
+        f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
+        f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
+    )

@@ -1,0 +1,231 @@
+"""One forward call of a patched model: its output layer promises logits, and its loss comes from the fused head."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
+from megatron_ext.megatron.fused_loss import multi_token_prediction, patch_points, z_loss_log
+from megatron_ext.megatron.fused_loss.caller_location import caller_outside
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
+from megatron_ext.megatron.fused_loss.module_calls import attribute, calling, split_hooks
+from megatron_ext.megatron.fused_loss.promised_logits import (
+    PromisedLogits,
+    Terms,
+    check_graph,
+    promise_logits,
+    tp_group,
+)
+from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
+
+
+def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
+    """Whether the model keeps Megatron's own loss, which a warning says once.
+
+    Raises:
+        ValueError: it does, and `settings` ask for another loss; or neither loss would be right.
+    """
+    patch_points.check_supported(model)
+    reason, counters = patch_points.why_not_fused(model), counters_of(model)
+    counters.left_to_megatron = reason
+    if reason is None:
+        return False
+    if settings.changed_loss() is not None:
+        raise ValueError(
+            f"the fused head was asked for {settings.changed_loss()}, and cannot go into {type(model).__name__}: "
+            f"{reason}; leave these options at their defaults for Megatron's own loss"
+        )
+    counters.stock_losses += 1
+    say_once(f"{type(model).__name__} keeps Megatron's own loss, the fused head stays out: {reason}")
+    return True
+
+
+def is_promising(model: Any) -> bool:
+    """Whether its output layer promises logits already: in a call of the model further up the stack, or always."""
+    layer = patch_points.output_layer(model)
+    return getattr(layer, "promises", False) or getattr(vars(layer).get(patch_points.FORWARD), "promises", False)
+
+
+class Region:
+    """One call of a model whose output layer promises logits.
+
+    What the head refuses is raised at the end: labels are sent from rank to rank between the losses of several tokens.
+    """
+
+    def __init__(self, model: Any, settings: HeadSettings):
+        self.model, self.settings = model, settings
+        self.layer = patch_points.output_layer(model)
+        self.counters: ModelFusion = counters_of(model)
+        self.stock_forward = self.layer.forward
+        self.stock_loss = getattr(model, patch_points.LOSS)
+        self.hits = multi_token_prediction.wants_hits(model)
+        self.faults: list[ValueError] = []
+        self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
+        self.quiet = False
+
+    @contextmanager
+    def entered(self) -> Iterator["Region"]:
+        if self.counters.megatron_kernel is not None:
+            say_once(
+                f"the config asks for Megatron's fused loss ({self.counters.megatron_kernel}) of logits; "
+                f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
+            )
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.promise(*args, **kwargs)
+
+        forward.promises = True  # type: ignore[attr-defined]
+        with (
+            calling(self.layer, forward, self.other_hooks),
+            attribute(self.model, patch_points.LOSS, self.loss),
+        ):
+            yield self
+        if self.faults:
+            raise HeadRefusal(*self.faults[0].args) from self.faults[0]
+
+    def promise(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **others: Any
+    ):
+        """The output layer's forward."""
+
+        def compute(hidden: Tensor, given_weight: Tensor | None) -> Tensor:
+            return self.stock_forward(
+                hidden, weight=given_weight, runtime_gather_output=runtime_gather_output, **others
+            )[0]
+
+        layer = self.layer
+        logits = promise_logits(layer, input_, weight, runtime_gather_output, compute, self.asked, self.parameter_hooks)
+        return logits, layer.bias if layer.skip_bias_add else None
+
+    def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
+        try:
+            made = _made(logits)
+        except ValueError as fault:
+            return self.refused(fault, labels)
+        if made is not None:
+            self.counters.stock_losses += 1
+            if self.settings.changed_loss() is None:
+                return self.stock_loss(labels, made, *args, **kwargs)
+        try:
+            found = self.redeemed(labels, logits) if made is None else self.of_made(labels, made)
+        except ValueError as fault:
+            return self.refused(fault, labels)
+        if found.hits is not None and isinstance(logits, PromisedLogits):
+            logits.terms.hits = labels, found.hits
+        if found.z_loss is not None:
+            z_loss_log.remember(self.counters, found.z_loss.transpose(0, 1), labels != IGNORE_INDEX)
+        return found.loss
+
+    def refused(self, fault: ValueError, labels: Tensor) -> Tensor:
+        """Losses in the place of those that cannot be; the fault is raised when the region ends."""
+        self.faults.append(fault)
+        return torch.zeros(labels.shape, device=labels.device)
+
+    def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss:
+        """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
+        _check_labels(labels, logits)
+        layer, settings, terms = self.layer, self.settings, logits.terms
+        softcap, temperature = bent(terms, settings)
+
+        def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
+            found = linear_training_loss(
+                hidden,
+                weight,
+                labels.transpose(0, 1),
+                hidden_layout="sequence" if layer.sequence_parallel else "replicated",
+                bias=None if layer.skip_bias_add else layer.bias,
+                cache=settings.cache,
+                hits=self.hits,
+                fuse_main_grad=layer.gradient_accumulation_fusion and weight is terms.own_weight,
+                softcap=softcap,
+                temperature=temperature,
+                **self.options(labels),
+            )
+            return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
+
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
+            found = terms.read(compute)
+        self.counters.losses_fused += 1
+        return found
+
+    def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
+        """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
+        softcap, temperature = self.settings.softcap, self.settings.temperature
+        return _batch_first(
+            training_loss_of_logits(
+                logits, labels.transpose(0, 1), softcap=softcap, temperature=temperature, **self.options(labels)
+            )
+        )
+
+    def options(self, labels: Tensor) -> dict[str, Any]:
+        return {
+            "tp_group": tp_group(self.layer),
+            "ignore_index": IGNORE_INDEX,
+            "z_loss": self.settings.z_loss,
+            "label_smoothing": self.settings.label_smoothing,
+            "chunk_tokens": self.settings.chunk(labels.shape[0]),
+        }
+
+    def asked(self, terms: Terms) -> None:
+        """Somebody wants real logits: say who, and what they cost."""
+        if self.quiet:
+            return
+        place = _who_asks()
+        self.counters.logits_made[place] += 1
+        mebibytes = torch.Size(terms.shape).numel() * terms.dtype.itemsize / 2**20
+        say_once(
+            f"{place} asks for the logits of {type(self.model).__name__}, which the fused head had not made: they take "
+            f"{mebibytes:.1f} MiB on each rank, {tuple(terms.shape)} in {terms.dtype}, and the loss is taken from them",
+            place,
+        )
+
+
+def _made(logits: Tensor) -> Tensor | None:
+    """The logits where they exist."""
+    if not isinstance(logits, PromisedLogits):
+        check_graph(logits)
+        return logits
+    logits.check_own()
+    return None if logits.terms.made is None else logits.logits()
+
+
+def _batch_first(found: TrainingLoss) -> TrainingLoss:
+    return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
+
+
+def bent(terms: Terms, settings: HeadSettings) -> tuple[float | None, float]:
+    """Softcap and temperature of the head for logits `terms.scale * layer's softcap(z)` under `settings`.
+
+    Raises:
+        ValueError: both the layer and the settings have a softcap.
+    """
+    own = getattr(terms.layer, "softcap", None)
+    if own is not None and settings.softcap is not None:
+        raise ValueError(
+            f"softcap is {settings.softcap} and the output layer has a softcap of {own} already: logits would be "
+            f"softcapped twice; pass softcap=None"
+        )
+    # c tanh(s z / c) = s (c / s) tanh(z / (c / s))
+    softcap = settings.softcap / terms.scale if settings.softcap is not None else own
+    return softcap, settings.temperature / terms.scale
+
+
+def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
+    wanted = tuple(logits.terms.shape[1::-1])
+    if tuple(labels.shape) != wanted:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}: the hidden states that the model made are of shape "
+            f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
+            f"under context parallelism pass this rank's part of them, as of the tokens"
+        )
+
+
+def _who_asks() -> str:
+    """ "file:line" of the code that uses a promise as logits."""
+    frame, _ = caller_outside(torch)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,109 @@
+"""A model's `forward` with one option more: log-probabilities of next tokens instead of losses.
+
+Where the model takes labels that are shifted already, this takes the token ids and shifts them itself, across the
+borders of context-parallel parts and not across those of packed documents.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.distributed.groups import context_parallel_group, group_size
+from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
+from megatron_ext.sequence.next_token import next_tokens
+
+IGNORE_INDEX = -100
+OPTION = "return_logprobs_for_linear_ce_fusion"
+
+
+class HeadRefusal(ValueError):
+    """What the head refused of one rank, when all that communicates over the context-parallel ranks is behind it."""
+
+
+def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
+    """`forward`, with the option to return log-probabilities of next tokens instead of losses."""
+    signature = inspect.signature(original)
+
+    def forward(self, *args, return_logprobs_for_linear_ce_fusion: bool = False, **kwargs):
+        if not return_logprobs_for_linear_ce_fusion or not self.post_process:
+            return original(self, *args, **kwargs)
+        if settings.label_smoothing or settings.z_loss:
+            raise ValueError(
+                f"{OPTION} is True and the fused head was asked for label_smoothing={settings.label_smoothing} and "
+                f"z_loss={settings.z_loss}: values or gradients would not be those of log-probabilities; patch with "
+                f"label_smoothing=0.0 and z_loss=0.0"
+            )
+        given = signature.bind(self, *args, **kwargs)
+        parts = sequence_parts(self, given.arguments.get("packed_seq_params"))
+        tokens_BS = whole_tokens(given.arguments, parts)
+        labels_BS = shifted(tokens_BS, given.arguments, parts, IGNORE_INDEX)
+        given.arguments["labels"] = labels_BS
+        if self.config.mtp_num_layers:
+            mask_BS = given.arguments.get("loss_mask")
+            if mask_BS is None:
+                mask_BS = (labels_BS != IGNORE_INDEX).to(labels_BS.dtype)
+            else:
+                whole = mask_BS if mask_BS.shape == tokens_BS.shape else parts.gather(mask_BS, 1)
+                mask_BS = shifted(whole, given.arguments, parts, 0)
+            given.arguments["loss_mask"] = mask_BS
+        like = next(self.parameters())
+        loss_BS, fault = or_refuse(lambda: original(*given.args, **given.kwargs), labels_BS.shape, like, HeadRefusal)
+        log_probs_BS = (0.0 - loss_BS).where(labels_BS != IGNORE_INDEX, 0.0)
+        return parts.gather_or_refuse(log_probs_BS, 1, fault)[:, :-1]
+
+    forward.__signature__ = with_argument(signature, OPTION, False)  # type: ignore[attr-defined]
+    return forward
+
+
+def sequence_parts(model: Any, packed_seq_params: Any) -> SequenceParts:
+    """How the sequence is cut: over the model's context-parallel ranks (Megatron's), or those of this very batch."""
+    own = getattr(model, "cp_group", None) or getattr(getattr(model, "pg_collection", None), "cp", None)
+    group, packed = context_parallel_group(own), packed_seq_params
+    if packed is None:
+        return SequenceParts(group)
+    if getattr(packed, "cp_group", None) is not None:
+        group = packed.cp_group
+    elif getattr(packed, "local_cp_size", None) == 1:
+        group = None
+    padded = packed.cu_seqlens_q_padded
+    return SequenceParts(group, packed.cu_seqlens_q if padded is None else padded)
+
+
+def whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
+    """The whole sequence of token ids `[B, S]` that came as `labels`, or without labels as `input_ids`."""
+    tokens_BS = given.get("input_ids") if given.get("labels") is None else given["labels"]
+    if tokens_BS is None:
+        raise ValueError(
+            "labels and input_ids are None: log-probabilities are those of tokens; pass the token ids, "
+            "labels=input_ids, they are shifted inside"
+        )
+    ranks = group_size(parts.group)
+    own = next((given[k].shape[-1] for k in ("input_ids", "position_ids") if given.get(k) is not None), None)
+    if tokens_BS.dim() != 2 or (own is not None and tokens_BS.shape[1] not in (own, own * ranks)):
+        raise ValueError(
+            f"labels have shape {tuple(tokens_BS.shape)} for {own} positions of this rank: with {OPTION}=True they "
+            f"must be token ids [batch, sequence] of "
+            f"{'the same sequence' if ranks == 1 else f'this part of the sequence, or of all {ranks} parts'}; pass "
+            f"labels=input_ids, they are shifted inside"
+        )
+    return tokens_BS if ranks == 1 or tokens_BS.shape[1] != own else parts.gather(tokens_BS, 1)
+
+
+def shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill: int) -> Tensor:
+    """This rank's part of what comes one position further on."""
+    packed = given.get("packed_seq_params")
+    lengths = padded = None
+    if packed is not None:
+        lengths, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    return parts.split(next_tokens(whole_BS, lengths, padded, ignore_index=fill), 1)
+
+
+def with_argument(signature: inspect.Signature, name: str, default: Any) -> inspect.Signature:
+    """`signature` with one keyword-only argument more."""
+    new = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+    parameters = list(signature.parameters.values())
+    end = len(parameters) - any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return signature.replace(parameters=[*parameters[:end], new, *parameters[end:]])

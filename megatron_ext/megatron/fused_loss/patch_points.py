@@ -1,0 +1,153 @@
+"""Where the fused head enters a Megatron model: what the model must have, and the reasons why one is left alone.
+
+Models differ in names and versions, and agree in this: an output layer makes logits, and
+`compute_language_model_loss` takes a loss from them, both within one method that is given labels. That method is
+`_postprocess` where a model has it (GPTModel, whose combined 1F1B schedule calls it alone), else `forward`
+(HybridModel, MambaModel, BertModel, T5Model). So models are found by what they have, not by their names.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+
+from megatron_ext.megatron.fused_loss.module_calls import innermost
+
+FORWARD = "forward"
+POSTPROCESS = "_postprocess"
+LOSS = "compute_language_model_loss"
+OUTPUT_PROCESSOR = "output_processor"
+LABELS = ("labels", "lm_labels")
+
+
+def language_models() -> Iterator[type]:
+    """Megatron's classes that have the loss, and all that are derived from them, as far as they are imported."""
+    found: list[type] = [LanguageModule]
+    for kind in found:  # which grows meanwhile
+        found.extend(type.__subclasses__(kind))
+    return iter(dict.fromkeys(found))
+
+
+def methods(kind: type) -> Iterator[str]:
+    """The methods that the class itself defines and that are given labels: those to be wrapped."""
+    for name in (FORWARD, POSTPROCESS):
+        method = vars(kind).get(name)
+        if inspect.isfunction(method) and label_argument(method) is not None:
+            yield name
+
+
+def region(kind: type) -> str:
+    """The method of a class within which logits are made and a loss is taken from them."""
+    method = inspect.getattr_static(kind, POSTPROCESS, None)
+    return POSTPROCESS if callable(method) and label_argument(method) is not None else FORWARD
+
+
+def label_argument(method: Any) -> str | None:
+    """The name under which a method takes labels; None where it takes none."""
+    parameters = inspect.signature(method).parameters
+    named = next((name for name in LABELS if name in parameters), None)
+    catches = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return named or (LABELS[0] if catches else None)
+
+
+def output_layer(model: Any) -> Any:
+    """The layer that makes logits: the model's own, or that of its `lm_head` (T5Model); None on another stage."""
+    if not getattr(model, "post_process", True):
+        return None
+    layer = getattr(model, "output_layer", None)
+    return getattr(getattr(model, "lm_head", None), "output_layer", None) if layer is None else layer
+
+
+def models_inside(model: Any) -> list[Any]:
+    """The language models in a model: itself, or those it wraps (data parallelism, 16-bit, LLaVA, MIMO).
+
+    Raises:
+        ValueError: there is none, although this is the stage of a pipeline that has the labels.
+    """
+    inside = model.modules() if isinstance(model, torch.nn.Module) else [model]
+    found = [one for one in inside if isinstance(one, LanguageModule) or not missing(type(one))]
+    if found:
+        for one in found:
+            check_layout(type(one))
+        return found
+    stage = getattr(model, "module", model)
+    if getattr(stage, "post_process", True) and getattr(stage, "add_decoder", True):
+        check_layout(type(stage))
+    return []
+
+
+def missing(kind: type) -> list[str]:
+    """What the fused head needs of a class and does not find, in words."""
+    lacking = []
+    for name in (FORWARD, POSTPROCESS) if hasattr(kind, POSTPROCESS) else (FORWARD,):
+        method = inspect.getattr_static(kind, name, None)
+        if not callable(method):
+            lacking.append(f"a method {name}()")
+        elif label_argument(method) is None:
+            lacking.append(f"an argument `labels` of {name}()")
+    if not callable(inspect.getattr_static(kind, LOSS, None)):
+        lacking.append(f"a method {LOSS}()")
+    return lacking
+
+
+def check_layout(kind: type) -> None:
+    """Find what the fused head needs of a model's class.
+
+    Raises:
+        ValueError: something is missing; the message says what.
+    """
+    lacking = missing(kind)
+    if lacking:
+        raise ValueError(
+            f"{kind.__name__} lacks {', '.join(lacking)}, and nothing inside it has them: the fused head goes in "
+            f"there; pass a language model of Megatron-Core ({megatron.core.__version__} here), or a model around one"
+        )
+
+
+def why_not_fused(model: Any) -> str | None:
+    """Why the logits of this model cannot be promised, or None if they can.
+
+    Only what is known to be a product of hidden states and weight, plus bias, with a softcap or without, can be; and
+    only Megatron's own loss is known to be a cross entropy.
+    """
+    reason = why_not_linear(output_layer(model))
+    if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
+        reason = f"it has a {LOSS} of its own"
+    return reason
+
+
+def why_not_linear(layer: Any) -> str | None:
+    """Why what an output layer makes of hidden states is not known, or None if it is."""
+    forward = type(layer).forward
+    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
+        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
+    )
+    if FORWARD in vars(layer):
+        return "its output layer has a forward of its own, put there by somebody else"
+    if not plain and not hasattr(layer, "softcap"):
+        return (
+            f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
+            f"a softcap or without, give it an attribute `softcap` (a number, or None)"
+        )
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return "its output layer has backward hooks, which need real logits"
+    return None
+
+
+def check_supported(model: Any) -> None:
+    """What the fused head would compute wrongly.
+
+    Raises:
+        ValueError: the output layer's weight is sharded by generalized tensor parallelism.
+    """
+    layer = output_layer(model)
+    size = getattr(layer, "gtp_remat_size", 1)
+    if size > 1:
+        raise ValueError(
+            f"the output layer of {type(model).__name__} has gtp_remat_size {size}: its weight is cut over ranks that "
+            f"the fused head does not gather from; train without generalized tensor parallelism "
+            f"(gtp_remat_size 1), or take the fused head out (unpatch_gpt_model_forward_for_linear_ce_fusion)"
+        )

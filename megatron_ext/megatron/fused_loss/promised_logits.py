@@ -1,0 +1,320 @@
+"""A tensor subclass that stands for logits not yet computed: what a patched output layer returns.
+
+A promise passes for the logits `[S, B, V/R]` and holds what they would be made of. Who has the labels redeems it
+for per-token losses, an output processor for what else it reads out of hidden states. Multiplied or divided by a number
+it is a promise of scaled logits; views of the same shape, `detach`, `contiguous` and `transpose(0, 1)` leave a promise.
+Whoever asks anything else of it (a dump to disk, an operation of a later Megatron) is given real logits: then they
+exist, and the loss is taken from them. Changed in place, also through a transpose, they stay changed.
+
+An `autograd.Function` is the one way past this: PyTorch neither tells its argument of the call nor lets its backward
+find the logits. So a promise is a leaf that requires gradients: what a Function makes of it is known by its graph and
+refused, and so is a gradient that comes back to the leaf. What C++ reads (a collective) are real values.
+
+Redeemed or made, the output layer is called once as a module, with the hooks that sharded data parallelism put on it:
+they gather its weight before, and again in backward.
+
+Shapes: S positions of the sequence, B batch, H hidden size, V vocabulary, R tensor-parallel ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from megatron_ext.distributed.groups import group_size, tensor_parallel_group
+from megatron_ext.megatron.fused_loss.module_calls import Hooks, calling
+
+_GETTERS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "is_quantized")
+_FACTS = [
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size, Tensor.__len__),
+    *(getattr(Tensor, name).__get__ for name in _GETTERS),
+]
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+_PRODUCTS = (Tensor.mul, torch.mul)
+_QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
+_SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+_TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
+
+
+@dataclass
+class Terms:
+    """The logits are `scale * softcapped(hidden @ weight.T + bias)`, of an output layer.
+
+    Attributes:
+        hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.
+        weight: what the layer was given; None: its own.
+        compute: has the layer make the logits, unscaled, from hidden states and weight.
+        hooks: the layer's forward hooks about parameters.
+        asked: told once when somebody asks for the logits themselves.
+        made: the logits, once somebody did.
+        with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
+            also where who asks for them does so under `no_grad`.
+        hits: of the last loss: its labels, and whether they have the largest logit `[S, B]`.
+        batch_outermost: the logits lie in memory as `[B, S, V/R]`.
+    """
+
+    layer: Any
+    hidden: Tensor
+    weight: Tensor | None
+    compute: Callable[[Tensor, Tensor | None], Tensor]
+    asked: Callable[["Terms"], None]
+    hooks: Hooks
+    scale: float = 1.0
+    made: Tensor | None = None
+    hits: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    with_grad: bool = field(default_factory=torch.is_grad_enabled)
+    batch_outermost: bool = False
+
+    @property
+    def columns(self) -> int:
+        own = getattr(self.layer, "output_size_per_partition", None)  # a sharded weight may not know
+        return self.own_weight.shape[0] if own is None else own
+
+    @property
+    def own_weight(self) -> Tensor:
+        """The parameter, as the layer has it now."""
+        return self.layer.weight if self.weight is None else self.weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self.layer, "output_dtype", None) or self.hidden.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        positions = self.hidden.shape[0] * (group_size(tp_group(self.layer)) if self.layer.sequence_parallel else 1)
+        return (positions, *self.hidden.shape[1:-1], self.columns)
+
+    def read(self, compute: Callable[[Tensor, Tensor], Any]) -> Any:
+        """`compute(hidden, weight)`, by a call of the output layer with its weight gathered.
+
+        The layer returns a plain tuple: hooks of Megatron-FSDP look for tensors in nothing deeper.
+        """
+        structure = None
+
+        def forward(hidden: Tensor) -> tuple:
+            nonlocal structure
+            leaves, structure = tree_flatten(compute(*_operands(self, hidden)))
+            return tuple(leaves)
+
+        with calling(self.layer, forward, self.hooks):
+            return tree_unflatten(self.layer(self.hidden), structure)  # type: ignore[arg-type]
+
+    def logits(self) -> Tensor:
+        """The real ones, made by the output layer the first time that someone wants them."""
+        if self.made is None:
+            self.asked(self)
+
+            def forward(hidden: Tensor) -> Any:
+                return self.compute(hidden, self.weight), None
+
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.with_grad),
+                calling(self.layer, forward, self.hooks),
+            ):
+                logits = self.layer(self.hidden)[0]
+                logits = logits if self.scale == 1.0 else logits * self.scale
+                self.made = logits.transpose(0, 1).contiguous().transpose(0, 1) if self.batch_outermost else logits
+        return self.made
+
+
+class PromisedLogits(Tensor):
+    """See the top of this file. Made by `promise_logits`.
+
+    Attributes:
+        terms: what the logits would be made of.
+        batch_first: the promise is of `[B, S, V/R]`.
+        detached: no gradient goes through it.
+    """
+
+    terms: Terms
+    batch_first: bool
+    detached: bool
+
+    @classmethod
+    def of(cls, terms: Terms, batch_first: bool = False, detached: bool = False) -> "PromisedLogits":
+        shape = terms.shape
+        if batch_first:
+            shape = (shape[1], shape[0], *shape[2:])
+        # One element of memory, whatever the shape; it shows itself where somebody reads it all the same.
+        element = terms.hidden.detach().new_full((), float("nan"), dtype=terms.dtype)
+        promise = element.expand(shape).as_subclass(cls)
+        promise.terms, promise.batch_first, promise.detached = terms, batch_first, detached
+        if _requires_grad(promise):
+            with torch._C.DisableTorchFunctionSubclass():
+                promise.requires_grad_().register_hook(_refuse_function)
+        return promise
+
+    def logits(self) -> Tensor:
+        """The real ones; transposed or detached they share memory, as of any tensor.
+
+        Raises:
+            ValueError: an `autograd.Function` made this promise.
+        """
+        self.check_own()
+        logits = self.terms.logits()
+        logits = logits.transpose(0, 1) if self.batch_first else logits
+        return logits.detach() if self.detached else logits
+
+    def check_own(self) -> None:
+        """Refuse what an `autograd.Function` made of a promise: its backward would be left out.
+
+        Raises:
+            ValueError: that is so.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if _GRAD_FN(self) is not None:
+                _refuse_function()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PromisedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.logits().clone()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            if func == _REQUIRES_GRAD:
+                return _requires_grad(args[0])
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        promise = next((x for x in args if isinstance(x, PromisedLogits)), None)
+        if promise is not None:
+            promise.check_own()
+        kept = None if promise is None or promise.terms.made is not None else _kept(promise, func, args, kwargs)
+        if kept is not None:
+            return kept
+        args, kwargs = tree_map(lambda x: x.logits() if isinstance(x, PromisedLogits) else x, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        with torch.overrides.enable_reentrant_dispatch():  # so that logits which are made here have a gradient
+            args, kwargs = tree_map(
+                lambda x: x.logits().detach() if isinstance(x, PromisedLogits) else x, (args, kwargs or {})
+            )
+        return func(*args, **kwargs)
+
+
+def promise_logits(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor | None,
+    gathered: bool | None,
+    compute: Callable[[Tensor, Tensor | None], Tensor],
+    asked: Callable[[Terms], None],
+    hooks: Hooks,
+) -> PromisedLogits:
+    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off.
+
+    Raises:
+        ValueError: the logits would be gathered from several ranks; Megatron's loss of them is too high by the
+            logarithm of their number.
+    """
+    if (layer.gather_output if gathered is None else gathered) and group_size(tp_group(layer)) > 1:
+        raise ValueError(
+            f"{'parallel_output is False' if gathered is None else f'runtime_gather_output is {gathered}'} and there "
+            f"are labels: a loss is taken from logits that stay sharded over the {group_size(tp_group(layer))} "
+            f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
+            f"gathered logits"
+        )
+    return PromisedLogits.of(Terms(layer, hidden, weight, compute, asked, hooks))
+
+
+def tp_group(layer: Any):
+    """The ranks that share an output layer's vocabulary."""
+    return tensor_parallel_group(getattr(layer, "tp_group", None))
+
+
+def _operands(terms: Terms, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and this rank's whole shard `[V/R, H]` of the weight, in the dtype to compute in."""
+    weight = terms.own_weight
+    if isinstance(weight, DTensor):  # of an embedding that is tied to the output and sharded by FSDP2
+        weight = _gathered(weight).to(hidden.dtype)
+    if hidden.element_size() == 2 and terms.dtype == torch.float32 and not hidden.is_cuda:
+        return hidden.float(), weight.float()  # on CUDA the head's logits are fp32 already
+    return hidden, weight
+
+
+def _gathered(weight: DTensor) -> Tensor:
+    """The whole of a weight whose gradients the ranks of its mesh average, as FSDP2 averages those of its own."""
+    mesh = weight.device_mesh
+    whole = weight.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / mesh.size())
+    return whole
+
+
+def check_graph(logits: Tensor) -> None:
+    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there.
+
+    Raises:
+        ValueError: that is so.
+    """
+    nodes = [logits.grad_fn]
+    seen = {None, *nodes}
+    for node in nodes:  # which grows meanwhile
+        if isinstance(getattr(node, "variable", None), PromisedLogits):
+            _refuse_function()
+        before = {source for source, _ in getattr(node, "next_functions", ())} - seen
+        nodes += before
+        seen |= before
+
+
+def _refuse_function(gradient: Tensor | None = None) -> None:
+    raise ValueError(
+        "an autograd.Function was applied to logits that the fused head has not made, where its backward would be "
+        "left out: apply it to logits.clone(), which makes them, or take the fused head out "
+        "(unpatch_gpt_model_forward_for_linear_ce_fusion)"
+    )
+
+
+def _requires_grad(promise: PromisedLogits) -> bool:
+    terms, layer = promise.terms, promise.terms.layer
+    parts = (terms.hidden, terms.weight, layer.weight, layer.bias)
+    return torch.is_grad_enabled() and not promise.detached and any(x is not None and x.requires_grad for x in parts)
+
+
+def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
+    """What the call makes of a promise of logits that nobody has made yet, if that is a promise again."""
+    terms = promise.terms
+    if promise is args[0] and not kwargs:
+        if func in _SAME and all(x.shape == promise.shape for x in args[1:]):
+            turned = promise.batch_first != terms.batch_outermost and 1 not in promise.shape[:2]
+            if func is Tensor.contiguous and turned:
+                terms = replace(terms, batch_outermost=promise.batch_first, hits=None)  # a copy
+            detached = promise.detached or func in (Tensor.detach, torch.detach)
+            return PromisedLogits.of(terms, promise.batch_first, detached)
+        if func in (Tensor.view, Tensor.reshape, torch.reshape) and _same_shape(promise, args[1:]):
+            return PromisedLogits.of(terms, promise.batch_first, promise.detached)
+        if func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
+            return PromisedLogits.of(terms, not promise.batch_first, promise.detached)
+    factor = _factor(promise, func, args, kwargs)
+    if factor is None:
+        return None
+    scaled = replace(terms, scale=terms.scale * factor, hits=None)
+    return PromisedLogits.of(scaled, promise.batch_first, promise.detached)
+
+
+def _same_shape(promise: PromisedLogits, sizes: tuple) -> bool:
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    return all(type(x) is int for x in sizes) and sizes == tuple(promise.shape)
+
+
+def _factor(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> float | None:
+    """The positive number that the call multiplies a promise with, if it does that."""
+    if kwargs or len(args) != 2 or func not in _PRODUCTS + _QUOTIENTS:
+        return None
+    number = args[1] if promise is args[0] else args[0]
+    if type(number) not in (int, float) or not 0 < number < float("inf"):
+        return None
+    if func in _PRODUCTS:
+        return float(number)
+    return 1.0 / number if promise is args[0] else None

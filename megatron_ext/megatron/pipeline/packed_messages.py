@@ -1,0 +1,102 @@
+"""Several tensors packed into one message between stages, with a field that says which rank failed.
+
+A rank that fails in a pass goes on sending and receiving, with zeros for what it cannot compute and with its mark,
+until the schedule ends; so no other rank waits for it in vain, and every rank that a mark has reached raises at the
+end. The marks stay on the device until then.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALIGNED = 16  # bytes: views of any dtype begin there
+
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Marks:
+    """Which rank failed, as far as this one knows: its number in the job plus one, 0 for none. On `device`."""
+
+    def __init__(self, device: torch.device):
+        self.mark = torch.zeros(1, dtype=torch.int64, device=device)
+        self._error: Exception | None = None
+        self._before = 0  # the mark when it was raised
+        self._expected: list[tuple[Tensor, str]] = []
+
+    def expect(self, found: Tensor, expected: Tensor, name: str) -> None:
+        """Mark this rank if two tensors differ, which the device may find out later.
+
+        Not where another rank has failed before: then zeros came in the place of what is expected.
+        """
+        if found.shape != expected.shape:
+            raise ValueError(f"the {name} have shape {tuple(found.shape)}, {tuple(expected.shape)} was expected")
+        differ = (found != expected).any()
+        self._expected.append((differ, name))
+        self.mark.copy_(torch.where(self.mark == 0, differ * (dist.get_rank() + 1), self.mark))
+
+    def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
+        """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
+        if self._error is None:
+            try:
+                return compute()
+            except Exception as error:
+                traceback.clear_frames(error.__traceback__)
+                self._error, self._before = error, int(self.mark)
+                self.mark.clamp_(min=dist.get_rank() + 1)
+        return otherwise
+
+    def raise_what_failed(self) -> None:
+        """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""
+        failed = self._before or int(self.mark)
+        if self._error is not None and not self._before:
+            raise self._error
+        if failed == dist.get_rank() + 1:
+            name = next(name for differ, name in self._expected if differ)
+            raise ValueError(
+                f"the {name} are not those that follow from the model's own, by roll_tensor: a vocabulary shared over "
+                f"pipeline stages cannot be trained with others; train without sharing"
+            )
+        if failed:
+            raise RuntimeError(
+                f"rank {failed - 1} failed in this step and the other stages of its pipeline end with it; its own "
+                f"error says why"
+            ) from self._error  # which came of the zeros that were sent, if there is one
+
+    def pack(self, *tensors: Tensor) -> Tensor:
+        """A new buffer with the tensors and this rank's mark."""
+        buffer = empty_parcel([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], self.mark.device)
+        forms: list[Form] = [*((tuple(tensor.shape), tensor.dtype) for tensor in tensors), ((1,), torch.int64)]
+        for view, tensor in zip(_views(buffer, forms), (*tensors, self.mark), strict=True):
+            view.copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+        """The tensors in a buffer that has arrived, as views of it; its mark is kept."""
+        *tensors, mark = _views(buffer, [*forms, ((1,), torch.int64)])
+        torch.maximum(self.mark, mark, out=self.mark)
+        return tensors
+
+
+def empty_parcel(forms: Sequence[Form], device: torch.device) -> Tensor:
+    """A buffer for tensors of these shapes and dtypes, and the mark."""
+    size = sum(_room(form) for form in forms) + _room(((1,), torch.int64))
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _room(form: Form) -> int:
+    shape, dtype = form
+    return -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+def _views(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+    views, at = [], 0
+    for form in forms:
+        shape, dtype = form
+        views.append(buffer[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        at += _room(form)
+    return views

@@ -1,0 +1,60 @@
+"""An action that may fail on one rank, with the failure raised on all ranks, so that none hangs."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_ext.distributed.collectives import all_gather_object
+
+T = TypeVar("T")
+
+
+class FailedElsewhere(Exception):
+    """Something failed on another rank, and nothing on this one. Raised as one of the kinds below."""
+
+
+class ValueErrorElsewhere(FailedElsewhere, ValueError):
+    pass
+
+
+class OSErrorElsewhere(FailedElsewhere, OSError):
+    pass
+
+
+class RuntimeErrorElsewhere(FailedElsewhere, RuntimeError):
+    pass
+
+
+def agree(act: Callable[[], T]) -> list[T]:
+    """What `act` returned on each rank of the world, in rank order. The results are pickled.
+
+    Communicates: two collectives; the ranks are in step afterwards.
+
+    Raises:
+        ValueError, OSError: `act` raised it on this rank, or on another one: then the message says on which, and the
+            error is a `FailedElsewhere` too.
+        RuntimeErrorElsewhere: `act` raised anything else on another rank.
+    """
+    fault: Exception | None = None
+    result: T | None = None
+    try:
+        result = act()
+    except Exception as error:
+        fault = error
+    failed = None if fault is None else (_kind(fault), f"{type(fault).__name__}: {fault}")
+    world = dist.group.WORLD if dist.is_initialized() else None
+    found = all_gather_object((failed, result), world)
+    if fault is not None:
+        raise fault
+    for rank, (other, _) in enumerate(found):
+        if other is not None:
+            kind, message = other
+            raise kind(f"rank {rank} failed: {message}")
+    return [result for _, result in found]
+
+
+def _kind(fault: Exception) -> type[FailedElsewhere]:
+    """What the other ranks raise."""
+    kinds = {ValueError: ValueErrorElsewhere, OSError: OSErrorElsewhere}
+    return next((kinds[kind] for kind in kinds if isinstance(fault, kind)), RuntimeErrorElsewhere)

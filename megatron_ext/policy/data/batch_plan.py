@@ -1,0 +1,196 @@
+"""How the ranks split a batch into micro-batches: validated and agreed on before anything is computed.
+
+Legend: B rows of this data-parallel rank, S positions.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.config import check_positive
+from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.loss_protocol import LossType, rows_together, valid_counts
+from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank among those that hold other rows (dp), and how many ranks hold the same ones: `copies` (cp * tp) in
+    each of `stages` of a pipeline. Global ranks go through (stages, dp, copies), copies fastest."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+    copies: int = 1
+    stages: int = 1
+
+    def replica(self, rank: int) -> int:
+        """The data-parallel rank of a global one."""
+        return rank // self.copies % self.dp_size
+
+    def first_ranks(self, stage: int = 0) -> range:
+        """Of each data-parallel rank one global rank, on this stage."""
+        begin = stage * self.dp_size * self.copies
+        return range(begin, begin + self.dp_size * self.copies, self.copies)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A global batch on this rank.
+
+    Attributes:
+        micro_batches: rows of each micro-batch.
+        passes: how many micro-batches every rank runs; one with fewer repeats its first, to no effect.
+        valid_seqs, valid_toks: rows and tokens of the global batch that count.
+    """
+
+    micro_batches: tuple[list[int], ...]
+    passes: int
+    valid_seqs: float = 0.0
+    valid_toks: float = 0.0
+
+    def rows(self) -> list[tuple[list[int], bool]]:
+        """For each pass the rows, and whether it counts."""
+        repeated = [(self.micro_batches[0], False)] * (self.passes - len(self.micro_batches))
+        return [(rows, True) for rows in self.micro_batches] + repeated
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a micro-batch may be: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
+
+    Token ids are below `vocabulary`.
+    """
+
+    kind: str
+    rows: int
+    tokens: int
+    vocabulary: int
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive("mbs (micro_batch_size)", self.rows)
+
+    def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
+        if self.kind == "fixed":
+            return fixed(data.size, self.rows, unit)
+        lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
+        return (
+            packed(lengths, self.tokens, unit) if self.kind == "packed" else within_tokens(lengths, self.tokens, unit)
+        )
+
+
+def training_steps(
+    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int, shape: Shape, place: Place
+) -> list[Step]:
+    """The global batches in `data`, this rank's rows of which follow each other.
+
+    Communicates: two collectives of a few bytes over all ranks.
+
+    Raises:
+        ValueError: on every rank, if the data of one of them cannot be trained on; the message says why.
+    """
+    check_positive("gbs", global_batch_size)
+    unit = getattr(loss_fn, "unit", 1)
+
+    def prepare() -> tuple[int, list[list[list[int]]], list[tuple[float, float]]]:
+        batch = _checked(data, shape, _needs(loss_fn))
+        own, rest = divmod(global_batch_size, place.dp_size)
+        if rest or batch.size % own:
+            raise ValueError(
+                f"data has {batch.size} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
+                f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
+            )
+        if shape.kind == "fixed" and own % shape.rows:
+            raise ValueError(
+                f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
+                f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
+            )
+        batches = [batch.get_batch(i, own) for i in range(batch.size // own)]
+        cuts = [shape.cut(part, rows_together(loss_fn)) for part in batches]
+        shifted = [[[i * own + row for row in rows] for rows in cut] for i, cut in enumerate(cuts)]
+        return batch.size, shifted, [valid_counts(part, unit) for part in batches]
+
+    found = _one_per_replica(agree(prepare), place)
+    sizes = [size for size, _, _ in found]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
+    steps = []
+    for i, micro_batches in enumerate(found[place.dp_rank][1]):
+        counts = [valid[i] for _, _, valid in found]
+        passes = max(len(cuts[i]) for _, cuts, _ in found)
+        steps.append(Step(tuple(micro_batches), passes, sum(rows for rows, _ in counts), sum(n for _, n in counts)))
+    return steps
+
+
+def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Place) -> Step:
+    """A part of a global batch, of which the ranks may have different numbers of rows; else as `training_steps`."""
+    unit = getattr(loss_fn, "unit", 1)
+
+    def prepare() -> tuple[list[list[int]], tuple[float, float]]:
+        batch = _checked(data, shape, _needs(loss_fn))
+        return shape.cut(batch, rows_together(loss_fn)), valid_counts(batch, unit)
+
+    found = _one_per_replica(agree(prepare), place)
+    valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))
+    return Step(tuple(found[place.dp_rank][0]), max(len(cut) for cut, _ in found), valid_seqs, valid_toks)
+
+
+def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
+    """All rows of `data` once; communication and errors as for `training_steps`."""
+    needs = ("input_ids", "input_lengths")
+    found = _one_per_replica(agree(lambda: shape.cut(_checked(data, shape, needs))), place)
+    return Step(tuple(found[place.dp_rank]), max(map(len, found)))
+
+
+def _needs(loss_fn: Any) -> Sequence[str]:
+    needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
+    kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
+    return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs
+
+
+def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> BatchedDataDict:
+    batch = BatchedDataDict(data)
+    missing = sorted({*needs, *(["input_lengths"] if shape.kind != "fixed" else [])} - set(batch))
+    if missing:
+        raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")
+    tokens_BS = batch["input_ids"]
+    if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
+        raise ValueError("input_ids must be a tensor of integers [rows, positions]; pad the rows behind")
+    if batch.size == 0 or tokens_BS.shape[1] < 2:
+        raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of two tokens or more")
+    least, most = int(tokens_BS.min()), int(tokens_BS.max())
+    if least < 0 or most >= shape.vocabulary:
+        raise ValueError(
+            f"input_ids are {least} to {most}: they must lie in 0 to {shape.vocabulary - 1}, padding too, as the model "
+            f"knows no other tokens; give it the tokenizer that the model was made with"
+        )
+    for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2)):
+        value = batch.get(name)
+        if value is not None and (not isinstance(value, Tensor) or value.dim() != dims):
+            found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"{name} is {found}: it must be a tensor [{', '.join(('rows', 'positions')[:dims])}]")
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != tokens_BS.shape[1]:
+            raise ValueError(
+                f"{name} is {list(value.shape)} and input_ids {list(tokens_BS.shape)}: dim 1 of every tensor is the "
+                f"sequence; pad it alike"
+            )
+    lengths = batch.get("input_lengths")
+    if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens_BS.shape[1])).all()):
+        raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
+    return batch
+
+
+def _one_per_replica(found: list[Any], place: Place) -> list[Any]:
+    """What each data-parallel rank found; ranks that hold the same rows must have found the same."""
+    for replica, first in enumerate(place.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+        if any(found[rank] != found[first] for rank in ranks):
+            raise ValueError(
+                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
+                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
+            )
+    return [found[first] for first in place.first_ranks()]

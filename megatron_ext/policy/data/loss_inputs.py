@@ -1,0 +1,140 @@
+"""What a loss function reads of the model, by its `input_type`, and how it is called.
+
+Without one it is called as `LossFunction` says. With one, of `LossInputType` or NeMo-RL's, which have the same values,
+it is called as NeMo-RL calls its losses: `loss_fn(data=..., global_valid_seqs=..., global_valid_toks=..., ...)` with
+
+    "logprob"       next_token_logprobs `[B, S - 1]`
+    "logit"         logits `[B, S, V]`, of the whole vocabulary on every rank: they are made, and gathered
+                    of a reward model `[B, 1]`, of each row
+    "distillation"  student_topk_logprobs, teacher_topk_logprobs `[B, S - 1, K]`, and H_all `[B, S - 1]` (sums of
+                    p log p) or None, of the loss's `zero_outside_topk` and `kl_type`
+
+The temperature has divided the logits of all. Under top-k or top-p log-probabilities of tokens that are not kept are 0,
+without a gradient, and where the loss has a `reference_policy_kl_penalty` the data get "curr_logprobs_unfiltered",
+those of the whole distribution.
+
+Legend: B rows, S positions, V vocabulary, K ids per token.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import gather_log_probs, gather_logits
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.loss_protocol import LossInputType, rows_together
+from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.worker.scoring import Read, Scoring
+
+# Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
+Call = Callable[[Tensor, BatchedDataDict, Tensor, Tensor], Any]
+
+
+class LossInputs(NamedTuple):
+    read: Read
+    call: Call
+
+
+def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
+    """How `worker` gets what `loss_fn` reads.
+
+    Raises:
+        ValueError: its `input_type` is not known.
+    """
+    kind = getattr(loss_fn, "input_type", None)
+    value = getattr(kind, "value", kind)
+    if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:
+        raise ValueError(
+            f"{type(loss_fn).__name__}.input_type is {value!r}, and the worker has a reward model: it must be 'logit', "
+            f"as NeMo-RL's PreferenceLossFn has it"
+        )
+    if value in (None, LossInputType.LOGPROB.value):
+        return _log_probs(worker, loss_fn, by_keywords=value is not None)
+    if value == LossInputType.LOGIT.value:
+        return _rewards(worker, loss_fn) if worker.settings.gives_rewards else _logits(worker, loss_fn)
+    if value == LossInputType.DISTILLATION.value:
+        return _distillation(worker, loss_fn)
+    known = ", ".join(repr(known.value) for known in LossInputType)
+    raise ValueError(f"{type(loss_fn).__name__}.input_type is {value!r}: a policy worker has inputs for {known} alone")
+
+
+def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
+    with_plain = worker._filters and bool(getattr(loss_fn, "reference_policy_kl_penalty", 0))
+
+    def read(micro_batch: BatchedDataDict) -> Tensor:
+        return worker._row_log_probs(micro_batch, with_plain)
+
+    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        log_probs_BS = found[..., 0] if with_plain else found
+        first = int(by_keywords)  # NeMo-RL's have none of the first token
+        if with_plain:
+            micro_batch["curr_logprobs_unfiltered"] = found[:, first:, 1]
+        if not by_keywords:
+            return loss_fn(log_probs_BS, micro_batch, seqs, toks)
+        return loss_fn(next_token_logprobs=log_probs_BS[:, 1:], **_keywords(micro_batch, seqs, toks))
+
+    return LossInputs(read, call)
+
+
+def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
+    def whole(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+        return whole_vocabulary(logits.float(), tp_group, vocab)
+
+    def read(micro_batch: BatchedDataDict) -> Tensor:
+        return worker._row_logits(micro_batch, whole, worker._vocabulary)
+
+    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
+
+    return LossInputs(read, call)
+
+
+def _rewards(worker: Scoring, loss_fn: Any) -> LossInputs:
+    known = hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1
+    if worker.settings.batching.kind != "fixed" and not known:
+        raise ValueError(
+            f"{type(loss_fn).__name__} has no `unit`, and {worker.settings.batching.kind} micro-batches may part rows "
+            f"that belong together: set it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
+        )
+
+    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        last_B = worker._last_tokens(micro_batch)
+        rewards = found[torch.arange(len(found), device=found.device), last_B]
+        return loss_fn(logits=rewards, **_keywords(micro_batch, seqs, toks))
+
+    return LossInputs(worker._row_rewards, call)
+
+
+def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
+    zero = bool(loss_fn.zero_outside_topk)
+    with_entropy = zero and loss_fn.kl_type != "forward"
+
+    def of_student(logits: Tensor, ids: Tensor, tp_group: Group, vocab: VocabShard) -> Tensor:
+        shard: dict[str, Any] = {"tp_group": tp_group, "vocab": vocab}
+        if not zero:
+            return gather_logits(logits, ids, **shard).float().log_softmax(-1)
+        found = gather_log_probs(logits, ids, **shard, return_entropy=with_entropy)
+        return torch.cat([found[0], -found[1].unsqueeze(-1)], -1) if isinstance(found, tuple) else found
+
+    def read(micro_batch: BatchedDataDict) -> Tensor:
+        ids_BSK = micro_batch["teacher_topk_indices"]
+        return worker._row_logits(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
+
+    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        k = micro_batch["teacher_topk_indices"].shape[2]
+        return loss_fn(
+            student_topk_logprobs=found[:, :-1, :k],
+            teacher_topk_logprobs=micro_batch["teacher_topk_logits"].float().log_softmax(-1)[:, :-1],
+            H_all=found[:, :-1, k] if with_entropy else None,
+            **_keywords(micro_batch, seqs, toks),
+        )
+
+    return LossInputs(read, call)
+
+
+def _keywords(micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> dict[str, Any]:
+    return {"data": micro_batch, "global_valid_seqs": seqs, "global_valid_toks": toks}

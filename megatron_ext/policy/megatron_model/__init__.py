@@ -1,0 +1,1 @@
+"""Megatron-Core's GPTModel as a policy: its layout over ranks, its chunks as one module, Llama's weights."""

@@ -1,0 +1,300 @@
+"""A group of Ray actors, one a rank, that start, are called and end together.
+
+Ray (https://www.ray.io) starts the processes and carries data and errors; the workers talk to each other by
+torch.distributed as they do under torchrun.
+"""
+
+import math
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Self
+
+from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
+from megatron_ext.policy.ray.heartbeat import PERIOD_S, Heartbeat
+from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
+
+_POLL_S = LOOK_S / 2
+# How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
+_GRACE_S = 30.0
+_RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", "namespace"))
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long actors may take to start and to build their model; a call may take (None: as long as it does); and an
+    actor may be stopped, or all of them hung (None: nobody looks)."""
+
+    start_s: float
+    call_s: float | None
+    heartbeat_s: float | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("start_timeout_s", self.start_s), ("call_timeout_s", self.call_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}: it must be positive")
+        if self.heartbeat_s is not None and not self.heartbeat_s >= 3 * PERIOD_S:
+            raise ValueError(
+                f"heartbeat_timeout_s is {self.heartbeat_s}: a beat comes every {PERIOD_S:.0f} s, so it must be "
+                f"{3 * PERIOD_S:.0f} or more; or None, to watch nothing"
+            )
+
+
+class RayActors:
+    """Workers that `worker_cls` makes of the arguments `make`, one on each of `world_size` ranks.
+
+    Args:
+        bundle: what Ray reserves for an actor; it sees no other GPUs.
+        env_vars: environment variables of the actors.
+        timeouts: how long what may take.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
+
+    def __init__(
+        self,
+        worker_cls: Callable[..., Any],
+        make: Mapping[str, Any],
+        world_size: int,
+        bundle: Mapping[str, float],
+        env_vars: Mapping[str, str] | None,
+        timeouts: Timeouts,
+    ):
+        self._ray = import_ray()
+        self._worker_cls, self._make, self.world_size, self._bundle = worker_cls, dict(make), world_size, dict(bundle)
+        self._env_vars, self._timeouts = dict(env_vars or {}), timeouts
+        self._actors: list[Any] = []
+        self._liveness: Liveness | None = None
+        self._placement: Any = None
+        self._failure: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def wait(self, begun: list[Any]) -> list[Any]:
+        """The results of what was begun, by rank."""
+        return self._collect(begun)
+
+    def is_alive(self, timeout_s: float = 30.0) -> bool:
+        """Whether every actor answers in time. One that is busy does not, and goes on; if one is dead, all are ended.
+
+        False after `shutdown`, and after a `restart` that failed.
+        """
+        try:
+            return all(self._collect(self._begin("is_alive"), timeout_s))
+        except RuntimeError:
+            return False
+
+    def restart(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """New actors with the weights of a checkpoint, after one has died; the old ones are gone."""
+        self._kill("restart() ended the actors")
+        self._start(weights_path, optimizer_path)
+
+    def shutdown(self) -> None:
+        """Ends the actors and gives their resources back, whatever they are doing."""
+        try:
+            if self._failure is None:
+                self._collect(self._begin("shutdown"), _GRACE_S)
+        except RuntimeError:  # stuck or dead; they are ended anyway
+            pass
+        finally:
+            self._kill("shutdown() ended the actors")
+
+    def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
+        self._failure = None
+        try:
+            self._make_actors()
+            found = self._collect([actor.where.remote() for actor in self._actors], self._timeouts.start_s)
+            places, address = [place for place, _ in found], found[0][1]
+            if self._timeouts.heartbeat_s is not None:
+                self._liveness = Liveness(self._ray, places, self._timeouts.heartbeat_s)
+            make = self._make | {"weights_path": weights_path, "optimizer_path": optimizer_path}
+            begun = [
+                actor.build.remote(
+                    rank,
+                    self.world_size,
+                    address,
+                    self._worker_cls,
+                    make,
+                    None if self._liveness is None else self._liveness.monitor(rank),
+                )
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._collect(begun, self._timeouts.start_s)
+        except BaseException as error:
+            self._kill(f"the actors did not start: {type(error).__name__}: {error}")
+            raise
+
+    def _make_actors(self) -> None:
+        """Has Ray make the actors, each in its part of one placement group."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = self._ray
+        self._placement = placement_group([dict(self._bundle) for _ in range(self.world_size)], strategy="PACK")
+        if not self._placement.wait(self._timeouts.start_s):
+            raise RuntimeError(
+                f"Ray has no room for {self.world_size} actors with {self._bundle} each; it has "
+                f"{ray.cluster_resources()}: add nodes, or ask for less"
+            )
+        needs: dict[str, Any] = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0)}
+        # Ray does not hide GPUs from actors that ask for none.
+        hidden = {} if self._bundle.get("GPU") else {"CUDA_VISIBLE_DEVICES": ""}
+        needs["runtime_env"] = {"env_vars": hidden | self._env_vars}
+        places = [PlacementGroupSchedulingStrategy(self._placement, i) for i in range(self.world_size)]
+        actor = ray.remote(_Actor)
+        self._actors = [actor.options(scheduling_strategy=place, **needs).remote() for place in places]
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return self._collect(self._begin(method, *args))
+
+    def _begin(self, method: str, *args: Any) -> list[Any]:
+        self._check_alive()
+        return [actor.call.remote(method, *args) for actor in self._actors]
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"{self._failure}; call restart(weights_path) to go on from a checkpoint")
+
+    def _collect(self, begun: list[Any], timeout_s: float | None = None) -> list[Any]:
+        """The results by rank. A rank that dies, stops or hangs ends the group, one that raises while others go on,
+        and a call that takes longer than any may.
+
+        Without these, actors that do not answer in `timeout_s` are left to go on: a RuntimeError says which.
+        """
+        ray, pending, results = self._ray, list(begun), {}
+        began = looked = time.monotonic()
+        errors: dict[int, Exception] = {}  # Ray's, with the rank's own as its cause
+        limit = self._timeouts.call_s if timeout_s is None else timeout_s
+        deadline = math.inf if limit is None else began + limit
+        while pending:
+            done, pending = ray.wait(pending, timeout=_POLL_S)
+            for ref in done:
+                rank = begun.index(ref)
+                try:
+                    results[rank] = ray.get(ref)
+                except ray.exceptions.RayTaskError as error:
+                    errors[rank] = error
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                except ray.exceptions.RayError as error:
+                    self._fail(f"rank {rank} of {self.world_size} died: {_death(error)}")
+            if pending and time.monotonic() > deadline:
+                self._late([begun.index(ref) for ref in pending], errors, timeout_s)
+            if pending and self._liveness is not None and time.monotonic() > looked + LOOK_S:
+                looked = time.monotonic()
+                if fault := self._liveness.fault([begun.index(ref) for ref in pending]):
+                    self._fail(fault + _told(errors))
+        if errors:
+            # A rank on which nothing failed may have answered first.
+            rank, sent = min(errors.items(), key=lambda item: isinstance(_own(item[1]), FailedElsewhere))
+            own = _own(sent)
+            own.add_note(f"on rank {rank} of {self.world_size}")
+            raise own from sent  # which shows the traceback on that rank
+        return [results[rank] for rank in range(len(begun))]
+
+    def _late(self, ranks: list[int], errors: Mapping[int, Exception], timeout_s: float | None) -> NoReturn:
+        """Of ranks that did not answer in time."""
+        what = f"ranks {ranks} of {self.world_size} did not answer"
+        doing = "" if self._liveness is None else self._liveness.doing(ranks)
+        if errors:
+            self._fail(what + _told(errors) + doing)
+        if timeout_s is None:
+            self._fail(f"{what} within call_timeout_s, {self._timeouts.call_s} s{doing}")
+        raise RuntimeError(f"{what} within {timeout_s} s{doing}")
+
+    def _fail(self, what: str) -> NoReturn:
+        """The others may wait for ever in a collective: all actors are ended."""
+        self._kill(what)
+        raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
+
+    def _kill(self, why: str) -> None:
+        """Ends the actors, and has every later call say why: the first reason since they were started."""
+        self._failure = self._failure or why
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        if self._liveness is not None:
+            self._liveness.end()
+            self._liveness = None
+        if self._placement is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+class _Actor:
+    """One rank."""
+
+    def where(self) -> tuple[Whereabouts, tuple[str, int]]:
+        """Where this actor is, and where the ranks of its group can meet."""
+        import ray
+
+        place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return place, (ray.util.get_node_ip_address(), free.getsockname()[1])
+
+    def build(
+        self,
+        rank: int,
+        world_size: int,
+        address: tuple[str, int],
+        worker_cls: Callable[..., Any],
+        make: dict[str, Any],
+        monitor: Any,
+    ) -> None:
+        """Makes the worker. `monitor` gets the beats; None: there are none."""
+        names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
+        # Ray shows an actor its own GPUs alone: each is the first.
+        os.environ.update({name: str(value) for name, value in names.items()} | {"LOCAL_RANK": "0"})
+        self._during = nullcontext if monitor is None else Heartbeat(partial(monitor.note.remote, rank)).during
+        with self._during("build"):
+            self.worker = _worker_call(worker_cls, (), make)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        with self._during(method):
+            return _worker_call(getattr(self.worker, method), args, kwargs)
+
+
+def _worker_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The frame in which a call begins, for `Heartbeat`."""
+    return function(*args, **kwargs)
+
+
+def import_ray() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("RayPolicy needs Ray, which is not installed: pip install 'megatron-ext[ray]'") from error
+    return ray
+
+
+def _death(error: BaseException) -> str:
+    """What Ray says of an actor's death, without its own names for the actor, which come before the reason."""
+    told = [line for line in str(error).splitlines() if not line.startswith(_RAY_NAMES)]
+    return " ".join(" ".join(told).split())
+
+
+def _own(error: Any) -> Exception:
+    """What the rank raised, of the error in which Ray sent it."""
+    return error.cause if isinstance(error.cause, Exception) else error
+
+
+def _told(errors: Mapping[int, Exception]) -> str:
+    raised = {rank: _own(error) for rank, error in errors.items()}
+    return "".join(f"; rank {rank} raised {type(own).__name__}: {own}" for rank, own in raised.items())

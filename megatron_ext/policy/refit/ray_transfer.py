@@ -1,0 +1,101 @@
+"""The weights of a policy of Ray actors, for generators in this process or elsewhere."""
+
+import platform
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_ext.policy.ray.actors import RayActors
+from megatron_ext.policy.refit.weight_transfer import WeightsHandle, buckets, load_weights, read_weights
+from megatron_ext.policy.worker.device_memory import device_id, visible_devices
+
+
+class RayRefit(RayActors):
+    """Actors whose workers hand weights on: see `megatron_ext.policy.refit.worker_weights`."""
+
+    def get_gpu_info(self) -> list[dict[str, Any]]:
+        """Each rank's device and memory."""
+        return self._all("get_gpu_info")
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        return self._all("prepare_refit_info")[0]
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        return self._all("prepare_weights_for_ipc")[0]
+
+    def get_weights_ipc_handles(
+        self, keys: Iterable[str], devices: Collection[str] | None = None
+    ) -> dict[str, WeightsHandle]:
+        """The handles of all devices, or of these, by their ids; see the worker's."""
+        found: dict[str, WeightsHandle] = {}
+        for handles in self._all("get_weights_ipc_handles", list(keys), devices):
+            found |= handles
+        return found
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """Begins the workers' `init_collective`, where rank 0 waits for the generators; give the result to `wait`."""
+        return self._begin("init_collective", ip, port, world_size)
+
+    def broadcast_weights_for_collective(self) -> list[Any]:
+        """Begins to send the weights, while the generators receive them; give the result to `wait`."""
+        return self._begin("broadcast_weights_for_collective")
+
+    def refit(self, model: nn.Module) -> None:
+        """Copies the policy's weights into a plain model of this process, which must run on an actor's host.
+
+        They come from the actor on the model's own device, or on another one that this process sees.
+
+        Memory beside both models: one bucket of `refit_buffer_bytes`, on that device alone.
+
+        Raises:
+            ValueError: no actor is on a device of this process.
+        """
+        for handle in self._handles_for(next(model.parameters()).device):
+            load_weights(model, handle)
+
+    def iter_weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight of the policy, whole and in `precision`, by transformers' names, in this process, which must run
+        on an actor's host: views of an actor's memory on `device`, or on another one that this process sees.
+
+        A weight may be used until the next one is asked for; copy what must stay. For files' names see
+        `megatron_ext.policy.refit.hub_names`.
+
+        Raises:
+            ValueError: no actor is on a device of this process.
+        """
+        for handle in self._handles_for(torch.device(device)):
+            yield from read_weights(handle)
+
+    def free_weights(self) -> None:
+        """Weights that were shared with other processes are released; nothing where the actors are."""
+        if self._failure is None:
+            self.get_weights_ipc_handles([])
+
+    def _handles_for(self, wanted: torch.device) -> Iterator[WeightsHandle]:
+        """All weights, shared a bucket at a time on `wanted` or another device that this process sees."""
+        _, budget = self.prepare_weights_for_ipc()
+        device = self._nearest(wanted)
+        try:
+            for bucket in buckets(self.prepare_refit_info(), int(budget)):
+                names = [row.name for row in bucket.rows]
+                yield self.get_weights_ipc_handles(names, [device])[device]
+        finally:
+            self.free_weights()
+
+    def _nearest(self, own: torch.device) -> str:
+        """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
+        actors = self.get_gpu_info()
+        shared = [device for device in visible_devices() if (platform.node(), device) in map(_where, actors)]
+        if not shared:
+            raise ValueError(
+                f"refit() on {platform.node()} sees {', '.join(visible_devices())}, the actors are on "
+                f"{', '.join(sorted({f'{device} of {host}' for host, device in map(_where, actors)}))}: the model must "
+                f"be on a device of theirs; use init_collective elsewhere"
+            )
+        return device_id(own) if device_id(own) in shared else shared[0]
+
+
+def _where(info: Mapping[str, Any]) -> tuple[str, str]:
+    return info["node"], info["device_id"]

@@ -1,0 +1,214 @@
+"""Weights from the trainer to processes that hold the plain model, through buffers of bounded size.
+
+Weights are laid into buckets: one-dimensional byte buffers of at most `buffer_bytes` (a larger weight gets one of its
+own), with a row that says where in it each weight lies. A bucket travels in one of three ways:
+
+    same host, CPU     a block of shared memory
+    same GPU           a CUDA IPC handle of the buffer
+    elsewhere          a broadcast over a group of both jobs
+
+Both sides make the same buckets from names, shapes and dtypes alone.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.distributed.group_between_jobs import JobsGroup
+from megatron_ext.policy.refit.shared_memory import BlockAddress, SharedBlock, map_block
+from megatron_ext.policy.worker.device_memory import device_id, visible_devices
+
+WeightInfo = Mapping[str, tuple[torch.Size, torch.dtype]]
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where a weight lies in its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The weight inside of the buffer, uint8 `[bytes]`."""
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    rows: tuple[Row, ...]
+    nbytes: int
+
+
+def buckets(info: WeightInfo, buffer_bytes: int) -> list[Bucket]:
+    """The weights in their order, as many to a bucket as fit."""
+    found: list[Bucket] = []
+    rows: list[Row] = []
+    end = 0
+    for name, (shape, dtype) in info.items():
+        row = Row(name, tuple(shape), dtype, end)
+        if rows and end + row.nbytes > buffer_bytes:
+            found.append(Bucket(tuple(rows), end))
+            row = Row(name, row.shape, dtype, 0)
+            rows = []
+        rows.append(row)
+        end = row.offset + -(-row.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return [*found, Bucket(tuple(rows), end)] if rows else found
+
+
+@dataclass(frozen=True)
+class CudaAddress:
+    """A buffer on the GPU of this id: what opens it, and with what."""
+
+    device: str
+    rebuild: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class WeightsHandle:
+    """What another process needs to read a bucket."""
+
+    rows: tuple[Row, ...]
+    where: BlockAddress | CudaAddress
+
+
+class HeldWeights:
+    """One bucket, shared with other processes until `free()` is called or this process ends."""
+
+    def __init__(self, bucket: Bucket, device: torch.device):
+        self._block: SharedBlock | None = None
+        if device.type == "cuda":
+            from torch.multiprocessing.reductions import reduce_tensor
+
+            self.buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            where: BlockAddress | CudaAddress = CudaAddress(device_id(device), *reduce_tensor(self.buffer))
+        else:
+            self._block = SharedBlock(bucket.nbytes)
+            self.buffer, where = self._block.buffer, self._block.address
+        self.handle = WeightsHandle(bucket.rows, where)
+
+    def write(self, row: Row, weight: Tensor) -> None:
+        row.view(self.buffer).copy_(weight)
+
+    def finish(self) -> None:
+        """Waits for the device: other processes do not."""
+        if self.buffer.device.type == "cuda":
+            torch.cuda.synchronize(self.buffer.device)
+
+    def free(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        if self._block is not None:
+            self._block.free()
+
+
+def read_weights(handle: WeightsHandle) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights of a bucket of another process on this host: views of its memory.
+
+    Ends when the GPU has done what was begun with them, since their owner may then use that memory for others.
+
+    Raises:
+        ValueError: they are gone, or lie on another host or on a GPU that this process does not see.
+    """
+    where = handle.where
+    buffer = _on_this_gpu(where) if isinstance(where, CudaAddress) else map_block(where)
+    yield from ((row.name, row.view(buffer)) for row in handle.rows)
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize(buffer.device)
+
+
+def _on_this_gpu(where: CudaAddress) -> Tensor:
+    """The owner's number of its GPU is not this process's."""
+    seen = visible_devices()
+    if where.device not in seen:
+        raise ValueError(
+            f"the weights lie on {where.device}, and this process sees {', '.join(seen)}: run it on that GPU, or send "
+            f"them by a broadcast"
+        )
+    call = inspect.signature(where.rebuild).bind(*where.arguments)
+    call.arguments["storage_device"] = seen[where.device].index
+    return where.rebuild(*call.args, **call.kwargs)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, handle: WeightsHandle) -> None:
+    """Copies a bucket into the parameters of a plain model of the same names, in their own dtype.
+
+    Raises:
+        ValueError: the model lacks a weight, or has it in another shape.
+    """
+    state = model.state_dict()
+    for name, weight in read_weights(handle):
+        _copy(state, name, weight)
+
+
+@torch.no_grad()
+def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
+    """Broadcasts the weights, whole and in the order of `info`, to the other ranks of the group; see
+    `receive_weights`."""
+    weights = iter(weights)
+    for bucket in buckets(info, buffer_bytes):
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device)
+        for row, (name, weight) in zip(bucket.rows, weights, strict=False):
+            assert name == row.name
+            row.view(buffer).copy_(weight)
+        group.broadcast(buffer)
+
+
+@torch.no_grad()
+def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> None:
+    """Copies what the trainer broadcasts into a plain model; `info` and `buffer_bytes` are the trainer's.
+
+    Communicates: one broadcast a bucket.
+
+    Raises:
+        ValueError: the model lacks a weight, or has it in another shape; after all has been received.
+    """
+    state = model.state_dict()
+    fault: ValueError | None = None
+    for bucket in received_weights(group, info, buffer_bytes):
+        for name, weight in bucket:
+            try:
+                _copy(state, name, weight)
+            except ValueError as error:
+                fault = fault or error
+    if fault is not None:
+        raise fault
+
+
+def received_weights(group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The buckets that the trainer broadcasts, each as names and weights, which share one buffer.
+
+    All must be taken: the other ranks of the group wait for this one.
+    """
+    for bucket in buckets(info, buffer_bytes):
+        buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
+        yield [(row.name, row.view(buffer)) for row in bucket.rows]
+
+
+def join_collective(
+    ip: str, port: int, rank: int, world_size: int, device: torch.device | str = "cpu", timeout_s: float = 300
+) -> JobsGroup:
+    """Joins the group of a trainer's `init_collective(ip, port, world_size)` as its rank `rank`, from 1."""
+    return JobsGroup(ip, port, rank, world_size, device, timeout_s)
+
+
+def _copy(state: Mapping[str, Tensor], name: str, weight: Tensor) -> None:
+    if name not in state or state[name].shape != weight.shape:
+        found = f"has it as {list(state[name].shape)}" if name in state else "lacks it"
+        raise ValueError(
+            f"the weight {name} {list(weight.shape)} came, and the model {found}: both sides must hold the same model; "
+            f"build the generator's from the policy's config"
+        )
+    state[name].copy_(weight)

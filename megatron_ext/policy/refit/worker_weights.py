@@ -1,0 +1,161 @@
+"""A worker's weights for generators under transformers' names: shared on the same device, or broadcast."""
+
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.group_between_jobs import JobsGroup
+from megatron_ext.policy.config import check_positive
+from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.ray.heartbeat import outside_wait
+from megatron_ext.policy.refit import weight_transfer
+from megatron_ext.policy.refit.hub_names import Rename, hub_rename, renamed
+from megatron_ext.policy.worker import device_memory
+from megatron_ext.policy.worker.backend import Backend
+from megatron_ext.policy.worker.model_factories import model_factories
+
+
+class Refitting(Backend):
+    """A policy that hands its weights on."""
+
+    _held: weight_transfer.HeldWeights | None = None
+    _to_generators: JobsGroup | None = None
+
+    def prepare_refit_info(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Names, whole shapes and dtype of the weights that generators get, in order."""
+        return {name: (x.shape, self.settings.dtype) for name, x in self._exports().items()}
+
+    @torch.no_grad()
+    def iter_weights(self, hub_names: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight that generators get, whole, in `precision`: its name and `[...]` on this rank's device.
+
+        For generators of other kinds than those that this module serves. Each is made when it is asked for, and all
+        ranks must take all of them.
+
+        Args:
+            hub_names: the names that files on the Hugging Face Hub have, as vLLM's `load_weights` takes them: each
+                expert by itself. Else those of `prepare_refit_info()`. Queries, keys and values, gate and up
+                come each by itself in either case; who keeps them fused joins them.
+
+        Communicates: the all-gathers that make each weight whole.
+        """
+        self._refuse_reference("iter_weights()")
+        self._move_model(self.device)
+        weights = ((name, x.make().to(self.settings.dtype)) for name, x in self._exports().items())
+        yield from renamed(weights, self._hub_rename) if hub_names else weights
+
+    def iter_weight_buckets(
+        self, buffer_bytes: int | None = None, hub_names: bool = True
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """As `iter_weights`, in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger weight alone."""
+        limit = check_positive("buffer_bytes", buffer_bytes or self.settings.refit_buffer_bytes)
+        bucket: list[tuple[str, Tensor]] = []
+        for name, weight in self.iter_weights(hub_names):
+            if bucket and sum(x.nbytes for _, x in bucket) + weight.nbytes > limit:
+                yield bucket
+                bucket = []
+            bucket.append((name, weight))
+        if bucket:
+            yield bucket
+
+    @cached_property
+    def _hub_rename(self) -> Rename:
+        return hub_rename(model_factories(self.settings.model, self.settings.gives_rewards).make_empty)
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """The size of each weight in bytes, and how many of them should be asked for at a time."""
+        self._move_model(self.device)
+        sizes = [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in self.prepare_refit_info().items()]
+        return sizes, float(self.settings.refit_buffer_bytes)
+
+    @torch.no_grad()
+    def get_weights_ipc_handles(
+        self, keys: Iterable[str], devices: Collection[str] | None = None
+    ) -> dict[str, weight_transfer.WeightsHandle]:
+        """Lays these weights open, whole, for processes on the same device: by its id what `load_weights` takes.
+
+        The last ones are gone then. One rank of each device shares them, and the others return {}.
+
+        Args:
+            keys: names of `prepare_refit_info()`.
+            devices: only on those of these ids (see `report_device_id`), the same on all ranks; None: on each.
+
+        Communicates: the all-gathers that make each weight whole; the ids of the devices.
+
+        Raises:
+            ValueError: a name that the model lacks.
+        """
+        self._refuse_reference("get_weights_ipc_handles()")
+        self._free_held()
+        info = self.prepare_refit_info()
+        keys = list(keys)
+        if unknown := [key for key in keys if key not in info]:
+            raise ValueError(f"the model has no weights {unknown}: pass names of prepare_refit_info()")
+        chosen = weight_transfer.buckets(
+            {key: info[key] for key in keys}, sum(s.numel() * d.itemsize + 64 for s, d in info.values())
+        )
+        here = device_memory.device_id(self.device)
+        own = agree(lambda: here).index(here) == self.rank and (devices is None or here in devices)
+
+        def lay_open() -> None:
+            if own and chosen:
+                self._held = weight_transfer.HeldWeights(chosen[0], self.device)
+
+        agree(lay_open)  # memory may be short on one rank
+        exports = self._exports()
+        for row in chosen[0].rows if chosen else ():
+            weight = exports[row.name].make()
+            if self._held is not None:
+                self._held.write(row, weight)
+        if self._held is None:
+            return {}
+        self._held.finish()
+        return {here: self._held.handle}
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Rank 0 joins the generators, who call `join_collective`, in a group of `world_size`, as its rank 0.
+
+        Raises:
+            RuntimeError: they did not all come in time; on every rank.
+        """
+
+        def join() -> None:
+            if self.rank == 0:
+                with outside_wait("the generators to join"):
+                    self._to_generators = JobsGroup(ip, port, 0, world_size, self.device)
+
+        agree(join)
+
+    @torch.no_grad()
+    def broadcast_weights_for_collective(self) -> None:
+        """Sends all weights to the generators, who call `receive_weights`.
+
+        Communicates: the all-gathers that make each weight whole; one broadcast for each bucket of weights, of
+        `refit_buffer_bytes` at most; two collectives of a few bytes.
+
+        Raises:
+            ValueError: before `init_collective`; on every rank.
+        """
+        self._refuse_reference("broadcast_weights_for_collective()")
+
+        def joined() -> None:
+            if self.rank == 0 and self._to_generators is None:
+                raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
+
+        agree(joined)
+        weights = ((name, x.make()) for name, x in self._exports().items())
+        try:
+            if self._to_generators is not None:
+                budget = self.settings.refit_buffer_bytes
+                with outside_wait("the generators to receive"):
+                    weight_transfer.send_weights(weights, self.prepare_refit_info(), self._to_generators, budget)
+        finally:
+            for _ in weights:  # the other ranks need this one's part, also where the generators are gone
+                pass
+
+    def _free_held(self) -> None:
+        if self._held is not None:
+            self._held.free()
+            self._held = None

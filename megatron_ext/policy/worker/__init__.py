@@ -1,0 +1,1 @@
+"""The policy worker and its calls: training, scoring, generation."""

@@ -1,0 +1,108 @@
+"""Moves a worker's model and optimizer between GPU and CPU, and reports the GPU's free memory."""
+
+import gc
+import os
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def join_world() -> torch.device:
+    """This rank's device, in the default process group: the one that is there, or torchrun's, or a world of one."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "nccl" not in dist.get_backend():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_id(device: torch.device) -> str:
+    """What tells this device from all others: "GPU-..." as NVML has it, or "CPU-" and the name of the host."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"CPU-{platform.node()}"
+
+
+def visible_devices() -> dict[str, torch.device]:
+    """The devices of this process by `device_id`, the CPU first."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in gpus)]
+    return {device_id(device): device for device in devices}
+
+
+def device_info(device: torch.device) -> dict[str, Any]:
+    """The device by name, and its memory in MiB; on the CPU without."""
+    info: dict[str, Any] = {"device": str(device), "device_id": device_id(device), "node": platform.node()}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        amounts = {
+            "free": free,
+            "total": total,
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+        }
+        info |= {f"{name}_mib": amount / 2**20 for name, amount in amounts.items()}
+    return info
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU, or of the host for the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_cached_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """FSDP2 with offloaded parameters moves no buffers."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def move_optimizer(optimizer: Optimizer | None, device: torch.device) -> None:
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[name] = value.to(device)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor."""
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+@torch.no_grad()
+def copies_on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Local parts, pinned where they come from a GPU."""
+    found = {}
+    for name, x in tensors:
+        part = local(x)
+        found[name] = torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda").copy_(part)
+    return found
+
+
+@torch.no_grad()
+def exchange(tensors: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> None:
+    """Swaps the contents of local parts with those of `others`, one tensor at a time."""
+    for name, x in tensors:
+        part = local(x)
+        held = part.to(others[name].device, copy=True)
+        part.copy_(others[name])
+        others[name].copy_(held)

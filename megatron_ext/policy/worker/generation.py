@@ -1,0 +1,177 @@
+"""Sequences from the policy, by transformers' own `generate` on a whole copy of the model on every rank.
+
+For small models, tests and examples, without another engine; for a server such as vLLM see `policy/refit`.
+
+Legend: B rows, S positions of prompts, T of prompts and answers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.refit.worker_weights import Refitting
+from megatron_ext.policy.worker.model_factories import model_factories
+from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+
+
+class Generating(Refitting):
+    """A policy that samples. The methods are those of NeMo-RL's `GenerationInterface`."""
+
+    tokenizer: Any
+    _generator: nn.Module | None = None
+    _generations = 0
+
+    @torch.no_grad()
+    def prepare_for_generation(self, *_: Any, **__: Any) -> None:
+        """Every rank makes a whole copy of the model, in `precision`, with the weights as they are now.
+
+        Memory: the whole model on every rank, until `finish_generation`.
+
+        Communicates: the all-gathers that make each weight whole; two collectives of a few bytes.
+        """
+        if self.settings.gives_rewards:
+            raise ValueError("this worker has a reward model, which samples nothing: leave reward_model_cfg out")
+        generator = self._generator
+
+        def build() -> None:
+            nonlocal generator
+            if generator is None:
+                with torch.random.fork_rng(devices=[]):
+                    generator = model_factories(self.settings.model).make_empty()
+                generator.to(self.device, self.settings.dtype).eval()
+                _keep_stops(generator)
+
+        agree(build)  # memory may be short on one rank
+        assert generator is not None
+        state = generator.state_dict()
+        for name, weight in self.iter_weights(hub_names=False):
+            state[name].copy_(weight)
+        self._generator = generator
+
+    def finish_generation(self, *_: Any, **__: Any) -> None:
+        """Frees the copy."""
+        self._generator = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        data: Mapping[str, Any],
+        greedy: bool = False,
+        seed: int | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> BatchedDataDict:
+        """Answers to prompts, of the settings in `generation`: `max_new_tokens`, `temperature`, `top_k`, `top_p`,
+        `stop_token_ids`.
+
+        Args:
+            data: this rank's right-padded prompts, `input_ids` `[B, S]` and `input_lengths` `[B]`. Every rank may have
+                rows of its own: each has the whole model.
+            greedy: the likeliest tokens, instead of drawn ones.
+            seed: of what is drawn; None: another one with each call, from the configuration's.
+            rows: the numbers of the rows in the whole batch, which with the seed say what they draw; None: from 0.
+
+        Returns:
+            On the CPU, "output_ids" `[B, T]`: prompts and answers, right-padded; "generation_lengths" and
+            "unpadded_sequence_lengths" `[B]`: tokens of the answers, and of both; "logprobs" fp32 `[B, T]`: of the
+            answers' tokens, 0 elsewhere, what `get_logprobs` gives, as far as `precision` goes.
+
+        Communicates: nothing after `prepare_for_generation`; else what that does, before and not after.
+
+        Raises:
+            ValueError: prompts or settings that cannot be used; of prompts on this rank alone.
+        """
+        settings = SamplingSettings.of(self.cfg, self.tokenizer, self.settings)
+        prepared = self._generator is not None
+        if not prepared:
+            self.prepare_for_generation()
+        try:
+            batch = _checked(data, self._vocabulary)
+            self._generations += 1
+            seed = self.settings.seed * 1_000_003 + self._generations if seed is None else seed
+            numbers = range(batch.size) if rows is None else rows
+            sampler = Sampler(settings, None if greedy else row_seeds(seed, numbers), self.device)
+            assert self._generator is not None
+            return _generated(self._generator, batch.to(self.device), settings, sampler)
+        finally:
+            if not prepared:
+                self.finish_generation()
+
+
+def _generated(model: Any, batch: BatchedDataDict, settings: SamplingSettings, sampler: Sampler) -> BatchedDataDict:
+    lengths_B, width = batch["input_lengths"], batch["input_ids"].shape[1]
+    column_S = torch.arange(width, device=lengths_B.device)
+    # transformers goes on at the right end: prompts stand there while it runs.
+    shift_B1 = (width - lengths_B)[:, None]
+    is_token_BS = column_S >= shift_B1
+    place_BS = (column_S - shift_B1).clamp(min=0)
+    prompts_BS = batch["input_ids"].gather(1, place_BS).where(is_token_BS, settings.pad_token_id)
+    out_BT: Tensor = model.generate(
+        input_ids=prompts_BS,
+        attention_mask=is_token_BS.long(),
+        logits_processor=[sampler],
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=settings.max_new_tokens,
+        pad_token_id=settings.pad_token_id,
+        **({"eos_token_id": list(settings.stop_token_ids)} if settings.stop_token_ids else {}),
+        temperature=None,
+        top_p=None,
+        top_k=None,
+    )
+    answers_BN = out_BT[:, width:]
+    stops = settings.stop_token_ids or _stops(model)
+    stopped_BN = torch.isin(answers_BN, torch.tensor(stops, device=answers_BN.device, dtype=answers_BN.dtype))
+    # A token counts where none of those before it ended the row.
+    counts_BN = (stopped_BN.long().cumsum(1) - stopped_BN.long()) == 0
+    new_B = counts_BN.sum(1)
+    total_B = lengths_B + new_B
+    shape = (len(lengths_B), width + answers_BN.shape[1])
+    output_BT = torch.full(shape, settings.pad_token_id, device=answers_BN.device, dtype=answers_BN.dtype)
+    log_probs_BT = torch.zeros(shape, device=answers_BN.device)
+    output_BT[:, :width] = batch["input_ids"].where(column_S < lengths_B[:, None], settings.pad_token_id)
+    row, step = counts_BN.nonzero(as_tuple=True)
+    output_BT[row, lengths_B[row] + step] = answers_BN[row, step]
+    log_probs_BT[row, lengths_B[row] + step] = sampler.log_probs()[row, step]
+    found = {
+        "output_ids": output_BT,
+        "generation_lengths": new_B,
+        "unpadded_sequence_lengths": total_B,
+        "logprobs": log_probs_BT,
+    }
+    longest = int(total_B.max())
+    return BatchedDataDict({name: x[:, :longest].cpu() if x.dim() > 1 else x.cpu() for name, x in found.items()})
+
+
+def _keep_stops(model: Any) -> None:
+    """Of the model's generation config leave only where it stops: penalties and the like would change what is drawn,
+    and not what is scored."""
+    own = model.generation_config
+    kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}
+    model.generation_config = type(own)(**kept)
+
+
+def _stops(model: Any) -> list[int]:
+    """Those that the model itself stops at."""
+    found = model.generation_config.eos_token_id
+    return [] if found is None else found if isinstance(found, list) else [found]
+
+
+def _checked(data: Mapping[str, Any], vocabulary: int) -> BatchedDataDict:
+    missing = [name for name in ("input_ids", "input_lengths") if name not in data]
+    if missing:
+        raise ValueError(f"data lacks {', '.join(missing)}: generate() needs right-padded prompts and their lengths")
+    tokens_BS, lengths_B = data["input_ids"], data["input_lengths"]
+    if tokens_BS.dim() != 2 or not tokens_BS.numel() or lengths_B.shape != tokens_BS.shape[:1]:
+        raise ValueError(
+            f"input_ids are {list(tokens_BS.shape)} and input_lengths {list(lengths_B.shape)}: they must be [rows, "
+            f"positions] and [rows], of one row or more"
+        )
+    if int(lengths_B.min()) < 1 or int(lengths_B.max()) > tokens_BS.shape[1]:
+        raise ValueError(f"input_lengths are {lengths_B.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
+    if int(tokens_BS.min()) < 0 or int(tokens_BS.max()) >= vocabulary:
+        raise ValueError(f"input_ids are {int(tokens_BS.min())} to {int(tokens_BS.max())}: below {vocabulary}, from 0")
+    return BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B)

@@ -1,0 +1,102 @@
+"""A sampler for transformers' `generate` that draws from the distribution that training scores.
+
+A token is drawn from the softmax of `logits / temperature`, of which top-k and then top-p keep some, ties of the last
+one included (as vLLM does): the distribution that `get_logprobs` scores. Every row draws from a random sequence of its
+own, so that what it gets depends neither on the rows beside it nor on the rank that it lies on.
+
+Legend: B rows, V vocabulary.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.policy.config import Settings
+from megatron_ext.reference import kept
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """NeMo-RL's `generation` part of a configuration, as far as it says how tokens are drawn.
+
+    Attributes:
+        top_k, top_p: None and 1.0 keep all.
+        stop_token_ids: end a row, and count as its last token; empty: those of the model's own generation config.
+        pad_token_id: stands behind the end of a row.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tokenizer: Any, settings: Settings) -> "SamplingSettings":
+        """Of a worker's configuration, and of the settings that `read_config` made of it.
+
+        Raises:
+            ValueError: a key that only `generate` needs is missing or has a value that it cannot have.
+        """
+        generation = config.get("generation") or {}
+        if generation.get("stop_strings"):
+            raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
+        most = generation.get("max_new_tokens")
+        if type(most) is not int or most < 1:
+            raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")
+        stops = tuple(generation.get("stop_token_ids") or ())
+        pad = pad_token_of(config, tokenizer)
+        return cls(most, settings.temperature, settings.top_k, settings.top_p, stops, pad)
+
+
+def pad_token_of(config: Mapping[str, Any], tokenizer: Any) -> int:
+    """The configuration's, else the tokenizer's, else 0."""
+    found = (config.get("generation") or {}).get("_pad_token_id")
+    found = getattr(tokenizer, "pad_token_id", None) if found is None else found
+    return 0 if found is None else found
+
+
+class Sampler:
+    """A logits processor of transformers that draws the tokens itself: its scores are largest at the drawn ones.
+
+    So `generate` runs with `do_sample=False`. `log_probs(tokens)` is asked once at the end.
+
+    Args:
+        seeds: of each row's random sequence; None: no sampling, the likeliest token.
+    """
+
+    def __init__(self, settings: SamplingSettings, seeds: Sequence[int] | None, device: torch.device):
+        self._settings = settings
+        self._random = None if seeds is None else [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self._log_probs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        settings = self._settings
+        z_BV = scores.float() / settings.temperature
+        z_BV = z_BV.masked_fill(~kept(z_BV, settings.top_k, settings.top_p), -torch.inf)
+        if self._random is None:
+            drawn_B = z_BV.argmax(-1)
+        else:
+            drawn_B = torch.stack([_drawn(row, own) for row, own in zip(z_BV, self._random, strict=True)])
+        self._log_probs.append(z_BV.log_softmax(-1).gather(-1, drawn_B[:, None])[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, drawn_B[:, None], 0.0)
+
+    def log_probs(self) -> Tensor:
+        """fp32 `[B, steps]`: of the tokens that were drawn, also behind the end of a row."""
+        return torch.stack(self._log_probs, 1)
+
+
+def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
+    """Seeds that have nothing to do with each other, of rows by their numbers in the whole batch."""
+    return [random.Random(f"{seed}, {row}").getrandbits(63) for row in rows]
+
+
+def _drawn(z_V: Tensor, generator: torch.Generator) -> Tensor:
+    """One token by its probability: the largest of `p / e`, e exponentially distributed (Gumbel's trick)."""
+    noise_V = torch.empty_like(z_V).exponential_(generator=generator)
+    return (z_V.softmax(-1) / noise_V).argmax()

@@ -1,0 +1,223 @@
+"""Log-probabilities of a batch's tokens, by the policy and by its reference.
+
+Legend: B rows of this data-parallel rank, S positions.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import vocab_topk
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
+from megatron_ext.policy.data.packed_rows import Rows
+from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.worker import device_memory
+from megatron_ext.policy.worker.backend import Backend
+from megatron_ext.policy.worker.reward_model import last_tokens
+
+T = TypeVar("T")
+Read = Callable[[BatchedDataDict], Tensor]
+# Of what was read, its micro-batch, the rows of that, and whether they count: a loss, or None.
+Use = Callable[[Tensor, BatchedDataDict, list[int], bool], Tensor | None]
+
+
+class Scoring(Backend):
+    """A policy that says how probable tokens are."""
+
+    @torch.no_grad()
+    def get_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """Log-probabilities of the tokens of right-padded rows.
+
+        Args:
+            data: this data-parallel rank's `input_ids` `[B, S]` and `input_lengths` `[B]`. Ranks may have different B.
+            micro_batch_size: rows of a micro-batch; None: `logprob_batch_size`.
+            timer: as NeMo-RL's, measures "get_logprobs".
+
+        Returns:
+            "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding. With
+            `generation.top_k` or `top_p` of what these leave, and 0 for tokens that they do not keep.
+
+        Communicates: beside the model, two collectives of a few bytes.
+
+        Raises:
+            ValueError: data that cannot be scored, on every rank.
+        """
+        with timed(timer, "get_logprobs"):
+            return BatchedDataDict(logprobs=self._scored(data, micro_batch_size, self._row_log_probs))
+
+    @torch.no_grad()
+    def get_topk_logits(
+        self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """The k largest logits of each position, over the temperature: what a student is distilled from.
+
+        Args:
+            data, micro_batch_size: as for `get_logprobs`.
+            k: how many; at most the vocabulary.
+            timer: as NeMo-RL's, measures "get_topk_logits".
+
+        Returns:
+            "topk_logits", fp32, and "topk_indices", int64, `[B, S, k]` on the CPU, falling, of what each position
+            predicts; 0 for padding.
+
+        Raises:
+            ValueError: k that cannot be, or data that cannot be scored, on every rank.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self._vocabulary:
+            raise ValueError(f"k is {k!r}: it must be an int from 1 to the vocabulary's size {self._vocabulary}")
+
+        def largest(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+            values, ids = vocab_topk(logits, k, tp_group, vocab)
+            return torch.cat([values.double(), ids.double()], -1)  # which holds every id
+
+        with timed(timer, "get_topk_logits"):
+            found = self._scored(data, micro_batch_size, lambda batch: self._row_logits(batch, largest, 2 * k))
+        return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
+
+    @torch.no_grad()
+    def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
+        """The rewards of rows, by a reward model (`reward_model_cfg.enabled`).
+
+        Args:
+            data, timer: as for `get_logprobs`; its label is "score".
+
+        Returns:
+            "scores", fp32 `[B]` on the CPU: what the head says of a row's last token that is not the config's
+            `pad_token_id`, over the temperature, as in NeMo-RL.
+
+        Raises:
+            ValueError: the worker has a causal language model, or data that cannot be scored; on every rank.
+        """
+        if not self.settings.gives_rewards:
+            raise ValueError(
+                f"score() is of reward models, and this {type(self).__name__} has a causal language model: set "
+                f"reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
+            )
+        with timed(timer, "score"):
+            found = self._scored(data, None, self._row_rewards)
+        return BatchedDataDict(scores=found[torch.arange(len(found)), self._last_tokens(data), 0])
+
+    def _last_tokens(self, data: Mapping[str, Any]) -> Tensor:
+        config: Any = self.model.config
+        return last_tokens(data["input_ids"], data["input_lengths"], config.get_text_config().pad_token_id)
+
+    def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
+        """`[B, S, 1]`: what a reward model says of each position."""
+
+        def first_column(rewards: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+            return whole_vocabulary(rewards.float(), tp_group, vocab)
+
+        return self._row_logits(micro_batch, first_column, 1)
+
+    def get_reference_policy_logprobs(
+        self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> BatchedDataDict:
+        """As `get_logprobs`, of the reference policy, whose distribution is whole: top-k and top-p would leave others
+        of it. Key and label are "reference_logprobs" and "get_reference_policy_logprobs".
+        """
+        with timed(timer, "get_reference_policy_logprobs"), self.use_reference_model():
+            return BatchedDataDict(reference_logprobs=self.get_logprobs(data, micro_batch_size)["logprobs"])
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        """While it lasts, the model has the reference policy's weights, and host memory those of the model.
+
+        Inside it may be entered again, to no effect; nothing can be trained, saved, loaded or handed on.
+        """
+        if self.reference is None:
+            raise ValueError("there is no reference policy: the worker was made with init_reference_model=False")
+        if self._is_reference:
+            yield
+            return
+        device_memory.exchange(self._state().items(), self.reference)
+        self._is_reference = True
+        try:
+            yield
+        finally:
+            device_memory.exchange(self._state().items(), self.reference)
+            self._is_reference = False
+
+    def _scored(self, data: Mapping[str, Any], micro_batch_size: int | None, read: Read) -> Tensor:
+        """What `read` makes of every micro-batch, `[rows, positions, ...]`, for all of `data` `[B, S, ...]` on the CPU;
+        0 behind a micro-batch's positions."""
+        batching = self.settings.batching
+        rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
+        step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
+        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
+        self.model.eval()
+        whole: Tensor | None = None
+
+        def keep(found: Tensor, _: BatchedDataDict, rows_: list[int], counts: bool) -> None:
+            nonlocal whole
+            if whole is None:
+                whole = torch.zeros(*batch["input_ids"].shape, *found.shape[2:], dtype=found.dtype)
+            if counts:
+                whole[rows_, : found.shape[1]] = found.cpu()
+
+        self._run_passes(step, batch, read, keep)
+        self._end_inference()
+        return self._from_last_stage(whole)
+
+    def _run_passes(self, step: Step, batch: BatchedDataDict, read: Read, use: Use) -> None:
+        """Every pass of a step through the model: `read` gives what the model computes of a micro-batch, `use` makes
+        of that, where a pipeline ends, a loss to go back from, or None."""
+        for rows, counts in step.rows():
+            micro_batch = self._micro_batch(batch, rows)
+            loss = use(read(micro_batch), micro_batch, rows, counts)
+            if loss is not None:
+                loss.backward()
+
+    def _from_last_stage(self, found: T | None) -> T:
+        """What `_run_passes` left on the last stage of a pipeline, on every rank."""
+        assert found is not None
+        return found
+
+    def _shape(self, rows: int, tokens: int) -> Shape:
+        return Shape(self.settings.batching.kind, rows, tokens, self._vocabulary, self._places_multiple)
+
+    def _micro_batch(self, batch: BatchedDataDict, rows: list[int]) -> BatchedDataDict:
+        micro_batch = batch.select_indices(rows)
+        dynamic = self.settings.batching.kind == "dynamic"
+        return micro_batch.cut(max(2, int(micro_batch["input_lengths"].max()))) if dynamic else micro_batch
+
+    def _rows(self, micro_batch: BatchedDataDict) -> Rows:
+        return Rows.of(micro_batch, self.settings.batching.kind == "packed", self._places_multiple)
+
+    @property
+    def _filters(self) -> bool:
+        """Whether log-probabilities are those that top-k and top-p leave: not of the reference, as it has others."""
+        return (self.settings.top_k is not None or self.settings.top_p < 1) and not self._is_reference
+
+    def _row_log_probs(self, micro_batch: BatchedDataDict, with_plain: bool = False) -> Tensor:
+        """fp32 `[B, S]`: of each token given those before it; 0 for the first, behind a row's end, and for tokens that
+        the filters do not keep. `with_plain`: `[B, S, 2]`, beside them those of the whole distribution.
+        """
+        if self.settings.gives_rewards:
+            raise ValueError(
+                "this worker has a reward model, which has no log-probabilities: call score(), train it with a loss "
+                "whose input_type is 'logit', or leave reward_model_cfg out"
+            )
+        rows = self._rows(micro_batch)
+        if not self._filters:
+            return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))
+        kept, *plain = self._sampled_log_probs(rows.tokens, rows.cu_seqlens, with_plain)
+        kept = kept.where(kept > -torch.inf, 0.0)
+        return rows.at_tokens(torch.stack([kept, *plain], -1) if with_plain else kept)
+
+    def _row_logits(
+        self, micro_batch: BatchedDataDict, read: Callable[..., Tensor], columns: int, beside: Tensor | None = None
+    ) -> Tensor:
+        """`[B, S, columns]`: what `read` makes of each position's logits, and of `beside` `[B, S, K]`; see
+        `_from_logits`. 0 behind a row's end."""
+        rows = self._rows(micro_batch)
+        given = None if beside is None else rows.laid(beside)
+        return rows.at_positions(self._from_logits(rows.tokens, rows.cu_seqlens, read, columns, given))

@@ -1,0 +1,221 @@
+"""Training steps on global batches: forward and backward, what all ranks agree on, and the update.
+
+Legend: B rows of this data-parallel rank, S positions.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.policy.batch import BatchedDataDict
+from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
+from megatron_ext.policy.data.batch_plan import Shape, Step, training_steps
+from megatron_ext.policy.data.loss_inputs import inputs_of
+from megatron_ext.policy.data.loss_protocol import LossFunction
+from megatron_ext.policy.data.timer import Timer, timed
+from megatron_ext.policy.worker.scoring import Scoring
+
+Counts = tuple[float, float]  # rows and tokens that a loss is divided by
+Metrics = list[dict[str, float]]  # of each micro-batch
+
+
+class Training(Scoring):
+    """A policy that learns from losses on its log-probabilities."""
+
+    def train(
+        self,
+        data: Mapping[str, Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for every global batch in `data`; with `eval_mode` none, only losses.
+
+        Losses and gradients are those of the global batch in one piece, whatever the micro-batches and the layout.
+
+        Args:
+            data: this data-parallel rank's rows, right-padded: `input_ids` `[B, S]`, `sample_mask` `[B]` (which rows
+                count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads.
+            loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
+                what its `input_type` says: see `megatron_ext.policy.data.loss_inputs`. NeMo-RL's own may be given.
+            gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
+            mbs: rows of a micro-batch on this rank; None: `train_micro_batch_size`.
+            timer: as NeMo-RL's, measures "train".
+
+        Returns:
+            "global_loss" `[steps]` on the CPU; "grad_norm" `[steps]`, before clipping (None with `eval_mode`); "rank";
+            "all_mb_metrics": for each name the numbers of this rank's micro-batches, made to be summed over these and
+            over data-parallel ranks, but for those whose name has "_min" or "_max" in it.
+
+        Communicates: beside the model, three collectives of a few bytes and one for each step.
+
+        Raises:
+            ValueError: data that cannot be trained on, or a loss or gradient that is not finite, on every rank. The
+                weights are those after the last good step.
+            RuntimeError: `loss_fn` raised; on other ranks than its own, where that error appears itself. Or a step is
+                open, see `begin_train_step`.
+        """
+        self._refuse_open_step("train()")
+        if not eval_mode:
+            self._check_trains("train()")
+        with timed(timer, "train"):
+            return self._train(data, loss_fn, eval_mode, gbs, mbs)
+
+    def _train(
+        self, data: Mapping[str, Any], loss_fn: LossFunction, eval_mode: bool, gbs: int | None, mbs: int | None
+    ) -> dict[str, Any]:
+        global_batch_size = self.settings.global_batch_size if gbs is None else gbs
+        steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
+        batch = BatchedDataDict(data).to(self.device)
+        losses, norms = [], []
+        metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self.model.train(not eval_mode)
+        for number, step in enumerate(steps):
+            counts = (step.valid_seqs, step.valid_toks)
+            with torch.set_grad_enabled(not eval_mode):
+                self._zero_grad()
+                loss, found = self._run_step(number, step, batch, loss_fn, counts)
+            losses.append(loss)
+            self._note(metrics, found, counts, lambda name: 1 / len(steps))
+            if not eval_mode:
+                norms.append(self._update(number))
+        if eval_mode:
+            self._end_inference()
+        else:
+            assert self.scheduler is not None
+            self.scheduler.step()
+        return self._report(losses, None if eval_mode else norms, metrics)
+
+    def _check_trains(self, act: str) -> None:
+        self._refuse_reference(act)
+        if self.optimizer is None:
+            raise ValueError(f"{act} without an optimizer: the worker was made with init_optimizer=False")
+
+    def _refuse_open_step(self, act: str) -> None:
+        """Of `TrainSteps`: there are open steps there."""
+
+    def _train_shape(self, mbs: int | None) -> Shape:
+        batching = self.settings.batching
+        return self._shape(batching.train_rows if mbs is None else mbs, batching.train_tokens)
+
+    def _report(
+        self, losses: list[float], norms: list[float] | None, metrics: Mapping[str, list[float]]
+    ) -> dict[str, Any]:
+        return {
+            "global_loss": torch.tensor(losses),
+            "grad_norm": None if norms is None else torch.tensor(norms),
+            "rank": self.rank,
+            "all_mb_metrics": dict(metrics),
+        }
+
+    def _run_step(
+        self, number: int, step: Step, batch: BatchedDataDict, loss_fn: LossFunction, counts: Counts
+    ) -> tuple[float, Metrics]:
+        """Forward and backward over a global batch, or a part of it: its loss, once all ranks know that it is one, and
+        what `loss_fn` measured of this rank's micro-batches. `counts`: what the loss divides by.
+        """
+        rows_that_count, tokens_that_count = (torch.tensor(n, device=self.device) for n in counts)
+        inputs = inputs_of(self, loss_fn)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        fault: Exception | None = None
+        metrics: Metrics = []
+
+        def loss_of(output: Tensor, micro_batch: BatchedDataDict, _: list[int], real: bool) -> Tensor | None:
+            nonlocal fault, total
+            nothing = output[:0].sum()  # 0, through which backward reaches every weight on every rank
+            loss, found = nothing, None
+            if real and fault is None:
+                try:
+                    loss, found = _validated(*inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
+                except Exception as error:  # the other ranks wait for this one's share of the model
+                    fault = error
+            total += loss.detach()
+            if found is not None:
+                metrics.append(found)
+            if not torch.is_grad_enabled():
+                return None
+            # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
+            return (loss + nothing) * self._loss_scale.value * self.dp_size
+
+        self._run_passes(step, batch, inputs.read, loss_of)
+        return self._agreed_loss(number, total, fault), self._from_last_stage(metrics)
+
+    def _note(
+        self,
+        metrics: defaultdict[str, list[float]],
+        found: Metrics,
+        counts: Counts,
+        scale: Callable[[str], float],
+    ) -> None:
+        """Adds the metrics of micro-batches, times `scale` of their names, without those of which no row counts."""
+        for numbers in found:
+            valid = numbers.pop("num_valid_samples", 1.0)
+            if valid <= 0:
+                continue
+            row = {name: value if is_extreme(name) else value * scale(name) for name, value in numbers.items()}
+            row |= {"num_valid_samples": valid, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
+            if self.optimizer is not None:
+                row["lr"] = self.optimizer.param_groups[0]["lr"]
+            for name, value in row.items():
+                metrics[name].append(value)
+
+    def _agreed_loss(self, number: int, own: Tensor, fault: Exception | None) -> float:
+        """The sum of all data-parallel ranks' losses, unless one of them is none."""
+        mine = torch.stack([own, own.new_tensor(float(fault is not None))])
+        found = all_gather(mine[None], dist.group.WORLD)
+        if not bool(torch.isfinite(found[:, 0]).all()) or bool(found[:, 1].any()):
+            self._zero_grad()
+            if fault is not None:
+                raise fault
+            if failed := found[:, 1].nonzero().flatten().tolist():
+                raise RuntimeErrorElsewhere(
+                    f"loss_fn failed on ranks {failed} in global batch {number}; see what it raised there"
+                )
+            wrong = {rank: value for rank, value in enumerate(found[:, 0].tolist()) if not abs(value) < float("inf")}
+            raise ValueError(
+                f"the loss of global batch {number} is not finite, by rank {wrong}: the weights are those before it; "
+                f"look into its data, or lower the learning rate"
+            )
+        return float(found[list(self._place.first_ranks(self._place.stages - 1)), 0].sum())
+
+    def _update(self, number: int, factor: float = 1.0) -> float:
+        """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
+        assert self.optimizer is not None
+        self._reduce_gradients()
+        self._loss_scale.unscale(self.model.parameters())
+        if factor != 1:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        norm = self._clip_gradients(self.settings.max_grad_norm)
+        if self._loss_scale.overflowed(norm):
+            self._zero_grad()
+            return norm
+        if not abs(norm) < float("inf"):
+            self._zero_grad()
+            raise ValueError(
+                f"the gradient norm of global batch {number} is {norm}: it must be finite; the weights are those "
+                f"before it; look into its data, or lower the learning rate"
+            )
+        self.optimizer.step()
+        self._zero_grad()
+        return norm
+
+
+def _validated(loss: Tensor, metrics: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
+    """What a loss function returned, if it can be trained on and its metrics are numbers."""
+    if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
+        raise ValueError("loss_fn's loss must be a 0-d tensor with a gradient to the log-probabilities; reduce it")
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def is_extreme(name: str) -> bool:
+    """Whether a metric of this name is a smallest or largest number: those are not added up, as in NeMo-RL."""
+    return "_min" in name or "_max" in name

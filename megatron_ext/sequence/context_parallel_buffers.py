@@ -1,0 +1,99 @@
+"""A context manager in which whole tensors are sharded over context-parallel ranks, and attention sees all of them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, attend, replacing_sdpa
+from megatron_ext.sequence.zigzag import check_length, split_zigzag
+
+
+def sharded(
+    buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor], group: Group
+) -> contextlib.AbstractContextManager[None]:
+    """See `cp_utils.create_context_parallel_ctx`. Whatever is wrong is said here, before the block begins."""
+    if len(buffers) != len(dims):
+        raise ValueError(f"{len(buffers)} buffers came with {len(dims)} sequence dims: pass one for each")
+    if any(all(x is not buffer for buffer in buffers) for x in kept):
+        raise ValueError("cp_no_restore_buffers has a tensor that cp_buffers has not: it must be a subset of them")
+    for buffer in buffers:
+        if buffer.requires_grad:
+            raise ValueError(
+                f"a buffer of shape {list(buffer.shape)} requires grad, and would change under autograd's feet: "
+                f"pass data, and split what is trained with megatron_ext.sequence.zigzag.split_zigzag"
+            )
+    lengths = sorted({buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)})
+    if len(lengths) > 1:
+        raise ValueError(f"the buffers have sequences of {lengths} tokens: these must be equal; cut or pad them alike")
+    if lengths and group_size(group) > 1:
+        check_length(lengths[0], group_size(group))
+    # The same tensor may come twice, as input and labels, and is cut once.
+    dim_of = {id(buffer): (buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)}
+    return _sharded(list(dim_of.values()), {id(x) for x in kept}, group)
+
+
+@contextlib.contextmanager
+def _sharded(buffers: list[tuple[Tensor, int]], kept: set[int], group: Group) -> Iterator[None]:
+    # Only what the tensor object points at changes: memory that it shares with other tensors stays as it is.
+    whole = [(buffer, buffer.data) for buffer, _ in buffers if id(buffer) not in kept]
+    for buffer, dim in buffers:
+        buffer.data = split_zigzag(buffer.data, group_size(group), group_rank(group), dim)
+    try:
+        with _AttendToAllRanks(group):
+            yield
+    finally:
+        for buffer, data in whole:
+            buffer.data = data
+
+
+class _AttendToAllRanks(TorchFunctionMode):
+    """`F.scaled_dot_product_attention` of parts of sequences, in the zigzag layout, sees the whole sequences."""
+
+    def __init__(self, group: Group):
+        super().__init__()
+        self._group = group
+
+    def __enter__(self) -> "_AttendToAllRanks":
+        super().__enter__()
+        replacing_sdpa.append(self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        replacing_sdpa.remove(self)
+        super().__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # While this runs the mode is off: what `attend` calls, wherever it was called, comes through unchanged.
+        run = self._attend if func is F.scaled_dot_product_attention else func
+        return run(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,  # [B, H, S, D]
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or query.dim() != 4 or query.shape[2] != key.shape[2]:
+            mask = "no mask" if attn_mask is None else "a mask"
+            raise ValueError(
+                f"attention of query {list(query.shape)} and key {list(key.shape)} with {mask}: over context-parallel "
+                f"ranks both must be [batch, heads, tokens, channels], with as many tokens, and without a mask (whose "
+                f"columns would be this rank's keys alone); for windows, documents and padding call "
+                f"megatron_ext.sequence.attention.attend, or megatron_ext.dtensor.use_attention(model)"
+            )
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise ValueError(f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True")
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (query, key, value))
+        window = CAUSAL if is_causal else EVERYTHING
+        out = attend(q, k, v, window, cp_group=self._group, scale=scale, dropout=dropout_p)
+        return out.permute(1, 2, 0, 3)

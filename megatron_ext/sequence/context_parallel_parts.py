@@ -1,0 +1,79 @@
+"""Splits packed or unpacked sequences over context-parallel ranks, and gathers them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.sequence.zigzag import (
+    demand,
+    gather_parts,
+    gather_zigzag,
+    merge_zigzag,
+    split_zigzag,
+    thd_partition_indices,
+)
+
+_REFUSAL = "another rank of cp_group refused its arguments (its own error says which): they must fit on every rank"
+
+
+@dataclass(frozen=True)
+class SequenceParts:
+    """How Megatron cuts a sequence dim over the context-parallel ranks `group` (None: not at all).
+
+    `cu_seqlens`, integers `[documents + 1]` with padding counted, says where the documents of a packed sequence begin.
+    """
+
+    group: Group
+    cu_seqlens: Tensor | None = None
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of the whole `x`. Communicates nothing."""
+        ranks, rank = group_size(self.group), group_rank(self.group)
+        if ranks == 1 or self.cu_seqlens is None:
+            return split_zigzag(x, ranks, rank, dim)
+        return x.index_select(dim, thd_partition_indices(self.cu_seqlens, x.shape[dim], ranks, rank))
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole from this rank's part. Communicates one all-gather; backward one reduce-scatter."""
+        ranks = group_size(self.group)
+        if ranks == 1 or self.cu_seqlens is None:
+            return gather_zigzag(x, self.group, dim) if ranks > 1 else x
+        return self._joined(gather_parts(x, self.group, dim), dim)
+
+    def gather_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None) -> Tensor:
+        """`gather`, or the `fault` of a rank that has one, on every rank: see `told_parts`."""
+        parts = told_parts(x, self.group, dim, fault)
+        return self._joined(parts.flatten(dim, dim + 1), dim)
+
+    def _joined(self, parts: Tensor, dim: int) -> Tensor:
+        """The whole from all ranks' parts in rank order."""
+        ranks = group_size(self.group)
+        if ranks == 1 or self.cu_seqlens is None:
+            return merge_zigzag(parts, ranks, dim)
+        total = parts.shape[dim]
+        order = torch.cat([thd_partition_indices(self.cu_seqlens, total, ranks, rank) for rank in range(ranks)])
+        return parts.index_select(dim, order.argsort())
+
+
+def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None) -> Tensor:
+    """`[..., W, P, ...]`, every rank's `x` `[..., P, ...]`; and whether it has a `fault`, in one more position.
+
+    Communicates one all-gather; backward one reduce-scatter.
+
+    Raises:
+        ValueError: a rank has a fault: its own there, on the others one that says so.
+    """
+    ranks, positions = group_size(group), x.shape[dim]
+    if ranks > 1:
+        flag = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float(fault is not None))
+        x = gather_parts(torch.cat([x, flag], dim), group, dim)
+    if fault is not None:
+        raise fault
+    if ranks == 1:
+        return x.unsqueeze(dim)
+    told = x.unflatten(dim, (ranks, positions + 1))
+    refused = told.detach().select(dim + 1, positions) != 0
+    demand(~refused.any(), lambda _: _REFUSAL, refused)
+    return told.narrow(dim + 1, 0, positions)

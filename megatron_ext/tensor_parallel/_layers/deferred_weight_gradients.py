@@ -1,0 +1,97 @@
+"""Weight gradients of the output layer, deferred to the end of the pipeline's flush (`defer_embedding_wgrad_compute`).
+
+With `defer_embedding_wgrad_compute` the backward pass of the last pipeline stage keeps each micro-batch's input and
+output gradient instead of multiplying them, so that the stage before gets its gradients sooner; the products are made
+while the pipeline drains. Input and gradient are kept together, in the backward pass: a forward pass without a backward
+one (evaluation) leaves nothing behind, and the two lists always agree.
+
+Legend: T tokens of all ranks, D input size, N outputs of this rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed.collectives import Pending, start_all_gather
+from megatron_ext.distributed.groups import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Deferral:
+    """Where pairs of input and output gradient are kept, and how many at most.
+
+    Attributes:
+        grad_outputs: output gradients, oldest first.
+        inputs: the inputs that belong to them (this rank's slice under sequence parallelism); None: the caller keeps
+            them.
+        limit: number of pairs kept at most; 0 or None: any number.
+    """
+
+    grad_outputs: list[Tensor]
+    inputs: list[Tensor] | None = None
+    limit: int | None = 0
+
+    def keep(self, x: Tensor, dy: Tensor) -> bool:
+        """Keep the pair for later; False where there is no room for it."""
+        if self.limit and len(self.grad_outputs) >= self.limit:
+            return False
+        self.grad_outputs.append(dy)
+        if self.inputs is not None:
+            self.inputs.append(x)
+        return True
+
+
+def accumulate(weight: Tensor, dy_TN: Tensor, x_TD: Tensor, *, fused: bool) -> None:
+    """Add `dy.T @ x` to the weight's `main_grad` if `fused`, else to its `grad`."""
+    if fused:
+        add_to_main_grad(weight, dy_TN, x_TD)
+    else:
+        dw_ND = (dy_TN.t() @ x_TD).to(weight.dtype)
+        weight.grad = dw_ND if weight.grad is None else weight.grad + dw_ND
+
+
+def add_to_main_grad(weight: Tensor, dy_TN: Tensor, x_TD: Tensor) -> None:
+    """Add `dy.T @ x` to the weight's `main_grad`, which Megatron-FSDP lends anew, and unset, each time."""
+    buffer_ND = main_grad.buffer_of(weight)
+    if hasattr(weight, "__fsdp_param__"):
+        buffer_ND.zero_()
+    main_grad.add_product(buffer_ND, dy_TN, x_TD)
+
+
+@torch.no_grad()
+def drain_embedding_wgrad_compute(
+    config: Any,
+    embedding_activation_buffer: list[Tensor],
+    grad_output_buffer: list[Tensor],
+    weight: Tensor,
+    tp_group: Group,
+) -> None:
+    """Compute the weight gradients that were deferred, oldest first, and empty both lists.
+
+    Goes to `weight.main_grad` with `config.gradient_accumulation_fusion`, else to `weight.grad`. With
+    `config.sequence_parallel` each input is gathered over `tp_group` (one all-gather a pair, under the matmul of the
+    pair before); nothing is communicated otherwise.
+
+    Raises:
+        ValueError: the lists differ in length.
+    """
+    inputs, grads = embedding_activation_buffer, grad_output_buffer
+    if len(inputs) != len(grads):
+        raise ValueError(
+            f"embedding_activation_buffer has {len(inputs)} tensors and grad_output_buffer {len(grads)}: each "
+            f"deferred weight gradient takes one of both; clear both lists before a step"
+        )
+
+    def start() -> Pending:
+        x_TD = inputs.pop(0).flatten(0, -2)
+        return start_all_gather(x_TD, tp_group) if config.sequence_parallel else Pending(x_TD)
+
+    coming = start() if inputs else None
+    while coming is not None:
+        x_TD = coming.wait()
+        coming = start() if inputs else None
+        dy_TN = grads.pop(0).flatten(0, -2)
+        accumulate(weight, dy_TN.to(x_TD.dtype), x_TD, fused=config.gradient_accumulation_fusion)

@@ -1,0 +1,118 @@
+"""`InferenceLinear`: a linear layer for decoding with the whole weight on every rank."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
+from megatron_ext.tensor_parallel._layers.initialization import InitMethod
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
+from megatron_ext.tensor_parallel._random.rng_tracker import get_data_parallel_rng_tracker_name
+
+_WHOLE = (None, "duplicated")
+
+
+class InferenceLinear(ParallelLayer):
+    """`y = x @ weight.T + bias`, `[output_size, input_size]` on every rank. Communicates nothing.
+
+    Megatron's mixture of experts has one before and one after experts that work in a smaller space.
+
+    Args:
+        input_size, output_size: numbers of features.
+        parallel_mode: None or "duplicated": every rank has the whole weight.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
+        init_method: fills a tensor in place with first values, the same on all tensor-parallel ranks.
+        bias: have one, `[output_size]`, zero at first.
+        skip_bias_add: return the bias instead of adding it.
+        skip_weight_param_allocation: False.
+        is_expert: False.
+        tp_comm_buffer_name, symmetric_ar_type: accepted and not used: nothing is communicated.
+        tp_group: the ranks that hold copies; None: Megatron's tensor-parallel group.
+        name, pg_collection: as of `ColumnParallelLinear`.
+
+    Raises:
+        ValueError: the weight is to be cut, absent, or an expert's; or generalized tensor parallelism has more than one
+            rank.
+    """
+
+    sequence_parallel = False
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: Any,
+        init_method: InitMethod,
+        bias: bool,
+        skip_bias_add: bool,
+        skip_weight_param_allocation: bool,
+        tp_comm_buffer_name: str | None = None,
+        is_expert: bool = False,
+        symmetric_ar_type: str | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__()
+        if parallel_mode not in _WHOLE:
+            raise ValueError(
+                f"parallel_mode is {parallel_mode!r}: it must be None or 'duplicated', every rank has the whole "
+                f"weight; take InferenceColumnParallelLinear or InferenceRowParallelLinear for one that is cut"
+            )
+        for argument, value in (
+            ("skip_weight_param_allocation", skip_weight_param_allocation),
+            ("is_expert", is_expert),
+        ):
+            if value:
+                raise ValueError(f"{argument} is True: this layer has a weight that all ranks share; pass False")
+        self._read_config(config, require_tensor_parallel_group(tp_group), False, pg_collection)
+        self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
+        self.path = "collectives"
+        self.weight = self._new_parameter(config, output_size, input_size)
+        if option(config, "perform_initialization", True):
+            self._initialize(init_method)
+        if bias:
+            self._make_bias(output_size)
+        else:
+            self.register_parameter("bias", None)
+        for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
+            parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
+        self._mark_for_gradient_sums()
+
+    def _initialize(self, init_method: InitMethod) -> None:
+        assert self.weight is not None
+        tracker, stream = get_cuda_rng_tracker(), get_data_parallel_rng_tracker_name()
+        if option(self.config, "use_cpu_initialization", False) or not tracker.is_initialized():
+            init_method(self.weight)
+            return
+        with tracker.fork(stream):
+            init_method(self.weight)
+
+    def plan(self) -> Plan:
+        return Plan(fuse_main_grad=self.gradient_accumulation_fusion)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`(output, bias)` of `x` `[..., D]`: `[..., N]`, and None unless the layer has `skip_bias_add`.
+
+        Raises:
+            ValueError: shapes, dtypes or devices don't fit.
+        """
+        assert self.weight is not None
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            output = self._multiply(x, self.weight, None if self.skip_bias_add else self.bias, self.plan())
+        return output, self.bias if self.skip_bias_add else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The layer's tensors for Megatron's dist_checkpointing, whole.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
+        return self._sharded_state_dict({}, prefix, sharded_offsets, metadata)

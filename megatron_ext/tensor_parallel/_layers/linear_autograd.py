@@ -1,0 +1,302 @@
+"""The autograd function of column- and row-parallel linear layers, with all communication of both.
+
+A tensor is laid out over the tensor-parallel group in one of three ways:
+- "replicated": every rank holds all of it;
+- "sequence": every rank holds its slice of the first dimension (the tokens);
+- "sharded": every rank holds its part of the features. In a matmul that sums over them, its part of the sum.
+
+A column-parallel layer goes from replicated or sequence to sharded, a row-parallel one the other way. What has to be
+communicated follows from the layouts alone; each collective of the backward pass is the dual of one forward:
+
+    input         forward      backward                           output        forward          backward
+    replicated    -            all-reduce(dx), under dW           replicated    all-reduce       -
+    sequence      all-gather   all-gather(x), under dx;           sequence      reduce-scatter   all-gather
+                               reduce-scatter(dx), under dW
+
+Where the plan says so, a sequence's all-gather or reduce-scatter and the matmul next to it are one operation through
+symmetric memory (`megatron_ext.distributed.symmetric_matmul`). In a backward pass these are the reduce-scatter of dx
+and the all-gather of dy.
+
+A gradient that nobody needs is not computed, and nothing is communicated or saved for it. The schedule is Megatron-LM's
+(Korthikanti et al., https://arxiv.org/abs/2205.05198): of a sequence-parallel input each rank saves its own slice only,
+and gathers the whole again in backward.
+
+Legend: T tokens (all leading dimensions) of all ranks, t of this rank; D input size, N outputs, both of this rank.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ext import main_grad
+from megatron_ext.distributed.collectives import (
+    Pending,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
+from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
+
+Layout = Literal["replicated", "sequence", "sharded"]
+
+
+_COMMUNICATION = {
+    ("replicated", "sharded"): "backward all-reduce",
+    ("sequence", "sharded"): "forward all-gather, backward all-gather + reduce-scatter",
+    ("sharded", "replicated"): "forward all-reduce",
+    ("sharded", "sequence"): "forward reduce-scatter, backward all-gather",
+    ("sharded", "sharded"): "none",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How one parallel linear runs.
+
+    Attributes:
+        group: the ranks that share the weight; None: this rank has all of it.
+        input: layout of the input. "sharded" also stands for an input whose gradient nobody wants summed.
+        output: layout of the output.
+        fuse_main_grad: add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`).
+        deferral: where weight gradients wait; None: they are computed at once.
+        output_dtype: dtype of the output; None: that of the matmul.
+        frozen: the weight gets no gradient, even if it asks for one.
+        symmetric: multiply and communicate in one, where a layout is "sequence" (and `output_dtype` is None).
+    """
+
+    group: Group = None
+    input: Layout = "sharded"
+    output: Layout = "sharded"
+    fuse_main_grad: bool = False
+    deferral: Deferral | None = None
+    output_dtype: torch.dtype | None = None
+    frozen: bool = False
+    symmetric: bool = False
+
+    @property
+    def communication(self) -> str:
+        """The collectives of a call, in words."""
+        return "none" if group_size(self.group) == 1 else _COMMUNICATION[self.input, self.output]
+
+    def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
+        """`[..., N]` for an input `[..., D]`."""
+        shape = [*x_shape[:-1], outputs]
+        if self.input == "sequence":
+            shape[0] *= group_size(self.group)
+        if self.output == "sequence":
+            shape[0] //= group_size(self.group)
+        return shape
+
+    def start_reduce_dgrad(self, dx_TD: Tensor) -> Pending:
+        """Begin what the input's layout asks of its gradient. `dx_TD` may be overwritten."""
+        if self.input == "replicated":
+            return start_all_reduce(dx_TD, self.group, in_place=True)
+        if self.input == "sequence":
+            return start_reduce_scatter(dx_TD, self.group)
+        return Pending(dx_TD)
+
+    def reduce_output(self, y_TN: Tensor) -> Tensor:
+        """The output in its layout, from this rank's part of the sum. `y_TN` may be overwritten."""
+        if self.output == "replicated":
+            return all_reduce(y_TN, self.group, in_place=True)
+        return reduce_scatter(y_TN, self.group) if self.output == "sequence" else y_TN
+
+
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """`x @ weight.T + bias` by `plan`.
+
+    Args:
+        x: `[..., D]`, any number of leading dimensions (at least one where a layout is "sequence").
+        weight: `[N, D]` this rank's shard, of the dtype and device of `x` (under autocast, of any dtype).
+        bias: `[N]`, added after the output is reduced.
+
+    Returns:
+        `[..., N]`; its first dimension is `group size` times as long for a "sequence" input, and that much shorter for
+        a "sequence" output.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit; on every rank, before anything is communicated.
+    """
+    if plan.fuse_main_grad:
+        main_grad.promise(weight)
+    return ParallelLinear.apply(x, weight, bias, plan)
+
+
+class ParallelLinear(torch.autograd.Function):
+    """See `parallel_linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        dtype = _matmul_dtype(x)
+        _check(x, weight, bias, plan, dtype)
+        needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
+        kept = x.to(dtype)
+        ctx.save_for_backward(kept if needs_w else None, weight if needs_x or needs_w else None)
+        ctx.plan, ctx.dtype, ctx.x_shape, ctx.x_dtype = plan, dtype, x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # Hooks on saved tensors (offloading) hand back another object, without the parameter's attributes.
+        ctx.parameter = weight if plan.fuse_main_grad else None
+
+        early_bias = bias if plan.output == "sharded" else None
+        with _without_autocast(x):
+            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), weight.to(dtype).t()
+            if plan.input == "sequence":
+                y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
+            elif plan.symmetric and plan.output == "sequence":
+                y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
+            else:
+                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, early_bias, plan.output_dtype))
+            if bias is not None and early_bias is None:
+                y_tN.add_(bias)
+        # As matmul does it: not a view for autograd, so that callers may change the output in place.
+        return torch.ops.aten._unsafe_view.default(y_tN, plan.output_shape(x.shape, weight.shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ParallelLinear.gradients(ctx, dy)
+
+    @staticmethod
+    def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        needs_w = needs_w and not plan.frozen
+        if plan.fuse_main_grad and needs_w:
+            main_grad.buffer_of(ctx.parameter)  # raises where it is missing, before anything is communicated
+
+        dx = dw = db = None
+        with _without_autocast(dy):
+            dy_tN = dy.reshape(-1, dy.shape[-1])
+            if needs_b:
+                db = dy_tN.sum(0).to(ctx.bias_dtype)
+            if not needs_x and not needs_w:
+                return None, None, db, None
+            dy_tN = dy_tN.to(ctx.dtype)
+            now = needs_w and not (plan.deferral is not None and plan.deferral.keep(x, dy))
+            x_tD = x.reshape(-1, x.shape[-1]) if now else None
+            gathering = None
+            if x_tD is not None:
+                gathering = start_all_gather(x_tD, plan.group) if plan.input == "sequence" else Pending(x_tD)
+
+            dy_TN, reducing = dy_tN, None
+            if needs_x:
+                w_ND = weight.to(ctx.dtype)
+                if plan.output == "sequence":
+                    dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
+                    reducing = plan.start_reduce_dgrad(dx_TD)
+                elif plan.symmetric and plan.input == "sequence":
+                    reducing = Pending(matmul_reduce_scatter(dy_tN, w_ND, plan.group))
+                else:
+                    reducing = plan.start_reduce_dgrad(dy_tN @ w_ND)
+            elif plan.output == "sequence":
+                dy_TN = all_gather(dy_tN, plan.group)
+
+            if gathering is not None:
+                x_TD = gathering.wait()
+                if plan.fuse_main_grad:
+                    add_to_main_grad(ctx.parameter, dy_TN, x_TD)
+                else:
+                    dw = (dy_TN.t() @ x_TD).to(weight.dtype)
+            if plan.fuse_main_grad and needs_w:
+                dw = main_grad.finish(ctx.parameter, weight.dtype)
+            if reducing is not None:
+                dx = reducing.wait().view(ctx.x_shape).to(ctx.x_dtype)
+        return dx, dw, db, None
+
+
+def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """`x @ w + bias`, in `dtype` if it is given: a wider one than the operands' keeps what the matmul accumulated."""
+    dtype = dtype or x_TD.dtype
+    if dtype == x_TD.dtype:
+        return x_TD @ w_DN if bias is None else torch.addmm(bias.to(dtype), x_TD, w_DN)
+    if x_TD.is_cuda and dtype == torch.float32:
+        y_TN = torch.mm(x_TD, w_DN, out_dtype=dtype)
+    else:
+        wide = torch.promote_types(dtype, x_TD.dtype)
+        y_TN = (x_TD.to(wide) @ w_DN.to(wide)).to(dtype)
+    return y_TN if bias is None else y_TN.add_(bias)
+
+
+def _gather_and_multiply(x_tD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`(x @ w + bias, x)` for the `x_TD` of all ranks. On CUDA the own rows are multiplied while the others travel."""
+    if plan.symmetric:
+        y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
+        return y_TN if bias is None else y_TN.add_(bias), x_TD
+    gathering = start_all_gather(x_tD, plan.group)
+    if not x_tD.is_cuda or plan.output_dtype is not None or torch.compiler.is_compiling():
+        x_TD = gathering.wait()
+        return _multiply(x_TD, w_DN, bias, plan.output_dtype), x_TD
+    return _own_rows_first(x_tD, w_DN, plan.group, bias, gathering)
+
+
+def _own_rows_first(
+    x_tD: Tensor, w_DN: Tensor, group: Group, bias: Tensor | None, gathering: Pending
+) -> tuple[Tensor, Tensor]:
+    t, ranks = x_tD.shape[0], group_size(group)
+    y_TN = x_tD.new_empty(t * ranks, w_DN.shape[1])
+    start = t * group_rank(group)
+
+    def multiply(rows_D: Tensor, rows: slice) -> None:
+        if rows_D.shape[0]:
+            torch.mm(rows_D, w_DN, out=y_TN[rows])
+
+    multiply(x_tD, slice(start, start + t))
+    x_TD = gathering.wait()
+    for rows in (slice(0, start), slice(start + t, None)):
+        multiply(x_TD[rows], rows)
+    return y_TN if bias is None else y_TN.add_(bias), x_TD
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    """As torch.nn.functional.linear chooses it: the input's, or under autocast autocast's."""
+    kind = x.device.type
+    autocast = x.dtype != torch.float64 and x.is_floating_point() and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast else x.dtype
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype) -> None:
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input is {tuple(x.shape)} and weight {tuple(weight.shape)}: a linear layer takes [..., D] and [N, D]; "
+            f"pass an input whose last dimension is {weight.shape[-1]} (this rank's share of the features if they are "
+            f"split over the ranks)"
+        )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, input on {x.device}: both must be on one device; move one")
+        if tensor.dtype != x.dtype and dtype == x.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{name} is {tensor.dtype}, input {x.dtype}: both must have one dtype; cast one, or use torch.autocast"
+            )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}: it must be [{weight.shape[0]}], one number an output")
+    ranks = group_size(plan.group)
+    if ranks > 1 and "sequence" in (plan.input, plan.output):
+        if x.dim() == 1:
+            raise ValueError(
+                f"input is {tuple(x.shape)}: with sequence parallelism its first dimension is the sequence; "
+                f"pass [S, ..., D], or turn sequence_parallel off"
+            )
+        if plan.output == "sequence" and x.shape[0] % ranks:
+            raise ValueError(
+                f"input has sequence length {x.shape[0]}: with sequence parallelism it must divide by the {ranks} "
+                f"ranks; pad it to {-(-x.shape[0] // ranks) * ranks}"
+            )

@@ -1,0 +1,193 @@
+"""Megatron's functions for linear layers (`linear_with_grad_accumulation_and_async_allreduce` and others).
+
+The input of these functions is replicated, or with `sequence_parallel` a slice of the sequence; the output is sharded.
+
+Their arguments stand in the order of Megatron-Core 0.17 and newer. Up to 0.16 `async_grad_allreduce`, an old name of
+`allreduce_dgrad` without effect, stood where `tp_group` (of a trainable weight) and `gtp_remat_size` (of a frozen one)
+stand: calls by position in that order are known by what they pass.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
+from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral
+from megatron_ext.tensor_parallel._layers.linear_autograd import Layout, ParallelLinear, Plan, parallel_linear
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: Group = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
+    async_grad_allreduce: bool | None = None,
+) -> Tensor:
+    """`input @ weight.T + bias`, whose backward pass communicates under the weight-gradient matmul.
+
+    Args:
+        input: `[..., D]`, any leading dimensions; with `sequence_parallel` this rank's slice of the first one.
+        weight: `[N, D]` this rank's shard.
+        bias: `[N]`, or None.
+        gradient_accumulation_fusion: Add the weight gradient into `weight.main_grad` (see `megatron_ext.main_grad`;
+            Apex is not needed).
+        allreduce_dgrad: Sum the input gradient over the ranks: one all-reduce, none where no gradient is wanted.
+        sequence_parallel: Gather the input, and reduce-scatter its gradient: one all-gather forward; one all-gather
+            (for a trainable weight) and one reduce-scatter (for a gradient of the input) backward.
+        grad_output_buffer: A list that keeps output gradients of weight gradients to be computed later, as Megatron's
+            deferred embedding gradient does; the caller keeps the inputs. None: nothing is deferred.
+        wgrad_deferral_limit: How many of them it may hold; 0 or None: any number.
+        tp_group: The ranks that share the weight; None: Megatron's tensor-parallel group.
+        gtp_remat_size: Ranks over which generalized tensor parallelism shares out the weight once more: 1.
+        output_dtype: dtype of the result; None: the matmul's. float32 for 16-bit inputs keeps the full sums (on CUDA by
+            one matmul with fp32 output; elsewhere the operands are converted first). Gradients flow in the input's.
+        async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
+
+    Returns:
+        `[..., N]`, with `sequence_parallel` of the whole sequence.
+
+    Raises:
+        ValueError: as `parallel_linear`; `allreduce_dgrad` and `sequence_parallel` are both set; or `gtp_remat_size` is
+            above 1.
+    """
+    if not isinstance(gtp_remat_size, int):  # (async_grad_allreduce, tp_group): the order up to 0.16
+        tp_group, gtp_remat_size = gtp_remat_size, 1
+    if isinstance(tp_group, bool):
+        tp_group = None
+    _refuse_generalized_tensor_parallelism(gtp_remat_size)
+    plan = _plan(
+        tp_group,
+        allreduce_dgrad,
+        sequence_parallel,
+        fuse_main_grad=gradient_accumulation_fusion,
+        deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
+        output_dtype=output_dtype,
+    )
+    return parallel_linear(input, weight, bias, plan)
+
+
+def linear_with_frozen_weight(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Group = None,
+    grad_output_buffer: None = None,
+    wgrad_deferral_limit: None = None,
+    gtp_remat_size: int = 1,
+    output_dtype: torch.dtype | None = None,
+    async_grad_allreduce: bool | None = None,
+) -> Tensor:
+    """`input @ weight.T + bias` for a weight without gradient: the input is not saved, nor gathered again backward.
+
+    Arguments as of `linear_with_grad_accumulation_and_async_allreduce`; `gradient_accumulation_fusion` has no effect.
+    The bias gets its gradient.
+
+    Raises:
+        ValueError: as there; or something is to be deferred, though there is no weight gradient.
+    """
+    for name, value in (("grad_output_buffer", grad_output_buffer), ("wgrad_deferral_limit", wgrad_deferral_limit)):
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}: a frozen weight has no gradient to defer; pass None, or call "
+                f"linear_with_grad_accumulation_and_async_allreduce"
+            )
+    if not isinstance(gtp_remat_size, bool | None):  # else it is async_grad_allreduce: the order up to 0.16
+        _refuse_generalized_tensor_parallelism(gtp_remat_size)
+    plan = _plan(tp_group, allreduce_dgrad, sequence_parallel, frozen=True, output_dtype=output_dtype)
+    return parallel_linear(input, weight, bias, plan)
+
+
+def _refuse_generalized_tensor_parallelism(size: int) -> None:
+    if size > 1:
+        raise ValueError(
+            f"gtp_remat_size is {size}: the weight must be this rank's whole tensor-parallel shard; gather it over the "
+            f"{size} ranks and pass 1, or use Megatron's own Transformer Engine layers"
+        )
+
+
+def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **options: Any) -> Plan:
+    if allreduce_dgrad and sequence_parallel:
+        raise ValueError(
+            "allreduce_dgrad and sequence_parallel are both True: the gradient of a sequence-parallel input is "
+            "reduce-scattered already; pass allreduce_dgrad=False"
+        )
+    layout: Layout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
+    return Plan(require_tensor_parallel_group(group), layout, "sharded", **options)
+
+
+def _deferral(grad_output_buffer: list[Tensor] | None, limit: int | None) -> Deferral | None:
+    return None if grad_output_buffer is None else Deferral(grad_output_buffer, limit=limit)
+
+
+class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+    """Megatron's autograd function by name, for callers that `apply` it themselves with its positional arguments.
+
+    As `linear_with_grad_accumulation_and_async_allreduce`, which is what to call otherwise.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[Tensor] | None,
+        wgrad_deferral_limit: int | None,
+        tp_group: Group,
+        gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        _refuse_generalized_tensor_parallelism(gtp_remat_size)
+        plan = _plan(
+            tp_group,
+            allreduce_dgrad,
+            sequence_parallel,
+            fuse_main_grad=gradient_accumulation_fusion,
+            deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
+            output_dtype=output_dtype,
+        )
+        return ParallelLinear.forward(ctx, input, weight, bias, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db, _ = ParallelLinear.gradients(ctx, grad_output)
+        return dx, dw, db, *[None] * 8
+
+
+class LinearWithFrozenWeight(torch.autograd.Function):
+    """Megatron's autograd function for a weight without gradient, by name (see above)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        tp_group: Group,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        plan = _plan(tp_group, allreduce_dgrad, False, frozen=True, output_dtype=output_dtype)
+        return ParallelLinear.forward(ctx, input, weight, bias, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        dx, _, db, _ = ParallelLinear.gradients(ctx, grad_output)
+        return dx, None, db, None, None, None

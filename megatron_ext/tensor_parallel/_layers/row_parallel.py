@@ -1,0 +1,141 @@
+"""`RowParallelLinear`: the weight is sharded along the input dim, and partial outputs are summed."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
+from megatron_ext.tensor_parallel._layers.initialization import InitMethod
+from megatron_ext.tensor_parallel._layers.linear_autograd import Layout, Plan
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
+
+
+class RowParallelLinear(ParallelLayer):
+    """`y = x @ weight.T + bias`, each rank with its columns of the weight: `[output_size, input_size / R]`.
+
+    From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: one all-reduce (of the output)
+    forward and nothing backward; with `config.sequence_parallel` one reduce-scatter forward and one all-gather (of the
+    output gradient) backward. `input_is_parallel=False` adds an all-gather (of the input gradient) backward.
+
+    Args:
+        input_size: Number of input features, over all ranks; divides by R.
+        output_size: Number of output features.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter;
+            `config.tp_comm_overlap` as of `ColumnParallelLinear`.
+        init_method: Fills a tensor in place with first values; the bias starts at zero.
+        bias: Have one, `[output_size]`, the same on every rank.
+        input_is_parallel: The input is this rank's `[..., input_size / R]`; False: it is whole and is cut here.
+        skip_bias_add: Return the bias instead of adding it, for a caller that fuses the addition.
+        stride: Number of equal blocks that the inputs consist of, each of which is sharded by itself.
+        keep_master_weight_for_test: Keep the full first weight as `master_weight` (CPU initialisation only).
+        is_expert: The layer belongs to an expert: it is cut over the experts' tensor-parallel group, and where there is
+            such a group or expert parallelism, the output stays this rank's part of the sum (with its part of the bias)
+            for the token dispatcher to add up.
+        tp_comm_buffer_name: Accepted and not used, as in Megatron.
+        tp_group: The ranks that share the weight; None: Megatron's group.
+        name, pg_collection: As of `ColumnParallelLinear`.
+
+    Raises:
+        ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known,
+            `config.sequence_parallel` is set for an input that is not parallel, or generalized tensor parallelism has
+            more than one rank.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__()
+        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert, pg_collection)
+        self.name = name
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition = self._share("input_size", input_size)
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
+        self.sequence_parallel = bool(option(config, "sequence_parallel", False))
+        if self.sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "input_is_parallel is False while config.sequence_parallel is True: a sequence-parallel layer takes an "
+                "input sharded along its last dim; pass input_is_parallel=True"
+            )
+        self._choose_path()
+        full = self.make_weight(
+            output_size,
+            self.input_size_per_partition,
+            1,
+            config=config,
+            init_method=init_method,
+            stride=stride,
+            is_expert=is_expert,
+        )
+        self.master_weight = full if keep_master_weight_for_test else None
+        if bias:
+            self._make_bias(output_size)
+            # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks.
+            self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+        else:
+            self.register_parameter("bias", None)
+        self._mark_for_gradient_sums()
+
+    def plan(self) -> Plan:
+        layout: Layout = "sharded"
+        if not self.explicit_expert_comm:
+            layout = "sequence" if self.sequence_parallel else "replicated"
+        return Plan(
+            self.tp_group,
+            "sharded",
+            layout,
+            fuse_main_grad=self.gradient_accumulation_fusion,
+            symmetric=self.symmetric,
+        )
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.
+
+        Args:
+            input_: `[..., input_size / R]`, or `[..., input_size]` unless `input_is_parallel`.
+
+        Returns:
+            output: `[..., output_size]`; with sequence parallelism `[S/R, ..., output_size]`, this rank's slice.
+
+        Raises:
+            ValueError: shapes, dtypes or devices don't fit.
+        """
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        self._mark_for_offloading(input_)
+        bias: Tensor | None = None if self.skip_bias_add else self.bias
+        if bias is not None and self.explicit_expert_comm:
+            # The parts add up to the bias once; its gradient, the same on every rank, is not divided.
+            bias = bias.detach() / group_size(self.tp_group) + (bias - bias.detach())
+        assert self.weight is not None
+        output = self._multiply(input_, self.weight, bias, self.plan())
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.input_is_parallel else ", input_is_parallel=False")
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The layer's tensors for Megatron's dist_checkpointing: the weight cut along dimension 1, the bias whole.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
+        return self._sharded_state_dict({"weight": 1}, prefix, sharded_offsets, metadata)

@@ -1,0 +1,225 @@
+"""The base class of the parallel layers: process group, sharded weight, deep copies, checkpoints."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ext.distributed.groups import Group, generalized_tensor_parallel_group, group_rank, group_size
+from megatron_ext.distributed.symmetric_matmul import why_unavailable
+from megatron_ext.tensor_parallel._layers.initialization import (
+    InitMethod,
+    device_for_parameters,
+    initialize_on_cpu,
+    initialize_on_device,
+)
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+from megatron_ext.tensor_parallel._layers.parameter_attributes import (
+    copy_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_linear
+from megatron_ext.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+def option(config: Any, name: str, default: Any = None) -> Any:
+    """An option of Megatron's config, or of anything with some of its attributes."""
+    return getattr(config, name, default)
+
+
+class ShardedLayer(torch.nn.Module):
+    """A layer with a weight that is cut over `tp_group`.
+
+    Attributes:
+        gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more; always 1.
+    """
+
+    tp_group: Group
+    weight: Tensor | None
+    gtp_remat_size = 1
+
+    def _refuse_generalized_tensor_parallelism(self, pg_collection: Any, *, is_expert: bool = False) -> None:
+        ranks = group_size(generalized_tensor_parallel_group(pg_collection, expert=is_expert))
+        if ranks > 1:
+            raise ValueError(
+                f"generalized tensor parallelism shares each weight out over {ranks} ranks, and {type(self).__name__} "
+                f"of megatron_ext holds whole shards; set its size to 1, or build the model with Megatron's own "
+                f"Transformer Engine layers"
+            )
+
+    def make_weight(
+        self,
+        rows: int,
+        columns: int,
+        dim: int,
+        *,
+        config: Any,
+        init_method: InitMethod,
+        stride: int = 1,
+        is_expert: bool = False,
+    ) -> Tensor | None:
+        """Give the layer its `[rows, columns]` shard of a weight cut along `dim`. On CPU, gives the full weight."""
+        weight = self._new_parameter(config, rows, columns)
+        set_tensor_model_parallel_attributes(weight, True, dim, stride)
+        self.weight = weight
+        if not option(config, "perform_initialization", True):
+            return None
+        if option(config, "use_cpu_initialization", False):
+            rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
+            return initialize_on_cpu(weight, init_method, dim, stride, rank, ranks)
+        initialize_on_device(weight, init_method, dim, stride, self.tp_group, is_expert=is_expert)
+        return None
+
+    def _new_parameter(self, config: Any, *shape: int) -> Parameter:
+        device = device_for_parameters(option(config, "use_cpu_initialization", False))
+        return Parameter(torch.empty(shape, dtype=option(config, "params_dtype", torch.float32), device=device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedLayer":
+        """A copy with parameters of its own, attributes and all, that lives on the same ranks."""
+        if self.tp_group is not None:
+            memo[id(self.tp_group)] = self.tp_group
+        clone = self.__class__.__new__(self.__class__)
+        memo[id(self)] = clone
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        for name, parameter in self.named_parameters(recurse=False):
+            new = getattr(clone, name)
+            copy_tensor_model_parallel_attributes(new, parameter)
+            for mark in ("allreduce", "sequence_parallel", "shared", "shared_embedding"):
+                if hasattr(parameter, mark):
+                    setattr(new, mark, getattr(parameter, mark))
+        return clone
+
+
+class ParallelLayer(ShardedLayer):
+    """What the column-parallel and the row-parallel layer have in common.
+
+    Attributes:
+        symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
+            `config.tp_comm_overlap` asks for, under sequence parallelism and where the machine has it.
+        path: which way its communication takes, in words; `repr` shows it.
+    """
+
+    sequence_parallel: bool
+
+    def _read_config(self, config: Any, group: Group, is_expert: bool, pg_collection: Any) -> None:
+        self._refuse_generalized_tensor_parallelism(pg_collection, is_expert=is_expert)
+        self.config = config
+        self.tp_group = group
+        self.is_expert = is_expert
+        self.expert_parallel = option(config, "expert_model_parallel_size", 1) > 1
+        # The experts' token dispatcher does what the layers would do otherwise.
+        self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
+        self.gradient_accumulation_fusion = bool(option(config, "gradient_accumulation_fusion", False))
+        self.master_weight: Tensor | None = None
+
+    def _choose_path(self) -> None:
+        """Decide about symmetric memory. Where it is asked for and cannot be had, say so."""
+        self.symmetric, self.path = False, "collectives"
+        if not option(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
+            return
+        if self.explicit_expert_comm:  # communicates nothing
+            return
+        assert self.tp_group is not None
+        reason = why_unavailable(self.tp_group) if self.sequence_parallel else "sequence_parallel is off"
+        if reason is None:
+            self.symmetric, self.path = True, "symmetric memory"
+            return
+        self.path = f"collectives, not symmetric memory: {reason}"
+        warnings.warn(
+            f"config.tp_comm_overlap is True, but matmuls cannot go through symmetric memory ({reason}): the layers "
+            f"use plain collectives, overlapped with other matmuls",
+            stacklevel=3,
+        )
+
+    def _share(self, argument: str, features: int) -> int:
+        """This rank's share of `features`."""
+        ranks = group_size(self.tp_group)
+        if features % ranks:
+            raise ValueError(
+                f"{argument} is {features}: it must divide by the {ranks} tensor-parallel ranks; "
+                f"pad it to {-(-features // ranks) * ranks}"
+            )
+        return features // ranks
+
+    def _make_bias(self, features: int) -> None:
+        self.bias = self._new_parameter(self.config, features)
+        if option(self.config, "perform_initialization", True):
+            torch.nn.init.zeros_(self.bias)
+
+    def _mark_for_gradient_sums(self) -> None:
+        """`allreduce=False` keeps experts out of the data-parallel sums: other ranks hold other experts."""
+        for parameter in self.parameters(recurse=False):
+            parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+
+    def _mark_for_offloading(self, x: Tensor) -> None:
+        """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""
+        context = option(self.config, "_cpu_offloading_context")
+        if context is not None and getattr(context, "inside_context", False):
+            x.activation_offloading = option(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
+
+    def plan(self) -> Plan:
+        """What the next call communicates."""
+        raise NotImplementedError
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The matmul by Megatron's arguments, for subclasses to replace: `forward` goes through it where one does."""
+        frozen = not weight.requires_grad
+        function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
+        return function(input, weight, *args, **kwargs)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        """`x @ weight.T + bias` by `plan`; through another's `_forward_impl` as Megatron's layers would, undeferred."""
+        if type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__:
+            return parallel_linear(x, weight, bias, plan)
+        output = self._forward_impl(
+            input=x,
+            weight=weight,
+            bias=bias if plan.output == "sharded" else None,
+            gradient_accumulation_fusion=plan.fuse_main_grad,
+            allreduce_dgrad=plan.input == "replicated",
+            sequence_parallel=plan.input == "sequence",
+            grad_output_buffer=None,
+            wgrad_deferral_limit=None,
+            tp_group=plan.group,
+            **({} if plan.output_dtype is None else {"output_dtype": plan.output_dtype}),
+        )
+        if plan.output == "sharded":
+            return output
+        reduce = reduce_from_tensor_model_parallel_region
+        if plan.output == "sequence":
+            reduce = reduce_scatter_to_sequence_parallel_region
+        output = reduce(output, group=plan.group)
+        return output if bias is None else output + bias
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that were put off, if there are any."""
+
+    def _sharded_state_dict(self, axes: dict[str, int], prefix: str, sharded_offsets: Any, metadata: Any) -> dict:
+        state = self.state_dict(prefix="", keep_vars=True)
+        return sharded_linear(state, axes, prefix, sharded_offsets, self.tp_group, metadata)
+
+    def get_extra_state(self) -> None:
+        """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Whatever another kind of layer left there is ignored."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.setdefault(f"{prefix}_extra_state", None)  # checkpoints without it load too
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        plan = self.plan()
+        sizes = f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}"
+        path = "" if plan.communication == "none" else f", path={self.path}"
+        return f"{sizes}, TP={group_size(self.tp_group)}, communication={plan.communication}{path}"

@@ -1,0 +1,143 @@
+"""`VocabParallelEmbedding`: the table is sharded along the vocabulary."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.tensor_parallel._layers.initialization import InitMethod
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, option
+from megatron_ext.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int, make_vocab_size_divisible_by: int = 1) -> int:
+    """The smallest size of at least `vocab_size` of which each of `tp_size` ranks gets an equal share.
+
+    Each share is a multiple of `make_vocab_size_divisible_by` (Megatron-LM pads to 128, for the matmul's sake).
+    """
+    multiple = tp_size * make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+class VocabParallelEmbedding(ShardedLayer):
+    """Word embeddings, each rank with its `[num_embeddings / R, embedding_dim]` rows of the table.
+
+    From Megatron-LM (https://arxiv.org/abs/1909.08053). Communicates, where R > 1: one all-reduce forward, nothing
+    backward; with `reduce_scatter_embeddings` one reduce-scatter forward and one all-gather backward.
+
+    Args:
+        num_embeddings: Vocabulary size, over all ranks; divides by R (see `padded_vocab_size`).
+        embedding_dim: Size D of the hidden state.
+        init_method: Fills a tensor in place with first values.
+        reduce_scatter_embeddings: Return this rank's slice of the sequence, for sequence parallelism.
+        config: Megatron's `ModelParallelConfig`, or anything with those of its attributes that matter.
+        tp_group: The ranks that share the table; None: Megatron's group.
+        pg_collection: As of `ColumnParallelLinear`.
+
+    Raises:
+        ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, or
+            generalized tensor parallelism has more than one rank.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: InitMethod,
+        reduce_scatter_embeddings: bool = False,
+        config: Any,
+        tp_group: Group = None,
+        pg_collection: Any = None,
+    ):
+        super().__init__()
+        self._refuse_generalized_tensor_parallelism(pg_collection)
+        self.tp_group = require_tensor_parallel_group(tp_group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.deterministic_mode = option(config, "deterministic_mode", False)
+        ranks = group_size(self.tp_group)
+        if num_embeddings % ranks:
+            raise ValueError(
+                f"num_embeddings is {num_embeddings}: every one of the {ranks} tensor-parallel ranks holds an equal "
+                f"share of the vocabulary; pad it to {padded_vocab_size(num_embeddings, ranks)} (padded_vocab_size)"
+            )
+        self.num_embeddings_per_partition = num_embeddings // ranks
+        self.vocab = VocabShard.equal(self.num_embeddings_per_partition, self.tp_group)
+        self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
+        self.make_weight(self.num_embeddings_per_partition, embedding_dim, 0, config=config, init_method=init_method)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The embeddings of token ids.
+
+        Args:
+            input_: integers `[B, S]` (any shape without `reduce_scatter_embeddings`), the same on every rank.
+
+        Returns:
+            `[B, S, D]`; with `reduce_scatter_embeddings` `[S/R, B, D]`.
+
+        Raises:
+            ValueError: a token id outside the vocabulary. On CUDA, where reading it would stall the device, a
+                device-side assert.
+        """
+        check_token_ids(input_, self.num_embeddings)
+        weight = self.weight
+        assert weight is not None
+        if group_size(self.tp_group) == 1:
+            output = self._look_up(input_, weight)
+        else:
+            owned = self.vocab.owns(input_)
+            output = self._look_up((input_ - self.vocab_start_index).where(owned, 0), weight)
+            output = output.masked_fill_(~owned.unsqueeze(-1), 0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+
+    def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
+        # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
+        return weight[rows] if self.deterministic_mode else F.embedding(rows, weight)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The table for Megatron's dist_checkpointing, cut along dimension 0; one that was padded otherwise loads too.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
+        key = f"{prefix}weight"
+        table = self.state_dict(keep_vars=True)["weight"]
+        return {key: sharded_tensor(table, key, 0, sharded_offsets, self.tp_group, metadata, allow_shape_mismatch=True)}
+
+    def extra_repr(self) -> str:
+        ranks = group_size(self.tp_group)
+        sent = "forward reduce-scatter, backward all-gather" if self.reduce_scatter_embeddings else "forward all-reduce"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, TP={ranks}, communication={'none' if ranks == 1 else sent}"
+        )
+
+
+def check_token_ids(ids: Tensor, size: int) -> None:
+    """Raises ValueError unless `ids` are integers in [0, size).
+
+    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
+    compiling or on fake tensors it is not looked at.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ is {ids.dtype}: it must hold token ids, int64 or int32; cast it with .long()")
+    if has_values(ids):
+        wrong = (ids < 0) | (ids >= size)
+        found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
+        raise_if(
+            wrong.any(),
+            f"input_ holds {found} [0, {size}): each must be a token id of the vocabulary of all ranks; "
+            f"check the tokenizer, or pass a larger num_embeddings",
+        )

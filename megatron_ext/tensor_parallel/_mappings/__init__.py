@@ -1,0 +1,1 @@
+"""The collectives behind `mappings.py`."""

@@ -1,0 +1,1 @@
+"""The generators, streams and seeds behind `random.py`."""

@@ -1,0 +1,170 @@
+"""This process's RNG tracker, and all of its generator states saved and restored together.
+
+Whoever draws, seeds or recomputes asks `get_cuda_rng_tracker()`. The tracker is made at the first call and stays.
+Asking for another kind later is an error: part of the program would go on with streams that the rest no longer sees.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.tensor_parallel._random.generator_state import (
+    Device,
+    State,
+    capturing,
+    generator_of,
+    get_rng_state,
+    set_rng_state,
+)
+from megatron_ext.tensor_parallel._random.rng_tracker import CudaRNGStatesTracker, InferenceCudaRNGStatesTracker
+from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker, make_te_tracker
+
+Tracker = Any  # a CudaRNGStatesTracker, or Transformer Engine's class of the same methods
+
+
+class Kind(NamedTuple):
+    """What was asked for when the tracker was made."""
+
+    use_te_rng_tracker: bool = False
+    inference_rng_tracker: bool = False
+    use_cudagraphable_rng: bool = False
+
+
+class Process:
+    """This process's tracker (None until somebody asks for it) and its kind."""
+
+    tracker: Tracker | None = None
+    kind = Kind()
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+    *,
+    device: Device | None = None,
+) -> None:
+    """Make this process's RNG tracker. Called again with the same arguments it changes nothing.
+
+    Args:
+        use_te_rng_tracker: Transformer Engine's tracker (CUDA, graph-safe) instead of ours.
+        inference_rng_tracker: One without streams, whose forks change nothing; goes before `use_te_rng_tracker`.
+        use_cudagraphable_rng: States that CUDA graphs can be registered with.
+        force_reset: Throw the present tracker away first, with its streams.
+        device: Whose generator draws; None: the current CUDA device's where the process has one, else the CPU's.
+
+    Raises:
+        ValueError: there is a tracker already, made with other options.
+        ImportError: Transformer Engine's tracker is asked for and missing.
+    """
+    kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
+    if Process.tracker is not None and not force_reset:
+        existing = generator_of(Process.tracker.device)
+        if kind != Process.kind or (device is not None and generator_of(device) is not existing):
+            raise ValueError(
+                f"the RNG tracker was made with {Process.kind._asdict()} on {existing.device}; now "
+                f"{kind._asdict()} on {device or existing.device} is asked for, while its streams may be in use: ask "
+                f"for the same, or pass force_reset=True (force_reset_rng=True when seeding) to start anew"
+            )
+        return
+    if kind.inference_rng_tracker:
+        Process.tracker = InferenceCudaRNGStatesTracker(kind.use_cudagraphable_rng, True, device)
+    elif kind.use_te_rng_tracker:
+        Process.tracker = make_te_tracker()
+    else:
+        Process.tracker = CudaRNGStatesTracker(kind.use_cudagraphable_rng, False, device)
+    Process.kind = kind
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> Tracker:
+    """This process's RNG tracker; one is made if there is none.
+
+    False says nothing about an existing tracker: `get_cuda_rng_tracker()` returns whichever there is.
+
+    Raises:
+        ValueError: something is asked for that the existing tracker does not have.
+    """
+    kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
+    if Process.tracker is None or any(asked and not has for asked, has in zip(kind, Process.kind, strict=True)):
+        initialize_rng_tracker(*kind)
+    return Process.tracker
+
+
+def get_all_rng_states() -> dict[str, State]:
+    """The named states of this process's tracker, themselves: what to register with a CUDA graph.
+
+    Raises:
+        RuntimeError: there is no tracker yet.
+    """
+    if Process.tracker is None:
+        raise RuntimeError("there is no RNG tracker yet: call model_parallel_cuda_manual_seed(seed) first")
+    return Process.tracker.states_
+
+
+def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Tracker) -> bool:
+    """Whether the tracker's states are `torch.Generator`s, which CUDA graphs can be registered with."""
+    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False)) or is_te_tracker(cuda_rng_tracker)
+
+
+class RandomMoment:
+    """Where every generator stands that a function may draw from: the CPU's, the tracker's, those of CUDA `devices`."""
+
+    def __init__(self, devices: Iterable[torch.device] = ()):
+        self._devices = [device for device in devices if device.type == "cuda"]
+        self._tracker = Process.tracker
+        generators = [torch.default_generator, *map(generator_of, self._devices)]
+        if self._tracker is not None:
+            self._streams = self._tracker.moment()
+            by_tracker = generator_of(self._tracker.device)
+            generators = [generator for generator in generators if generator is not by_tracker]
+        elif torch.cuda.is_initialized():
+            generators.append(generator_of())
+        self._states = [(g, g.get_state()) for g in generators if not capturing(g)]
+
+    def restore(self) -> None:
+        """Set them all back. Generators that were busy with capturing a CUDA graph stay as they are."""
+        for generator, state in self._states:
+            generator.set_state(state)
+        if self._tracker is not None:
+            self._tracker.go_to(self._streams)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, this moment's numbers are drawn again; afterwards the generators stand as if nothing had been."""
+        now = RandomMoment(self._devices)
+        try:
+            self.restore()
+            yield
+        finally:
+            now.restore()
+
+
+def fork_rng() -> contextlib.AbstractContextManager[None]:
+    """Whatever is drawn or seeded inside, afterwards all generators and streams stand where they stood."""
+    return RandomMoment().again()
+
+
+def get_all_states() -> tuple[Tensor, State, dict[str, State]]:
+    """The CPU generator's state, that of the tracker's device, and the tracker's streams, all as they stand now.
+
+    While a CUDA graph is captured the last two are the states themselves, since they cannot be copied then.
+    """
+    tracker = get_cuda_rng_tracker()
+    on_device = get_rng_state(tracker.device, graph_safe=capturing(generator_of(tracker.device)))
+    return torch.get_rng_state(), on_device, tracker.get_states()
+
+
+def set_all_states(cpu_rng_state: Tensor, cuda_rng_state: State, cuda_rng_state_tracker: Mapping[str, State]) -> None:
+    """Set what `get_all_states()` returned."""
+    tracker = get_cuda_rng_tracker()
+    torch.set_rng_state(cpu_rng_state)
+    set_rng_state(cuda_rng_state, tracker.device, graph_safe=is_graph_safe_cuda_rng_tracker(tracker))
+    tracker.set_states(cuda_rng_state_tracker)

@@ -1,0 +1,116 @@
+"""What Transformer Engine adds to random numbers and recomputation, where it is installed and asked for."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from torch import Generator
+
+from megatron_ext.tensor_parallel._random.generator_state import capturing, generator_of, get_rng_state, set_rng_state
+
+MEGATRON_SIDE = "megatron.core.extensions.transformer_engine"
+
+
+def have_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; asking does not import it."""
+    if "transformer_engine" in sys.modules:
+        return sys.modules["transformer_engine"] is not None
+    return find_spec("transformer_engine") is not None
+
+
+def transformer_engine(module: str, needed_for: str) -> ModuleType:
+    """`transformer_engine.pytorch.<module>`.
+
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        return import_module(f"transformer_engine.pytorch.{module}")
+    except ImportError as error:
+        raise ImportError(
+            f"{needed_for} needs Transformer Engine, which cannot be imported ({error}): "
+            f"pip install transformer-engine[pytorch], or do without {needed_for}"
+        ) from error
+
+
+def is_te_tracker(tracker: Any) -> bool:
+    """Whether it is Transformer Engine's tracker, or a class made of it."""
+    distributed = sys.modules.get("transformer_engine.pytorch.distributed")
+    return distributed is not None and isinstance(tracker, distributed.CudaRNGStatesTracker)
+
+
+def make_te_tracker() -> Any:
+    """Transformer Engine's tracker with the methods that Megatron's callers and our recomputation expect of one.
+
+    Where Megatron's own class around it is loaded, ours is one of these: Megatron's CUDA graphs look for it.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+    distributed = transformer_engine("distributed", needed_for="use_te_rng_tracker=True")
+    base = getattr(sys.modules.get(MEGATRON_SIDE), "TECudaRNGStatesTracker", None)
+    if not (isinstance(base, type) and issubclass(base, distributed.CudaRNGStatesTracker)):
+        base = distributed.CudaRNGStatesTracker
+
+    class TECudaRNGStatesTracker(base):  # type: ignore[valid-type, misc]
+        is_inference_rng_tracker = False
+        use_cudagraphable_rng = True
+        device = "cuda"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.reset()
+
+        def is_initialized(self) -> bool:
+            return bool(self.states_)
+
+        def moment(self) -> Any:
+            """Where all streams stand, as values; None while a CUDA graph is captured, when states cannot be read."""
+            if capturing(generator_of(self.device)):
+                return None
+            in_use = get_rng_state(self.device, graph_safe=True)
+            assert isinstance(in_use, Generator)
+            named = {name: state.get_state() for name, state in self.states_.items()}
+            return in_use, in_use.get_state(), named
+
+        def go_to(self, moment: Any) -> None:
+            """Take the streams and the generator (back) to a `moment()`."""
+            if moment is None:
+                return
+            in_use, value, named = moment
+            for name, state in named.items():
+                self.states_[name].set_state(state)
+            set_rng_state(in_use, self.device, graph_safe=True)
+            in_use.set_state(value)
+
+    return TECudaRNGStatesTracker()
+
+
+class Fp8Recompute:
+    """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike.
+
+    Raises:
+        ImportError: Transformer Engine is missing.
+    """
+
+    def __init__(self) -> None:
+        self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
+        fp8 = transformer_engine("fp8", needed_for="fp8")
+        self._autocast = fp8.fp8_autocast
+        self._enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
+        self._recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if self._enabled else None
+
+    def first(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the first run."""
+        return self._phase(activation_recompute=True, recompute_phase=False)
+
+    @contextlib.contextmanager
+    def second(self) -> Iterator[None]:
+        """Around the second."""
+        with self._autocast(enabled=self._enabled, fp8_recipe=self._recipe):
+            with self._phase(activation_recompute=True, recompute_phase=True):
+                yield

@@ -1,0 +1,1 @@
+"""Activation recomputation behind `random.checkpoint` and `CheckpointWithoutOutput`."""

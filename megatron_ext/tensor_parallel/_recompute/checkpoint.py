@@ -1,0 +1,93 @@
+"""Activation checkpointing: inputs are saved, and activations recomputed in backward.
+
+Activation checkpointing (Chen et al., 2016, https://arxiv.org/abs/1604.06174), and its distribution over the
+tensor-parallel ranks (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054): the input of a layer is the same on
+all of them, so that each needs to keep only its part.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import group_size, require_tensor_parallel_group
+from megatron_ext.tensor_parallel._recompute.replay_forward import (
+    FlatCall,
+    Rerun,
+    backpropagate,
+    check_backward_call,
+    checkpointing,
+)
+from megatron_ext.tensor_parallel.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+
+
+def checkpoint(
+    function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any, **kwargs: Any
+) -> Any:
+    """`function(*args, **kwargs)`; of its forward only the inputs are kept, and its backward runs it again first.
+
+    The second run draws the same random numbers (of the CPU, of the tensors' devices and of the RNG tracker's streams)
+    under the same autocast settings, so that losses and gradients are those of the plain call, bit for bit, as long as
+    the function itself does the same twice. Exception: what is captured into a CUDA graph draws new numbers.
+
+    Args:
+        function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
+            other objects among them. Tensors inside other objects pass through, without gradient.
+        distribute_saved_activations: Keep only this rank's part of the first argument, a tensor of any shape that is
+            equal on all tensor-parallel ranks (so not under sequence parallelism).
+
+    Gradients flow to tensor arguments and to parameters that the function holds, also where only the latter need any.
+    With gradients off this is the plain call.
+
+    Communication: none of its own; with `distribute_saved_activations` one all-gather of the first argument's bytes in
+    the backward. What the function communicates, it communicates twice.
+
+    Raises:
+        ValueError: with `distribute_saved_activations` the first argument is no tensor, or the tensor-parallel group is
+            unknown.
+        RuntimeError: in a backward by `torch.autograd.grad(...)`, or one that creates a graph.
+    """
+    if distribute_saved_activations and not (args and isinstance(args[0], Tensor)):
+        raise ValueError(
+            f"distribute_saved_activations is set and the first argument is {type(args[0]) if args else 'missing'}: "
+            f"it must be the tensor to distribute; pass that first, or False"
+        )
+    if distribute_saved_activations:
+        require_tensor_parallel_group()
+    if not torch.is_grad_enabled():
+        with checkpointing():
+            return function(*args, **kwargs)
+    call, tensors = FlatCall.flatten(function, args, kwargs)
+    return call.unflatten(CheckpointFunction.apply(call, distribute_saved_activations, *tensors))
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """The autograd side of `checkpoint`, which see."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run_function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any
+    ) -> Any:
+        """Run it without a graph, and keep the tensors among `args`."""
+        ctx.rerun = Rerun(run_function, args)
+        results = ctx.rerun.first(ctx, args)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        ctx.group = require_tensor_parallel_group() if distribute_saved_activations else None
+        if group_size(ctx.group) > 1:
+            ctx.distributed_shape = tensors[0].shape
+            tensors[0] = split_tensor_into_1d_equal_chunks(tensors[0].detach(), new_buffer=True, tp_group=ctx.group)
+        ctx.save_for_backward(*tensors)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *args: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run it again with a graph, and go back through that. `args`: the gradients of its results."""
+        check_backward_call()
+        tensors = list(ctx.saved_tensors)
+        if group_size(ctx.group) > 1:
+            shape = ctx.distributed_shape
+            tensors[0] = gather_split_1d_tensor(tensors[0], tp_group=ctx.group)[: shape.numel()].view(shape)
+        with checkpointing():
+            inputs, results = ctx.rerun.second(tensors, ctx.needs_input_grad[2:])
+            return None, None, *backpropagate(results, args, inputs)

@@ -1,0 +1,213 @@
+"""Runs a function without saved activations, and again later with the same random states and autocast settings.
+
+What all recomputation here has in common: arguments and results as flat tensors, which is what autograd sees; the
+random states and autocast settings of the first run, entered again for the second; and the flag that one is running.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megatron_ext.tensor_parallel._random.process_tracker import RandomMoment
+
+_TENSOR = object()  # stands in for a tensor in a list of results
+_LEAVES = (Tensor, type(None), bool, int, float, str)
+
+
+class Depth:
+    """How many checkpointed functions are running now, one inside the other, for the first or the second time."""
+
+    now = 0
+
+
+def is_checkpointing() -> bool:
+    """Whether a checkpointed function is running, in its forward or for its backward."""
+    return Depth.now > 0
+
+
+def set_checkpointing() -> None:
+    """Enter a checkpointed function. `with checkpointing():` does, and cannot be left open."""
+    Depth.now += 1
+
+
+def unset_checkpointing() -> None:
+    """Leave the innermost checkpointed function."""
+    Depth.now = max(Depth.now - 1, 0)
+
+
+@contextlib.contextmanager
+def checkpointing() -> Iterator[None]:
+    """`is_checkpointing()` inside; afterwards as before, however the block ends."""
+    before = Depth.now
+    Depth.now = before + 1
+    try:
+        yield
+    finally:
+        Depth.now = before
+
+
+class FlatCall:
+    """`function(*args, **kwargs)` as a function of its tensors alone that returns a tuple of tensors.
+
+    Containers on both sides are those that `torch.utils._pytree` knows: tuples, lists, dicts, named tuples, nested in
+    any way. Everything else passes through untouched. `flatten` hands out the argument tensors; they are not kept.
+    """
+
+    def __init__(self, function: Callable[..., Any], leaves: list[Any], spec: TreeSpec | type, keywords: bool):
+        self._function, self._spec, self._keywords = function, spec, keywords
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._result: tuple[list[Any], TreeSpec | type] | None = None
+        self.edge = False
+
+    @classmethod
+    def flatten(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple["FlatCall", list[Tensor]]:
+        """The call, and the tensors to call it with.
+
+        Where gradients are on but no tensor argument needs one, the function may still hold parameters that do: LoRA on
+        a frozen input. Autograd has nothing to hold on to then, so there is one more tensor, an edge, which the call
+        ignores, and the first run finds out which results depend on something that needs a gradient.
+        """
+        leaves, spec = _flatten((args, kwargs) if kwargs else args)
+        call = cls(function, leaves, spec, keywords=bool(kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+            call.edge = True
+            tensors.append(torch.zeros((), requires_grad=True))
+        return call, tensors
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=False):  # not strict: the edge has no place
+            leaves[place] = tensor
+        arguments = _unflatten(leaves, self._spec)
+        args, kwargs = arguments if self._keywords else (arguments, {})
+        results, spec = _flatten(self._function(*args, **kwargs))
+        self._result = [_TENSOR if isinstance(result, Tensor) else result for result in results], spec
+        return tuple(result for result in results if isinstance(result, Tensor))
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """What the function returned, with these tensors in the places of its own."""
+        assert self._result is not None
+        results, spec = self._result
+        remaining = iter(tensors)
+        return _unflatten([next(remaining) if result is _TENSOR else result for result in results], spec)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], TreeSpec | type]:
+    """`tree_flatten`, without its cost for what most functions take and return: tensors, a tuple, None."""
+    if isinstance(tree, Tensor):
+        return [tree], Tensor
+    if type(tree) is tuple and all(isinstance(leaf, _LEAVES) for leaf in tree):
+        return list(tree), tuple
+    return tree_flatten(tree)
+
+
+def _unflatten(leaves: list[Any], spec: TreeSpec | type) -> Any:
+    if isinstance(spec, TreeSpec):
+        return tree_unflatten(leaves, spec)
+    return tuple(leaves) if spec is tuple else leaves[0]
+
+
+class Surroundings:
+    """The random states and autocast settings that hold where this is made; `devices` are those that are drawn on."""
+
+    def __init__(self, devices: set[torch.device]):
+        self._random = RandomMoment(devices)
+        others = {d.type for d in devices} - _KINDS
+        self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, as it was then; afterwards as it was before."""
+        with self._random.again(), contextlib.ExitStack() as autocast:
+            for settings in self._autocast:
+                if settings != _autocast(settings[0]):
+                    autocast.enter_context(torch.autocast(*settings))
+            yield
+
+
+_KINDS = {"cpu", "cuda"}
+
+
+def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
+    """The present settings for devices of a kind, as `torch.autocast` takes them."""
+    cache = torch.is_autocast_cache_enabled()
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache
+
+
+class Rerun:
+    """A function between its two runs, in an `autograd.Function` whose context `ctx` keeps this and the tensors."""
+
+    def __init__(self, function: Callable[..., Any], args: Sequence[Any]):
+        self._function = function
+        self._others = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self._places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        self._surroundings = Surroundings({args[i].device for i in self._places})
+
+    def first(self, ctx: Any, args: Sequence[Any]) -> Any:
+        """Run it without keeping a graph; returns what `forward` may return."""
+        ctx.set_materialize_grads(False)
+        look_for_gradients = isinstance(self._function, FlatCall) and self._function.edge
+        with checkpointing(), _graph_without_tensors() if look_for_gradients else torch.no_grad():
+            results = self._function(*args)
+        listed = results if isinstance(results, tuple | list) else (results,)
+        # Private aliases: what a function was given or holds, and returns as it is, must not become part of the graph.
+        aliases = [result.detach() if isinstance(result, Tensor) else result for result in listed]
+        if look_for_gradients:
+            ctx.mark_non_differentiable(*(a for a, r in zip(aliases, listed, strict=True) if not r.requires_grad))
+        return tuple(aliases) if listed is results else aliases[0]
+
+    def second(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[list[Any], tuple[Any, ...]]:
+        """Run it again on detached `tensors`, with a graph: the inputs, which will hold gradients, and the results."""
+        inputs = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            inputs[place] = tensor.detach().requires_grad_(needs_grad[place])
+        with self._surroundings.again(), torch.enable_grad():
+            results = self._function(*inputs)
+        return inputs, tuple(results) if isinstance(results, tuple | list) else (results,)
+
+
+def backpropagate(results: Sequence[Any], grads: Sequence[Tensor | None], inputs: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of `inputs`, from those of `results`; parameters on the way get theirs."""
+    if len(results) != len(grads):
+        raise RuntimeError(
+            f"the checkpointed function returned {len(grads)} values in the forward and {len(results)} in its "
+            f"recomputation; it must do the same both times"
+        )
+    pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
+    if pairs:
+        torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
+    return [x.grad if isinstance(x, Tensor) else None for x in inputs]
+
+
+def check_backward_call() -> None:
+    """Raises RuntimeError in the backward passes that recomputation cannot serve.
+
+    In `torch.autograd.grad(...)` parameters' gradients would go into their `.grad` and not to the caller; and gradients
+    of gradients would silently be those of constants.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a checkpointed function is in the graph of a backward with create_graph=True: its gradients cannot be "
+            "differentiated again; call the function without checkpointing there"
+        )
+    if not torch.autograd._is_checkpoint_valid():
+        raise RuntimeError(
+            "a checkpointed function is in the graph of torch.autograd.grad() or backward(inputs=...): call backward() "
+            "without inputs, and read .grad"
+        )
+
+
+@contextlib.contextmanager
+def _graph_without_tensors() -> Iterator[None]:
+    """Gradients on, but no tensor is saved for them: enough to see what depends on what."""
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+        yield

@@ -1,0 +1,175 @@
+"""Logits that are views: read where they lie, of any strides, with the values and gradients of a copy."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import reference, token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.distributed.groups import UNSHARDED, group_rank, group_size
+from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs, vocab_parallel_log_softmax, vocab_topk
+from megatron_ext.head.engine import flatten
+from tests.head.problems import Problem
+from tests.ranks import ranks
+
+VIEWS = {
+    "all but the last": lambda z: z[:, :-1],
+    "all but the first, transposed": lambda z: z[:, 1:].transpose(0, 1),
+    "every other": lambda z: z[1:, ::2],
+    "transposed": lambda z: z.transpose(0, 1),
+    "some columns": lambda z: z[:, 1:, :7],
+    "the first": lambda z: z[:, :1],
+    "no sequence": lambda z: z[:0, :-1],
+    "no position": lambda z: z[:, :0],
+    "one sequence": lambda z: z[1],
+    "one token": lambda z: z[1, 2],
+    "expanded": lambda z: z[:, :3].unsqueeze(1).expand(-1, 2, -1, -1),
+    "several cuts": lambda z: z.unflatten(1, (3, 2))[:-1, 1:, :1].transpose(0, 2),
+    "columns first": lambda z: z.permute(2, 1, 0),
+}
+CALLS = {
+    "log-probs": (token_log_probs, reference.log_probs),
+    "gathered": (
+        lambda z, y, **more: gather_log_probs(z, y.unsqueeze(-1), **more).squeeze(-1),
+        reference.log_probs,
+    ),
+    "top-k": (
+        lambda z, y, **more: sampled_log_probs(z, y, top_k=z.shape[-1] - 1, **more),
+        lambda z, y: reference.sampled_log_probs(z, y, z.shape[-1] - 1),
+    ),
+    "top-p": (
+        lambda z, y, **more: sampled_log_probs(z, y, top_p=0.9, **more),
+        lambda z, y: reference.sampled_log_probs(z, y, None, 0.9),
+    ),
+    "divergence": (
+        lambda z, y, **more: kl_divergence(z, (z / 2).detach(), **more),
+        lambda z, y: reference.kl_divergence((z / 2).detach(), z),
+    ),
+    "divergence from a view": (
+        lambda z, y, **more: kl_divergence(z / 2, z.detach(), **more),
+        lambda z, y: reference.kl_divergence(z.detach(), z / 2),
+    ),
+}
+
+
+def pulled(call, make, labels, grad):
+    base = torch.randn(4, 6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    values = call(make(base), labels)
+    kept = values.where(values > -torch.inf, 0.0)
+    return values.detach(), torch.autograd.grad(kept, base, grad)[0]
+
+
+@pytest.mark.parametrize("few", [0, 40, 1 << 20], ids=["run by run", "some together", "all together"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_values_and_gradients(view, few, monkeypatch):
+    monkeypatch.setattr(flatten, "_FEW", few)
+    make = VIEWS[view]
+    z = make(torch.empty(4, 6, 12))
+    labels, grad = torch.randint(z.shape[-1], z.shape[:-1]), torch.randn(z.shape[:-1], dtype=torch.float64)
+    for name, (ours, truth) in CALLS.items():
+        want = pulled(truth, make, labels, grad)
+        for chunk_tokens in (None, 1, 3, 5):
+            found = pulled(lambda z, y, c=chunk_tokens, f=ours: f(z, y, chunk_tokens=c), make, labels, grad)
+            for a, b in zip(found, want, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+@pytest.mark.parametrize("view", [v for v in VIEWS if v != "expanded"])
+def test_the_gradient_in_the_memory_of_a_view(view, few, monkeypatch):
+    monkeypatch.setattr(flatten, "_FEW", few)
+    base = torch.randn(4, 6, 12, dtype=torch.float64)
+    z = VIEWS[view](base.clone().requires_grad_() * 1)
+    labels, grad = torch.randint(z.shape[-1], z.shape[:-1]), torch.randn(z.shape[:-1], dtype=torch.float64)
+    copy = z.detach().clone().requires_grad_()
+    (want,) = torch.autograd.grad(reference.log_probs(copy, labels), copy, grad)
+    (found,) = torch.autograd.grad(token_log_probs(z, labels, gradient_into_logits=True, chunk_tokens=3), z, grad)
+    torch.testing.assert_close(found, want)
+    assert found.data_ptr() == z.data_ptr()
+
+
+def test_rows_stay_where_they_are(monkeypatch):
+    monkeypatch.setattr(flatten, "_FEW", 0)
+    for view, make in VIEWS.items():
+        z = make(torch.randn(4, 6, 12))
+        rows = flatten.Flat(z).rows(z)
+        memory = z.untyped_storage().data_ptr()
+        for at in flatten.in_runs(rows, [slice(0, 5), slice(5, flatten.tokens_of(rows))] if z.numel() > 60 else []):
+            assert flatten.rows_of(rows, at).untyped_storage().data_ptr() == memory, view
+            assert at.stop > at.start
+
+
+def laid_out(z, order):
+    """The same values with the dims in this order in memory."""
+    return z.permute(order).contiguous().permute(sorted(range(z.dim()), key=order.__getitem__)) * 1
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("empty", [False, True])
+def test_ranks_whose_logits_lie_in_memory_in_different_orders(empty):
+    """What is exchanged is in the tokens' own order. An empty shard has no other: torch gives it back as it likes."""
+    group, problem = dist.group.WORLD, Problem((3, 2, 4))
+    if empty:
+        problem.cuts = [0] * (group_size(group) - 1)
+    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
+    want = problem.from_logits(whole)
+    shard = problem.shard(group)
+    own = whole.detach()[..., shard.start : shard.stop]
+    order = (1, 2, 0, 3) if empty else [(0, 1, 2, 3), (1, 0, 2, 3), (2, 1, 0, 3), (1, 2, 0, 3)][group_rank(group)]
+    leaf = laid_out(own, order).requires_grad_()
+    call = problem.labels, group, shard
+    loss = vocab_parallel_cross_entropy(leaf, *call)
+    log_probs, entropy, hits = token_log_probs(leaf, *call, return_entropy=True, return_hits=True)
+    torch.testing.assert_close([loss, log_probs, entropy], [x.detach() for x in want[:3]])
+    assert torch.equal(hits, want[3])
+    (grad,) = torch.autograd.grad(loss, leaf, problem.grad)
+    (want_grad,) = torch.autograd.grad(want[0], whole, problem.grad.double())
+    torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
+
+
+READ_OUTS = {
+    "gathered": lambda z, y, t, **more: gather_log_probs(z, y.unsqueeze(-1), **more),
+    "largest": lambda z, y, t, **more: vocab_topk(z, 3, **more)[0],
+    "top-k": lambda z, y, t, **more: sampled_log_probs(z, y, top_k=30, top_p=0.99, **more),
+    "top-p": lambda z, y, t, **more: sampled_log_probs(z, y, top_p=0.99, **more),
+    "top-p in chunks": lambda z, y, t, **more: sampled_log_probs(z, y, top_p=0.99, chunk_tokens=5, **more),
+    "divergence": lambda z, y, t, **more: kl_divergence(z, t, **more),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("name", READ_OUTS)
+def test_read_outs_of_ranks_with_different_orders(name, empty):
+    group, problem = dist.group.WORLD, Problem((3, 2, 4), columns=34)
+    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
+    teacher = whole.detach().roll(1, -1) / 2
+    labels = whole.argmax(-1)
+    want = READ_OUTS[name](whole, labels, teacher, tp_group=UNSHARDED)
+    grad = torch.randn(want.shape, dtype=want.dtype)
+    (want_grad,) = torch.autograd.grad(want, whole, grad)
+
+    problem.cuts = [34 if empty else 17]
+    shard, order = problem.shard(group), [(0, 1, 2, 3), (1, 2, 0, 3)][group_rank(group)]
+    at = slice(shard.start, shard.stop)
+    leaf = laid_out(whole.detach()[..., at], order).requires_grad_()
+    got = READ_OUTS[name](leaf, labels, laid_out(teacher[..., at], order), tp_group=group, vocab=shard)
+    (got_grad,) = torch.autograd.grad(got, leaf, grad)
+    torch.testing.assert_close([got, got_grad], [want.detach(), want_grad[..., at]])
+
+
+@ranks(2)
+def test_softmax_of_ranks_with_different_orders():
+    group = dist.group.WORLD
+    whole = torch.randn(3, 2, 4, 12, dtype=torch.float64).requires_grad_()
+    grad = torch.randn(whole.shape, dtype=torch.float64)
+    want = whole.log_softmax(-1)
+    (want_grad,) = torch.autograd.grad(want, whole, grad)
+    order = [(0, 1, 2, 3), (1, 2, 0, 3)][group_rank(group)]
+
+    def mine(x):
+        return x.detach().chunk(2, -1)[group_rank(group)]
+
+    leaf = laid_out(mine(whole), order).requires_grad_()
+    got = vocab_parallel_log_softmax(leaf, group)
+    (got_grad,) = torch.autograd.grad(got, leaf, mine(grad))
+    torch.testing.assert_close([got, got_grad], [mine(want), mine(want_grad)])

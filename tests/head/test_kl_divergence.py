@@ -1,0 +1,207 @@
+"""How far a student is from a teacher, over the whole vocabulary, from logits and from hidden states."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import VocabShard, reference
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import group_size
+from megatron_ext.head import js_divergence, kl_divergence, linear_kl_divergence, soft_cross_entropy
+from tests.ranks import ranks
+
+
+def truth(kind, student, teacher, size=None):
+    if kind == "cross entropy":
+        return reference.soft_cross_entropy(student, teacher, size)
+    return reference.kl_divergence(*((teacher, student) if kind == "forward" else (student, teacher)), size)
+
+
+def ours(kind, student, teacher, *rest, **chosen):
+    if kind == "cross entropy":
+        return soft_cross_entropy(student, teacher, *rest, **chosen)
+    return kl_divergence(student, teacher, kind, *rest, **chosen)
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("kind", ["cross entropy", "forward", "reverse"])
+def test_from_logits(kind):
+    """Uneven shards, padding, columns masked for both, a shard masked as a whole."""
+    group = dist.group.WORLD
+    shard = VocabShard.split(41, group)
+    student, teacher, upstream = 2 * torch.randn(4, 3, 41).double(), torch.randn(4, 3, 41).double(), torch.randn(4, 3)
+    for z in (student, teacher):
+        z[1, :, ::3] = -torch.inf
+        z[2, :, :25] = -torch.inf
+    for size in (41, 37, 9):
+        kept = student.clone()
+        held = teacher.clone()
+        if size == 9:  # row 2 would have nothing left
+            kept[2], held[2] = 0.1 * torch.arange(41), 0.0
+        whole = kept.requires_grad_()
+        want = truth(kind, whole / 0.7, held / 0.7, size)
+        (want_grad,) = torch.autograd.grad(want, whole, upstream.double())
+        mine = whole.detach()[..., shard.start : shard.stop].clone().requires_grad_()
+        own = held[..., shard.start : shard.stop].clone().requires_grad_()
+        vocab = VocabShard(shard.start, shard.stop, size)
+        for chunk_tokens in (None, 5):
+            with count_collectives() as counts:
+                found = ours(kind, mine, own, tp_group=group, vocab=vocab, chunk_tokens=chunk_tokens, temperature=0.7)
+            assert counts.total() == (group_size(group) > 1)
+            torch.testing.assert_close(found, want)
+            with count_collectives() as counts:
+                grad, none = torch.autograd.grad(found, (mine, own), upstream.double(), allow_unused=True)
+            assert not counts
+            assert none is None, "the teacher gets no gradient"
+            torch.testing.assert_close(grad, want_grad.nan_to_num(0.0)[..., shard.start : shard.stop])
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_from_hidden_states(direction, layout):
+    """Student and teacher of other hidden sizes; `main_grad`; a number of collectives that chunks do not change."""
+    group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
+    hidden, weight = torch.randn(4, 3, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
+    teacher_hidden, teacher_weight = torch.randn(4, 3, 9).double(), torch.randn(20, 9).double()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    upstream = torch.randn(4, 3).double()
+    want = truth(direction, reference.logits(*leaves), reference.logits(teacher_hidden, teacher_weight))
+    dx, dw = torch.autograd.grad(want, leaves, upstream)
+    rows = slice(rank * 4 // size, (rank + 1) * 4 // size) if layout == "sequence" else slice(None)
+    own = slice(rank * 20 // size, (rank + 1) * 20 // size)
+    for chunk_tokens, fused in ((None, False), (5, True)):
+        mine = [x.clone().requires_grad_() for x in (hidden[rows], weight[own])]
+        mine[1].main_grad = torch.full_like(mine[1], 0.5).detach()
+        with count_collectives() as counts:
+            found = linear_kl_divergence(
+                *mine,
+                teacher_hidden[rows],
+                teacher_weight[own],
+                direction,
+                group,
+                layout,
+                chunk_tokens=chunk_tokens,
+                gradient_accumulation_fusion=fused,
+            )
+        sent = 0 if size == 1 else 1 if layout == "replicated" else 2
+        assert counts.total() == sent
+        torch.testing.assert_close(found, want)
+        with count_collectives() as counts:
+            found.backward(upstream)
+        assert counts.total() == sent
+        torch.testing.assert_close(mine[0].grad, dx[rows])
+        torch.testing.assert_close(mine[1].main_grad - 0.5 if fused else mine[1].grad, dw[own])
+
+
+@ranks(2)
+def test_a_teacher_of_another_dtype_in_slices():
+    """Hidden states of 3 and 5 columns, in 4 and 2 bytes each, gathered by one collective."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    hidden, weight = torch.randn(4, 3), torch.randn(20, 3)
+    teacher_hidden, teacher_weight = torch.randn(4, 5).bfloat16(), torch.randn(20, 5).bfloat16()
+    own, rows = slice(10 * rank, 10 * rank + 10), slice(2 * rank, 2 * rank + 2)
+    with count_collectives() as counts:
+        found = linear_kl_divergence(
+            hidden[rows], weight[own], teacher_hidden[rows], teacher_weight[own], "forward", group, "sequence"
+        )
+    assert counts.total() == 2
+    want = truth("forward", hidden @ weight.t(), (teacher_hidden @ teacher_weight.t()).float())
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    message = r"weight has shape" if rank else "another rank of tp_group refused"
+    wrong = torch.zeros(10, 5 + rank).bfloat16()
+    with pytest.raises(ValueError, match=message):
+        linear_kl_divergence(hidden[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
+
+
+def test_in_bf16_as_exact_as_plain_pytorch():
+    student, teacher = (4 * torch.randn(64, 400) + 100).bfloat16(), (4 * torch.randn(64, 400)).bfloat16()
+    for kind in ("cross entropy", "forward", "reverse"):
+        want = truth(kind, student.double(), teacher.double())
+        plain = truth(kind, student.float(), teacher.float())
+        found = ours(kind, student, teacher)
+        assert (found - want).norm() <= 1.5 * (plain - want).norm()
+
+
+def test_tokens_that_one_of_both_masks():
+    """Infinite where the left one gives probability to what the other one has at -inf; else as if it were not there."""
+    masked, whole = torch.zeros(1, 8), torch.zeros(1, 8)
+    masked[:, 3] = -torch.inf
+    assert kl_divergence(masked, whole).isinf().all()
+    assert kl_divergence(whole, masked, "reverse").isinf().all()
+    want = torch.tensor([8 / 7]).log()
+    torch.testing.assert_close(kl_divergence(whole, masked), want)
+    torch.testing.assert_close(kl_divergence(masked, whole, "reverse"), want)
+
+
+@ranks(2)
+def test_a_shard_that_counts_for_nothing():
+    """One in which the teacher's probabilities are 0 in fp64, and which the student masks: as if it were not there."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    student, teacher = torch.randn(4, 3, 10).double(), torch.randn(4, 3, 10).double()
+    student[..., 5:], teacher[..., 5:] = -torch.inf, teacher[..., 5:] - 2000
+    own = slice(5 * rank, 5 * rank + 5)
+    found = kl_divergence(student[..., own], teacher[..., own], tp_group=group)
+    torch.testing.assert_close(found, truth("forward", student[..., :5], teacher[..., :5]))
+
+
+@pytest.mark.parametrize("kind", ["cross entropy", "forward", "reverse"])
+def test_a_token_left_out_of_the_loss_may_be_anything(kind):
+    """NaN, or at -inf where the other one is not: without a gradient."""
+    student, teacher = torch.randn(3, 8), torch.randn(3, 8)
+    student[1], student[2, 3], teacher[2, 5] = torch.nan, -torch.inf, -torch.inf
+    leaf = student.requires_grad_()
+    (grad,) = torch.autograd.grad(ours(kind, leaf, teacher), leaf, torch.tensor([1.0, 0, 0]))
+    (want,) = torch.autograd.grad(truth(kind, leaf[:1], teacher[:1]), leaf)
+    torch.testing.assert_close(grad, want)
+
+
+@ranks(1, 2)
+def test_jensen_shannon_past_the_vocabulary():
+    """Padding has no gradient, nor has a token that the loss leaves out, whatever it is."""
+    group = dist.group.WORLD
+    shard = VocabShard.split(41, group)
+    student, teacher = torch.randn(3, 41).double().requires_grad_(), torch.randn(3, 41).double()
+    p, q = (reference.counted(z / 0.7, 37)[:, :37].softmax(-1) for z in (student, teacher))
+    mixture = 0.7 * p + 0.3 * q
+    want = 0.7 * (p * (p / mixture).log()).sum(-1) + 0.3 * (q * (q / mixture).log()).sum(-1)
+    upstream = torch.tensor([1.5, -0.5, 0]).double()
+    (want_grad,) = torch.autograd.grad(want, student, upstream)
+    mine, own = (z.detach()[:, shard.start : shard.stop].clone() for z in (student, teacher))
+    mine[2] = torch.nan
+    vocab = VocabShard(shard.start, shard.stop, 37)
+    found = js_divergence(mine.requires_grad_(), own, 0.3, group, vocab, temperature=0.7)
+    torch.testing.assert_close(found[:2], want[:2])
+    (grad,) = torch.autograd.grad(found, mine, upstream)
+    torch.testing.assert_close(grad, want_grad[:, shard.start : shard.stop])
+
+
+@pytest.mark.slow
+def test_bytes():
+    """Beyond both logits and the gradient at most a tenth of one of them."""
+    tokens, columns = 1024, 16384
+    with one_rank_of(2) as group:
+        student = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        teacher = torch.empty(tokens, columns, dtype=torch.bfloat16)
+        for kind in ("cross entropy", "forward", "reverse"):
+            with measure() as forward:
+                found = ours(kind, student, teacher, tp_group=group, chunk_tokens=16)
+            with measure() as backward:
+                torch.autograd.grad(found, student, torch.ones(tokens))
+            assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
+            assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
+
+
+def test_bad_input():
+    z, x, w = torch.zeros(4, 10), torch.zeros(4, 3), torch.zeros(10, 3)
+    with pytest.raises(ValueError, match="direction is 'both'"):
+        kl_divergence(z, z, "both")
+    with pytest.raises(ValueError, match=r"teacher_logits have shape \(3, 10\)"):
+        soft_cross_entropy(z, z[:3])
+    with pytest.raises(ValueError, match="teacher_logits has 9"):
+        soft_cross_entropy(z, z[:, :9])
+    with pytest.raises(ValueError, match=r"teacher_hidden has shape \(3, 3\)"):
+        linear_kl_divergence(x, w, x[:3], w)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        linear_kl_divergence(x, w, x, w, temperature=0)

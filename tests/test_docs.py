@@ -1,0 +1,163 @@
+"""The documentation's pages: their code runs, and what their tables and quoted messages say is true."""
+
+import csv
+import importlib.util
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import reference
+from tests.gpt import model_parallel
+from tests.megatron.patching import batch, one_gpt, run, unpatch
+from tests.pages import DOCS, ROOT, python_blocks, section
+from tests.programs import python
+from tests.ranks import ranks
+
+sys.path.insert(0, str(DOCS / "hooks"))
+from error_messages import messages
+
+
+def test_quoted_messages_are_those_of_the_package():
+    texts = {message.text for message in messages()}
+    assert len(texts) > 400
+    page, mark, _ = (DOCS / "troubleshooting.md").read_text().partition("<!-- every message -->")
+    assert mark
+    quoted = re.findall(r"^\| `([^`]*)` \|", page, re.M)
+    assert len(quoted) > 60
+    for quote in quoted:
+        assert any(quote in text for text in texts), f"no error of the package says {quote!r}"
+
+
+def test_performance_tables_are_the_measured_rows():
+    tables = re.findall(
+        r"<!-- (benchmarks/results/\S+): (.*) -->\n((?:\|.*\n)+)", (DOCS / "performance.md").read_text()
+    )
+    assert len(tables) >= 10
+    for file, case, table in tables:
+        with (ROOT / file).open() as rows:
+            measured = {(row["impl"], row["metric"]): row["p50"] for row in csv.DictReader(rows) if row["case"] == case}
+        header, _, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
+        for head, *cells in lines:
+            for metric, cell in zip(header[1:], cells, strict=True):
+                value = measured.get((head, metric))
+                shown = "" if value is None else f"{float(value):.{len(cell.partition('.')[2])}f}"
+                assert cell == shown, f"{file}: {case}, {head}, {metric}"
+
+
+def run_blocks(text: str, names: dict | None = None, least: int = 1) -> dict:
+    names = {} if names is None else names
+    blocks = python_blocks(text)
+    assert len(blocks) >= least
+    for block in blocks:
+        exec(block, names)
+    return names
+
+
+def test_numerics():
+    run_blocks((DOCS / "numerics.md").read_text(), least=2)
+
+
+@pytest.mark.slow
+def test_getting_started():
+    """From the first line to the last in one program, as the page says, on two ranks."""
+    blocks = python_blocks((DOCS / "getting_started.md").read_text())
+    assert len(blocks) == 5
+    done = python("-c", "\n".join([*blocks, "print('reached', loss.sum().item())"]), ranks=2)
+    assert done.returncode == 0, done.stderr
+    reached = re.findall(r"^reached (.*)$", done.stdout, re.M)
+    assert len(reached) == 2
+    assert reached[0] == reached[1]
+
+
+def head_inputs() -> dict:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 6, 8, requires_grad=True), torch.randn(10, 8)
+    labels = torch.randint(10, (2, 6))
+    shard = weight.chunk(2)[dist.get_rank()].clone().requires_grad_()
+    return {
+        "hidden": hidden,
+        "weight_shard": shard,
+        "labels": labels,
+        "group": dist.group.WORLD,
+        "advantages": torch.tensor([1.0, -0.5]),
+        "mask": torch.ones(2, 6),
+        "expected": reference.cross_entropy(hidden.double() @ weight.double().t(), labels),
+    }
+
+
+@ranks(2)
+def test_a_loop_of_your_own():
+    """The lines of the home page and of "Plug it in", on two shards of a vocabulary."""
+    names = head_inputs()
+    loop = [section(DOCS / "plug_in.md", "A loop of your own"), section(DOCS / "index.md", "Plug it in")]
+    run_blocks(loop[0], names)
+    torch.testing.assert_close(names["loss"], names["expected"].float())
+    torch.testing.assert_close(names["log_probs"], -names["loss"])
+    # At the policy that the advantages are of, each ratio is 1.
+    torch.testing.assert_close(names["policy_loss"].detach(), -names["advantages"].mean())
+    _, own_loss = python_blocks(loop[1])
+    exec(own_loss, names)
+    wanted = torch.autograd.grad(names["expected"].mean(), names["hidden"])[0]
+    torch.testing.assert_close(names["hidden"].grad, wanted.float())
+
+
+@ranks(2)
+def test_the_lines_for_megatron():
+    patch, report, unpatch_again, substitute = python_blocks(section(DOCS / "plug_in.md", "Megatron-Core"))
+    home = python_blocks(section(DOCS / "index.md", "Plug it in"))[0]
+    with model_parallel(tp=2):
+        from megatron.core import tensor_parallel
+        from megatron.core.models.gpt import GPTModel
+
+        arguments = batch()[1]
+        model = one_gpt(tied=False)
+        loss = run(model, arguments)
+        for lines in (patch, home):
+            stock = GPTModel._postprocess
+            try:
+                exec(lines, {})
+                assert GPTModel._postprocess is not stock
+                torch.testing.assert_close(run(model, arguments), loss, rtol=1e-5, atol=1e-6)
+                exec(report, {})
+                exec(unpatch_again, {})
+                assert GPTModel._postprocess is stock
+            finally:
+                unpatch()
+        del model
+        layer = tensor_parallel.ColumnParallelLinear
+        exec(substitute, {})
+        assert tensor_parallel.ColumnParallelLinear is layer
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_the_lines_for_hugging_face():
+    from tests.dtensor.models import VOCAB, make
+
+    tokens = torch.arange(2 * 8).view(2, 8) % VOCAB
+    model = make("llama")
+    logits = model.double()(tokens).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    given = {"torch": torch, "device": "cpu", "dp": 1, "cp": 1, "tp": 2, "model": make("llama"), "tokens": tokens}
+    names = run_blocks(section(DOCS / "plug_in.md", "Hugging Face"), given)
+    # bf16 errs by hundredths, and the losses differ by tenths.
+    torch.testing.assert_close(names["loss"][:, :-1].double(), expected.view(2, 7), rtol=0, atol=0.05)
+    assert expected.std() > 0.2
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+
+@pytest.mark.parametrize("framework", ["NeMo-RL", "verl", "TRL"])
+def test_the_lines_for_a_framework(framework, monkeypatch):
+    """Of one that is not installed they say so. The frameworks' own tests show what `apply()` does."""
+    name = framework.lower().replace("-", "_")
+    apply = python_blocks(section(DOCS / "plug_in.md", framework))[0]
+    assert apply.split() == ["import", f"megatron_ext.integrations.{name}", f"megatron_ext.integrations.{name}.apply()"]
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda package, *more: None if package == name else found(package, *more)
+    )
+    with pytest.raises(ImportError, match=f"{name} is not installed: apply"):
+        exec(apply, {})
