@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.meter import one_rank_of
-from megatron_ext.head import passes, rows
+from megatron_ext.head.row_passes import dispatch, logit_passes
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
@@ -37,7 +37,7 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(torch.cuda, "device_of", _no_device),
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(passes, "_side", kernels_of),
+        mock.patch.object(dispatch, "_side", kernels_of),
     ):
         yield group
 
@@ -46,9 +46,9 @@ def _no_device(x: torch.Tensor) -> nullcontext:
     return nullcontext()
 
 
-def kernels_of(x: torch.Tensor, plain: ModuleType = rows) -> ModuleType:
+def kernels_of(x: torch.Tensor, plain: ModuleType = logit_passes) -> ModuleType:
     """Triton's kernels for one of the modules of plain passes, wherever `x` is."""
-    return importlib.import_module(plain.__name__.replace(".head.", ".head.kernels."))
+    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
 
 
 def _place(x: torch.Tensor) -> int:

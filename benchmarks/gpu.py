@@ -30,7 +30,7 @@ from benchmarks.measure import (
     run_once,
     truth,
 )
-from megatron_ext.head.devices import device_of, product_seconds
+from megatron_ext.head.row_passes.gpu_properties import device_of, product_seconds
 
 NOT_MEASURED = "not measured"
 ENDED = "the program ended while this was measured"

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.losses`: GRPO's loss from hidden states, forward and backward, beside `linear_log_probs` alone.
+"""`python -m benchmarks.losses [LOSS ...]`: losses from hidden states, forward and backward, beside Liger's fused ones.
 
-Both run in one process and by turns, the loss with the least memory too, and Liger's fused loss where it is installed;
-what is compared is the CPU time of the process. A way whose loss or gradients are wrong gets no time.
-
-Legend: B rows, S positions, D hidden size, V vocabulary.
+Each loss runs as it is by default, with the least memory, and as Liger has it where that is installed, all in one
+process; losses of log-probabilities beside `linear_log_probs` alone. For each way its error (loss and both gradients,
+relative, of norms, against plain PyTorch in fp64), the largest sum of bytes that it holds at a time beside its
+arguments, and, by turns, the CPU time of the process. A way whose loss or gradients are wrong gets neither.
 """
 
 import argparse
@@ -12,103 +12,41 @@ import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
 from benchmarks.measure import ratios
 from benchmarks.meter import measure
-from megatron_ext import linear_log_probs, reference
-from megatron_ext.losses import GRPOLoss
 
-HEAD, OURS, LIGER = "linear_log_probs", "GRPO loss", "Liger GRPO loss"
-SMALL = "GRPO loss, cache=0, 256 tokens at a time"
-CASE = "GRPO loss fp32, 8 rows of 256, D 256, V 16384"
+HEAD = "linear_log_probs"
 SIZES = (8, 256, 256, 16384)
 SECONDS = 10.0
-ERROR_LIMIT = 1e-4  # relative, of norms, against fp64
-BETA = 0.04
+TURNS = 5  # at least
+ERROR_LIMIT = 1e-4
+
+Rows = list[tuple[str, str, str, list[float]]]
 
 
-class Inputs(NamedTuple):
-    """Leaves, and what the loss reads of each token."""
-
-    hidden_BSD: Tensor
-    weight_VD: Tensor
-    labels_BS: Tensor
-    mask_BS: Tensor
-    advantages_B: Tensor
-    old_BS: Tensor
-    ref_BS: Tensor
+def case_name(case: LossCase) -> str:
+    return f"{case.name} loss fp32, {SIZES[0]} rows of {SIZES[1]}, D {SIZES[2]}, V {SIZES[3]}"
 
 
-Way = Callable[[Inputs], Tensor]
-
-
-def inputs(sizes: tuple[int, int, int, int] = SIZES) -> Inputs:
-    rows, positions, width, vocab = sizes
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    hidden, weight = randn(rows, positions, width), randn(vocab, width) / width**0.5
-    labels = torch.randint(vocab, (rows, positions), generator=generator)
-    mask = (torch.rand(rows, positions, generator=generator) < 0.9).float()
-    own = linear_log_probs(hidden, weight, labels)
-    assert isinstance(own, Tensor)
-    old, ref = own + 0.2 * randn(rows, positions), own + 0.2 * randn(rows, positions)
-    return Inputs(hidden.requires_grad_(), weight.requires_grad_(), labels, mask, randn(rows), old, ref)
-
-
-def log_probs_alone(given: Inputs) -> Tensor:
-    """What a loss cannot do without: the log-probabilities, and a gradient for each."""
-    found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS)
-    assert isinstance(found, Tensor)
-    return (found * given.mask_BS).sum()
-
-
-def grpo(given: Inputs, **options: Any) -> Tensor:
-    loss, _ = GRPOLoss(beta=BETA, **options)(
-        given.hidden_BSD,
-        given.weight_VD,
-        given.labels_BS,
-        given.advantages_B,
-        mask=given.mask_BS,
-        old_log_probs=given.old_BS,
-        reference_log_probs=given.ref_BS,
-    )
-    return loss
-
-
-def liger_grpo() -> Way | None:
-    """Liger's, with its own chunks, not compiled; None where it is not installed."""
+def known_ways(case: LossCase) -> dict[str, Way | None]:
+    """Ours and Liger's; None where that is not installed."""
+    called, options = case.small
+    found: dict[str, Way | None] = {
+        f"{case.name} loss": case.ours,
+        f"{case.name} loss, {called}": functools.partial(case.ours, **options),
+    }
     if importlib.util.find_spec("liger_kernel") is None:
-        return None
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+        return found | {f"Liger {case.name} loss": None}
+    from liger_kernel import chunked_loss
 
-    loss = LigerFusedLinearGRPOLoss(beta=BETA, loss_type="dapo", compiled=False, use_ref_model=True)
-
-    def way(given: Inputs) -> Tensor:
-        head: tuple[Any, ...] = (given.hidden_BSD, given.weight_VD, given.labels_BS, given.mask_BS, given.advantages_B)
-        return loss(*head, ref_per_token_logps=given.ref_BS, old_per_token_logps=given.old_BS)[0]
-
-    return way
-
-
-def default_ways() -> dict[str, Way | None]:
-    return {OURS: grpo, SMALL: functools.partial(grpo, cache=0, chunk_tokens=256), LIGER: liger_grpo()}
-
-
-def true_loss(given: Inputs) -> Tensor:
-    """The formula with the whole logits."""
-    log_probs = reference.log_probs(reference.logits(given.hidden_BSD, given.weight_VD), given.labels_BS)
-    ratio, advantages = (log_probs - given.old_BS).exp(), given.advantages_B.unsqueeze(1)
-    apart = given.ref_BS - log_probs
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + BETA * (apart.exp() - apart - 1)
-    return (loss * given.mask_BS).sum() / given.mask_BS.sum()
+    return found | {f"Liger {case.name} loss{ending}": way for ending, way in case.liger(chunked_loss).items()}
 
 
 def run_once(way: Way, given: Inputs) -> tuple[Tensor, ...]:
@@ -127,19 +65,26 @@ def worst_error(way: Way, given: Inputs, true: tuple[Tensor, ...]) -> float:
     return torch.stack(errors).max().item()  # NaN if any is
 
 
-def measure_losses(
-    budget_s: float, sizes: tuple[int, int, int, int] = SIZES, known: dict[str, Way | None] | None = None
-) -> tuple[list[tuple[str, str, str, list[float]]], list[str]]:
-    """Rows (impl, metric, unit, values), and a line for each way that is wrong or missing."""
-    torch.set_num_threads(1)  # threads that wait for each other would count as work
-    given = inputs(sizes)
+def true_results(case: LossCase, given: Inputs) -> tuple[Tensor, ...]:
     doubles = Inputs(*(x.detach().double() if x.is_floating_point() else x for x in given))
     leaves = doubles._replace(hidden_BSD=doubles[0].requires_grad_(), weight_VD=doubles[1].requires_grad_())
-    true = run_once(true_loss, leaves)
-    ways: dict[str, Way] = {HEAD: log_probs_alone}
-    rows: list[tuple[str, str, str, list[float]]] = []
+    return run_once(case.true, leaves)
+
+
+def measure_losses(
+    case: LossCase,
+    budget_s: float | None,
+    sizes: tuple[int, int, int, int] = SIZES,
+    known: dict[str, Way | None] | None = None,
+) -> tuple[Rows, list[str]]:
+    """Rows (impl, metric, unit, values), a line for each way that is wrong or missing; without a budget no times."""
+    torch.set_num_threads(1)  # threads that wait for each other would count as work
+    given = inputs(sizes)
+    true = true_results(case, given)
+    ways: dict[str, Way] = {} if case.base is None else {HEAD: case.base}
+    rows: Rows = []
     remarks = []
-    for name, way in (default_ways() if known is None else known).items():
+    for name, way in (known_ways(case) if known is None else known).items():
         if way is None:
             remarks.append(f"{name}: not installed")
             continue
@@ -153,29 +98,45 @@ def measure_losses(
         with measure() as costs:
             run_once(way, given)
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
+    if budget_s is not None:
+        times = _times(ways, given, budget_s)
+        rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
+        if case.base is not None:
+            rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
+    return rows, remarks
+
+
+def _times(ways: dict[str, Callable[..., Any]], given: Inputs, budget_s: float) -> dict[str, list[float]]:
+    """Milliseconds of each turn."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     end = time.perf_counter() + budget_s
-    while len(times[HEAD]) < 5 or time.perf_counter() < end:
+    turns = 0
+    while turns < TURNS or time.perf_counter() < end:
         for name, way in ways.items():
             start = time.process_time()
             run_once(way, given)
             times[name].append((time.process_time() - start) * 1e3)
-    rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
-    rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
-    return rows, remarks
+        turns += 1
+    return times
 
 
 def main() -> None:
+    names = [case.name for case in CASES]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the times (default: %(default)s)")
+    parser.add_argument("losses", nargs="*", metavar="LOSS", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for the times of one (default: %(default)s)")
+    parser.add_argument("--no-times", action="store_true", help="errors and memory alone")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
     options = parser.parse_args()
+    if unknown := set(options.losses) - set(names):
+        parser.error(f"{', '.join(sorted(unknown))}: the losses are {', '.join(names)}")
     origin = record.Origin.here("cpu")
-    found, remarks = measure_losses(options.seconds)
-    rows = [origin.row(CASE, *row) for row in found]
-    record.write(options.out, rows)
-    print(record.table(rows))
-    print("\n".join(remarks))
+    for case in CASES:
+        if not options.losses or case.name in options.losses:
+            found, remarks = measure_losses(case, None if options.no_times else options.seconds)
+            rows = [origin.row(case_name(case), *row) for row in found]
+            record.write(options.out, rows)
+            print("\n".join([record.table(rows), *remarks]), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """`python -m benchmarks.run plan`: what the head would launch on a GPU, launch by launch, and how long that might take.
 
 The head's own code runs on fake tensors (`launches.py`), so the rows change when it does. Times are estimates from the
-table in `megatron_ext/head/devices.py`: matrix products by whole waves of tiles, all else by its bytes.
+table in `megatron_ext/head/row_passes/gpu_properties.py`: matrix products by whole waves of tiles, the rest by bytes.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.cases import GPU_CASES, Case
+from benchmarks.implementations import UNFUSED, Implementation, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
-from megatron_ext import linear_cross_entropy
-from megatron_ext.head.devices import DEVICES, Device
+from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
 
 A = Case("A", 8192, 4096, 128256, 1, torch.bfloat16)
 B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
@@ -32,29 +34,48 @@ CASES = [
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
 CACHES = (1, 0.5, 0)
+PEERS = (UNFUSED,)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
 
 
-def plan(case: Case, cache: float, device: Device = DEVICES["H200"]) -> tuple[Plan, int]:
-    """Forward and backward of one rank, and the peak of bytes beyond the inputs, both gradients in it."""
-    with planned(device, case.ranks) as (recorder, group):
+def plan(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> tuple[Plan, int]:
+    """Forward and backward of one rank, and the peak of bytes beyond the inputs, both gradients in it.
+
+    `cache`: that of our head, or another head that consists of torch's operations.
+    """
+    implementation = cache if isinstance(cache, Implementation) else ours(cache)
+    alone = isinstance(cache, Implementation) and case.ranks == 1
+    with _world_of_one() if alone else nullcontext(), planned(device, case.ranks) as (recorder, group):
         x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
         w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
         labels_T = torch.empty(case.tokens, dtype=torch.int64)
         upstream_T = torch.empty(case.tokens)
+        head = implementation.build(case, group)
         with torch.autograd.set_multithreading_enabled(False), measure() as costs, recorder:
-            loss = linear_cross_entropy(x_TD, w_VD, labels_T, group, cache=cache)
+            loss = head(x_TD, w_VD, labels_T)
             recorder.phase = "backward"
             torch.autograd.grad(loss, [x_TD, w_VD], upstream_T)  # `backward` would copy fake gradients into `.grad`
     return recorder.plan, costs.peak_bytes
 
 
-def floor_seconds(case: Case, cache: float, device: Device) -> float:
-    """The products alone at the device's rate: 6 to 8 NVH."""
-    return (8 - 2 * cache) * case.nvh / device.flops
+@contextmanager
+def _world_of_one() -> Iterator[None]:
+    """A fake default group, without which Megatron-Core has no tensor-parallel group even of one rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def floor_seconds(case: Case, cache: float | Implementation, device: Device) -> float:
+    """The products alone at the device's rate: 6 to 8 NVH, 6 where the logits are kept."""
+    return (6 if isinstance(cache, Implementation) else 8 - 2 * cache) * case.nvh / device.flops
 
 
 def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
@@ -76,10 +97,10 @@ def _by_turns(launches: list[Launch]) -> list[Launch]:
     return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
 
 
-def rows(case: Case, cache: float, device: Device = DEVICES["H200"]) -> list[Row]:
+def rows(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> list[Row]:
     """What is committed: totals, then a row for each kind of launch, in order."""
     found, peak = plan(case, cache, device)
-    impl, logits = f"ours, cache {cache:g}, {device.name}", case.tokens * case.columns
+    impl, logits = f"{_name(cache)}, {device.name}", case.tokens * case.columns
     floor = floor_seconds(case, cache, device)
     made: list[Row] = [
         (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
@@ -96,11 +117,15 @@ def rows(case: Case, cache: float, device: Device = DEVICES["H200"]) -> list[Row
     return made
 
 
-def text(case: Case, cache: float, device: Device = DEVICES["H200"]) -> str:
+def _name(cache: float | Implementation) -> str:
+    return cache.name if isinstance(cache, Implementation) else ours(cache).name
+
+
+def text(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> str:
     """The launches of one case, for reading."""
     found, peak = plan(case, cache, device)
     floor = floor_seconds(case, cache, device)
-    lines = [f"{case.name}, cache {cache:g}, {device.name}", "     ms      GB read  written   TFLOP  waves  launch"]
+    lines = [f"{case.name}, {_name(cache)}, {device.name}", "     ms      GB read  written   TFLOP  waves  launch"]
     for launch, times in folded(found.launches):
         count = f" x{times}" if times > 1 else ""
         lines.append(
@@ -121,12 +146,14 @@ def summary(path: Path) -> str:
     """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
     metrics = (MILLISECONDS, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
     lines = [
-        "| T x D x V | cache | ms | floor | above, % | bytes a logit beside products | peak bytes a logit | launches |"
+        "| T x D x V | ours by `cache`, or another | ms | floor | above, % | bytes a logit beside products "
+        "| peak bytes a logit | launches |"
     ]
     lines.append("|" + "---|" * 8)
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.read(path):
-        found.setdefault((row.case, row.impl.split(", ")[1].removeprefix("cache ")), {})[row.metric] = row.p50
+        head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, cache ")
+        found.setdefault((row.case, head), {})[row.metric] = row.p50
     for (case, cache), totals in found.items():
         numbers = [f"{totals[metric]:.2f}" for metric in metrics[:-1]] + [f"{totals[LAUNCHES]:.0f}"]
         lines.append(f"| {case} | {cache} | {' | '.join(numbers)} |")
@@ -138,18 +165,18 @@ def main(out: Path | None, device: Device) -> None:
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
     for case in CASES:
-        for cache in CACHES if case in (A, B) else CACHES[:1]:
+        for cache in (*CACHES, *PEERS) if case in (A, B) else CACHES[:1]:
             print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
             if out is not None:
                 record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
 
 
-def measured_beside(case: Case, cache: float, device: Device) -> str:
+def measured_beside(case: Case, cache: float | Implementation, device: Device) -> str:
     """What was measured on that device, if it was: its rows are in a file that is named for it."""
     lines = []
     for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv")):
         for row in record.read(path):
-            if row.impl == f"ours, cache {cache:g}" and row.metric == "time" and _same_sizes(row.case, case):
+            if row.impl == _name(cache) and row.metric == "time" and _same_sizes(row.case, case):
                 lines.append(f"\nmeasured on {row.device}: {row.p50:.3f} ms")
     return "".join(lines)
 

@@ -1,4 +1,8 @@
-"""Time and memory of our head against `cache`, from a results file: docs/figures/head_cache.png."""
+"""Pictures of the head's time and memory, from the committed rows: `python -m benchmarks.plot`.
+
+docs/figures/head_cache.png: both against `cache`. docs/figures/head_overview.png: both beside other heads, as
+measured on a CPU and as planned for an H200.
+"""
 
 import argparse
 from pathlib import Path
@@ -6,35 +10,35 @@ from pathlib import Path
 from benchmarks.cases import MEGATRON
 from benchmarks.record import RESULTS, Row, read
 
-FIGURE = Path(__file__).parent.parent / "docs" / "figures" / "head_cache.png"
+FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 OURS, PEERS, TEXT, GRID = "#0b6e4f", "#9aa5b1", "#52606d", "#e6e8eb"
 TIME, MEMORY = "time / unfused", "peak of the allocator"
 PREFIX = "ours, cache "
+STYLE = {
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#7b8794",
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+}
 # Beside the line: the ones a reader knows.
 BESIDE = {MEGATRON: "Megatron unfused", "pytorch chunked": "PyTorch chunked"}
 
 
-def cache_figure(rows: list[Row], path: Path = FIGURE) -> Path:
+def cache_figure(rows: list[Row], path: Path = FIGURES / "head_cache.png") -> Path:
     """One column a case: above the time over Megatron's unfused head, below the peak MiB beyond the inputs."""
     import matplotlib
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(row.case for row in rows if row.metric == TIME))
-    style = {
-        "font.size": 9.5,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": "#7b8794",
-        "axes.titlesize": 10.5,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "xtick.color": TEXT,
-        "ytick.color": TEXT,
-    }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         picture = Figure(figsize=(2.9 * len(names) + 0.6, 5.4), layout="constrained")
         panels = picture.subplots(2, len(names), sharex=True, squeeze=False)
         for column, name in enumerate(names):
@@ -75,10 +79,63 @@ def _panel(axes, rows: list[Row], first: bool) -> None:
         axes.legend(frameon=False, fontsize=8, loc="lower center")
 
 
+def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURES / "head_overview.png") -> Path:
+    """Time to the right and memory upwards, Megatron's unfused head at (1, 1): lower left is better."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    whole, shard = "T 8192, D 4096, V 128256", "T 16384, D 8192, V 152064"
+    panels = (
+        ("Measured on a CPU,\nT 4096, D 512, V 32768", measured, "cpu bf16 R1", "time", MEMORY),
+        (f"Planned for an H200,\n{whole}", planned, "A", *PLANNED),
+        (f"Planned for an H200, one rank of 8,\n{shard}", planned, "B, one rank of 8", *PLANNED),
+    )
+    with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
+        picture = Figure(figsize=(11.4, 3.6), layout="constrained")
+        for axes, (title, rows, case, time, memory) in zip(picture.subplots(1, 3), panels, strict=True):
+            found: dict[str, dict[str, float]] = {}
+            for row in rows:
+                if row.case == case and row.metric in (time, memory):
+                    found.setdefault(row.impl.removesuffix(", H200"), {})[row.metric] = row.p50
+            places = {name: (by[time], by[memory]) for name, by in found.items() if len(by) == 2}
+            _places(axes, places)
+            axes.set_title(title)
+            axes.set_xlabel("time, Megatron unfused = 1 (bf16)")
+        picture.axes[0].set_ylabel("peak memory, Megatron unfused = 1")
+        picture.savefig(path, dpi=110)
+    return path
+
+
+PLANNED = ("planned time", "peak / (T V / R)")  # plan.py's names
+
+
+def _places(axes, places: dict[str, tuple[float, float]]) -> None:
+    seconds, peak = places[MEGATRON]
+    for name, (x, y) in places.items():
+        own = name.startswith(PREFIX)
+        label = f"megatron_ext, {name.removeprefix('ours, ')}" if own else BESIDE.get(name, "Megatron fused")
+        axes.plot(x / seconds, y / peak, "o", color=OURS if own else PEERS, markersize=8 if own else 6)
+        right = x / seconds > 2.5
+        axes.annotate(
+            label,
+            (x / seconds, y / peak),
+            xytext=(-7, 4) if right else (-4, 9) if name == MEGATRON else (7, -10),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            fontsize=8,
+            color=OURS if own else TEXT,
+        )
+    widest = max(x for x, _ in places.values()) / seconds
+    axes.set_xlim(0, 1.08 * max(widest, 1.9))
+    axes.set_ylim(0, 1.15)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.csv")
-    print(cache_figure(read(parser.parse_args().results)))
+    measured = read(parser.parse_args().results)
+    print(cache_figure(measured))
+    print(overview_figure(measured, read(RESULTS / "plan.csv")))
 
 
 if __name__ == "__main__":

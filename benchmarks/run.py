@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import cases, gpu, layer_step, log_probs, losses, plan, plot, policy_memory, record
+from benchmarks import cases, gpu, layer_step, log_probs, loss_cases, losses, plan, plot, policy_memory, record
 from benchmarks.cases import Case
 from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
 from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
 from benchmarks.meter import one_rank_of
 from benchmarks.worlds import run_world
 from megatron_ext.emulation import megatron_on_cpu
-from megatron_ext.head.devices import DEVICES
+from megatron_ext.head.row_passes.gpu_properties import DEVICES
 
 
 def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
@@ -94,7 +94,9 @@ def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
 
 
 def losses_from_hidden_states(options: argparse.Namespace) -> Iterator[Found]:
-    yield losses.CASE, *losses.measure_losses(min(losses.SECONDS, options.seconds))
+    for case in loss_cases.CASES:  # the times of one: `benchmarks.losses` has those of the others
+        budget_s = min(losses.SECONDS, options.seconds) if case is loss_cases.GRPO else None
+        yield losses.case_name(case), *losses.measure_losses(case, budget_s)
 
 
 def policy(options: argparse.Namespace) -> Iterator[Found]:
@@ -152,7 +154,7 @@ def main() -> None:
     print("\n".join(remarks))
     print(f"{len(rows)} rows in {out}, {time.perf_counter() - began:.0f} s")
     if options.out is None and "heads" in parts and any(row.metric == plot.TIME for row in rows):
-        print(f"drawn: {plot.cache_figure(record.read(out), plot.FIGURE)}")
+        print(f"drawn: {plot.cache_figure(record.read(out))}")
     return None
 
 

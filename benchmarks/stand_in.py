@@ -17,7 +17,7 @@ from benchmarks.fake_cuda import kernels_of
 from benchmarks.gpu import Machine
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.emulation import megatron_on_cpu
-from megatron_ext.head import passes
+from megatron_ext.head.row_passes import dispatch
 
 _mm, _addmm = torch.mm, torch.addmm
 
@@ -68,7 +68,7 @@ def stood_in_for_cuda() -> Iterator[Machine]:
             (torch, "addmm", addmm),
             (torch.Tensor, "is_cuda", True),
             (torch.cuda, "device_of", lambda x: nullcontext()),
-            (passes, "_side", kernels_of),
+            (dispatch, "_side", kernels_of),
         ):
             stack.enter_context(mock.patch.object(where, name, what))
         stack.enter_context(megatron_on_cpu())

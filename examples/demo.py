@@ -93,13 +93,13 @@ def main() -> None:
     stock, ours = results
     tokens = MODEL["micro-batch-size"] * MODEL["seq-length"]
     columns = MODEL["vocab-size"] // ranks
-    sizes = f"{tokens} tokens, width {MODEL['hidden-size']}, {columns} vocabulary columns per rank, fp32"
+    sizes = f"{tokens} tokens, width {MODEL['hidden-size']}, {columns} vocabulary columns per rank"
     figure = args.out / "report.png"
     report.figure(stock, ours, f"GPT on {where}, tensor parallel {ranks}.  Head at {sizes}.", figure)
     print(f"\n{report.table(stock, ours)}\n")
     print(f"Head step: forward and backward from hidden states to loss; {sizes}; what one rank allocates for it.")
     print("Least memory: cache=0, chunk_size=32. The run itself had the head's own choice, which here is speed.")
-    print(f"{time.perf_counter() - start:.0f} s.  Look at {figure}")
+    print(f"{report.gained(stock, ours)}\n{time.perf_counter() - start:.0f} s.  Look at {figure}")
 
 
 if __name__ == "__main__":

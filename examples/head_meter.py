@@ -80,9 +80,27 @@ def peak_mib(step: Callable[[], None], device: torch.device) -> float:
     return meter.peak / 2**20
 
 
-def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor) -> dict[str, float]:
-    """Peak MiB, fastest milliseconds and collectives of a head step on this rank, at the same time on its peers."""
-    with without_layers(model):
+@contextmanager
+def in_dtype(model, dtype: torch.dtype):
+    """`model` with its weights rounded to `dtype`, to be measured and not to be trained on."""
+    weights, before = {param: param.data for param in model.parameters()}, model.config.params_dtype
+    model.config.params_dtype = dtype
+    for param in weights:
+        param.data, param.grad = param.data.to(dtype), None
+    try:
+        yield
+    finally:
+        model.config.params_dtype = before
+        for param, data in weights.items():
+            param.data, param.grad = data, None
+
+
+def measure_head(model, tokens_BS: Tensor, labels_BS: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """Peak MiB, fastest milliseconds and collectives of a head step on this rank, at the same time on its peers.
+
+    `dtype`: of weights, hidden states and their gradients.
+    """
+    with without_layers(model), in_dtype(model, dtype):
         step = head_step(model, tokens_BS, labels_BS)
         step()  # the first call fills caches
         peak = peak_mib(step, tokens_BS.device)

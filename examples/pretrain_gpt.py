@@ -185,9 +185,11 @@ def train(args: Namespace) -> dict:
     if args.metrics and parallel_state.is_pipeline_last_stage():
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
+        metrics["head_bf16"] = head_meter.measure_head(model.module, tokens_BS, labels_BS, torch.bfloat16)
         if args.head == "fused":  # once more, with little memory: nothing is kept for backward, and chunks are small
             patch_gpt_model_forward_for_linear_ce_fusion(model=model.module, cache=0, chunk_size=32)
-            metrics["head_least_memory"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)
+            for name, dtype in (("head_least_memory", torch.float32), ("head_bf16_least_memory", torch.bfloat16)):
+                metrics[name] = head_meter.measure_head(model.module, tokens_BS, labels_BS, dtype)
     return metrics
 
 

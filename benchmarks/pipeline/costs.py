@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.cases import Case
-from megatron_ext.head.devices import DEVICES, Device
+from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
 from megatron_ext.megatron.pipeline.pass_order import Shape, Times
 
 WIDTH = 2  # bytes of activations, of their gradients and of weights: bf16

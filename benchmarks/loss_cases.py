@@ -1,0 +1,255 @@
+"""The losses that `benchmarks.losses` measures: each as we compute it, as Liger does, and as plain PyTorch does.
+
+Liger's losses run with their own chunks, not compiled, and with the options that make them the same loss. The reference
+model is part of a loss on both sides: Liger computes its log-probabilities inside, ours get them from
+`linear_log_probs`.
+
+Legend: B rows, S positions, D hidden size, V vocabulary, P pairs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext import linear_log_probs, reference
+from megatron_ext.losses import DistillationLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+
+GRPO_BETA = 0.04
+BETA = 0.1
+GAMMA = 0.5
+KL = 0.5  # what KTO subtracts from a row's log-ratio
+IGNORED = -100
+
+
+class Inputs(NamedTuple):
+    """Leaves, what losses read of each token, and the head of another model: a reference, or a teacher."""
+
+    hidden_BSD: Tensor
+    weight_VD: Tensor
+    labels_BS: Tensor
+    mask_BS: Tensor
+    advantages_B: Tensor
+    old_BS: Tensor
+    ref_BS: Tensor
+    other_hidden_BSD: Tensor
+    other_weight_VD: Tensor
+
+    @property
+    def targets_BS(self) -> Tensor:
+        """Labels, `IGNORED` where the mask is 0."""
+        return self.labels_BS.where(self.mask_BS > 0, IGNORED)
+
+    @property
+    def desirable_B(self) -> Tensor:
+        return torch.arange(len(self.labels_BS)) % 2 == 0
+
+
+Way = Callable[[Inputs], Tensor]
+
+
+def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
+    rows, positions, width, vocab = sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden, weight = randn(rows, positions, width), randn(vocab, width) / width**0.5
+    labels = torch.randint(vocab, (rows, positions), generator=generator)
+    mask = (torch.rand(rows, positions, generator=generator) < 0.9).float()
+    own = linear_log_probs(hidden, weight, labels)
+    assert isinstance(own, Tensor)
+    old, ref = own + 0.2 * randn(rows, positions), own + 0.2 * randn(rows, positions)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    other = (hidden + 0.3 * randn(rows, positions, width)).detach(), weight.detach().clone()
+    return Inputs(*leaves, labels, mask, randn(rows), old, ref, *other)
+
+
+def log_probs_alone(given: Inputs) -> Tensor:
+    """What a loss of log-probabilities cannot do without: these, and a gradient for each."""
+    found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS)
+    assert isinstance(found, Tensor)
+    return (found * given.mask_BS).sum()
+
+
+class LossCase(NamedTuple):
+    """One loss.
+
+    Attributes:
+        name: without "loss".
+        true: with the whole logits.
+        ours: takes the loss's options too.
+        small: the options with which ours holds the least memory, and what they are called.
+        liger: of `liger_kernel.chunked_loss`, its ways by what they are called behind the loss's name.
+        base: what the CPU time is divided by; None: it is not.
+    """
+
+    name: str
+    true: Way
+    ours: Callable[..., Tensor]
+    small: tuple[str, dict[str, Any]]
+    liger: Callable[[Any], dict[str, Way]]
+    base: Way | None = log_probs_alone
+
+
+UNCACHED = "cache=0, 256 tokens at a time", {"cache": 0, "chunk_tokens": 256}
+CHUNKED = "256 tokens at a time", {"chunk_tokens": 256}
+
+
+def _grpo(given: Inputs, **options: Any) -> Tensor:
+    loss, _ = GRPOLoss(beta=GRPO_BETA, **options)(
+        *given[:3],
+        given.advantages_B,
+        mask=given.mask_BS,
+        old_log_probs=given.old_BS,
+        reference_log_probs=given.ref_BS,
+    )
+    return loss
+
+
+def _true_grpo(given: Inputs) -> Tensor:
+    log_probs = reference.log_probs(reference.logits(given.hidden_BSD, given.weight_VD), given.labels_BS)
+    ratio, advantages = (log_probs - given.old_BS).exp(), given.advantages_B.unsqueeze(1)
+    apart = given.ref_BS - log_probs
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) + GRPO_BETA * (
+        apart.exp() - apart - 1
+    )
+    return (loss * given.mask_BS).sum() / given.mask_BS.sum()
+
+
+def _liger_grpo(liger: Any) -> dict[str, Way]:
+    loss = liger.LigerFusedLinearGRPOLoss(beta=GRPO_BETA, loss_type="dapo", compiled=False, use_ref_model=True)
+
+    def way(given: Inputs) -> Tensor:
+        head = given.hidden_BSD, given.weight_VD, given.labels_BS, given.mask_BS, given.advantages_B
+        return loss(*head, ref_per_token_logps=given.ref_BS, old_per_token_logps=given.old_BS)[0]
+
+    return {"": way}
+
+
+def _of_reference_model(given: Inputs) -> Tensor:
+    with torch.no_grad():
+        found = linear_log_probs(*given[-2:], given.targets_BS, cache=0, chunk_tokens=256)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _preference(kind: type, given: Inputs, with_reference: bool = False, **options: Any) -> Tensor:
+    more = {"reference_log_probs": _of_reference_model(given)} if with_reference else {}
+    return kind(**options)(*given[:2], given.targets_BS, **more)[0]
+
+
+def _kto(given: Inputs, **options: Any) -> Tensor:
+    return KTOLoss(beta=BETA, **options)(
+        *given[:2], given.targets_BS, given.desirable_B, reference_log_probs=_of_reference_model(given), kl=KL
+    )[0]
+
+
+def _rows(given: Inputs, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums or means of log-probabilities over each row's tokens, of both models `[B]`; the policy's of tokens."""
+    found = []
+    for head in (given[:2], given[-2:]):
+        log_probs_BS = reference.log_probs(reference.logits(*head), given.targets_BS)
+        found.append(log_probs_BS)
+    counts_B = given.mask_BS.sum(1) if mean else 1.0
+    return found[0].sum(1) / counts_B, found[1].sum(1) / counts_B, found[0]
+
+
+def _true_dpo(given: Inputs) -> Tensor:
+    own_B, other_B, _ = _rows(given, mean=False)
+    chosen_P, rejected_P = (own_B - other_B).chunk(2)
+    return -F.logsigmoid(BETA * (chosen_P - rejected_P)).mean()
+
+
+def _true_kto(given: Inputs) -> Tensor:
+    own_B, other_B, _ = _rows(given, mean=False)
+    gain_B = BETA * (own_B - other_B - KL)
+    return (1 - torch.sigmoid(gain_B.where(given.desirable_B, -gain_B))).mean()
+
+
+def _true_orpo(given: Inputs) -> Tensor:
+    means_B, _, log_probs_BS = _rows(given, mean=True)
+    odds_B = means_B - (1 - means_B.exp()).log()
+    chosen_P, rejected_P = odds_B.chunk(2)
+    tokens = given.mask_BS.chunk(2)[0].sum()
+    return -BETA * F.logsigmoid(chosen_P - rejected_P).mean() - log_probs_BS.chunk(2)[0].sum() / tokens
+
+
+def _true_simpo(given: Inputs) -> Tensor:
+    chosen_P, rejected_P = _rows(given, mean=True)[0].chunk(2)
+    return -F.logsigmoid(BETA * (chosen_P - rejected_P) - GAMMA).mean()
+
+
+# Beside their own defaults: a reference model that they leave out by themselves, a likelihood that they add.
+_LIGER_OPTIONS: dict[str, dict[str, Any]] = {"KTO": {"use_ref_model": True}, "SimPO": {"compute_nll_loss": False}}
+
+
+def _liger_preference(name: str, with_reference: bool, liger: Any) -> dict[str, Way]:
+    options = _LIGER_OPTIONS.get(name, {})
+    loss = getattr(liger, f"LigerFusedLinear{name}Loss")(beta=BETA, compiled=False, **options)
+
+    def way(given: Inputs) -> Tensor:
+        other = {"ref_input": given.other_hidden_BSD, "ref_weight": given.other_weight_VD} if with_reference else {}
+        if name == "KTO":
+            labels = {"preference_labels": given.desirable_B, "kl": torch.tensor(KL)}
+            return loss(given.hidden_BSD, given.weight_VD, given.targets_BS, **labels, **other)[0]
+        return loss(given.weight_VD, given.hidden_BSD, given.targets_BS, **other)[0]
+
+    return {"": way}
+
+
+def _distillation(divergence: str, given: Inputs, **options: Any) -> Tensor:
+    loss = DistillationLoss(divergence=divergence, **options)  # type: ignore[arg-type]
+    return loss(*given[:2], *given[-2:], mask=given.mask_BS)[0]
+
+
+def _true_distillation(divergence: str, given: Inputs) -> Tensor:
+    student, teacher = (reference.logits(*head).log_softmax(-1) for head in (given[:2], given[-2:]))
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if divergence == "jsd":
+        middle = torch.logaddexp(student, teacher) - torch.tensor(2.0).double().log()
+        found = (kl(student, middle) + kl(teacher, middle)) / 2
+    else:
+        found = kl(teacher, student) if divergence == "forward" else kl(student, teacher)
+    return (found * given.mask_BS).sum() / given.mask_BS.sum()
+
+
+def _liger_distillation(beta: float, liger: Any) -> dict[str, Way]:
+    def way(loss: Any, given: Inputs) -> Tensor:
+        student, teacher = given.hidden_BSD.flatten(0, 1), given.other_hidden_BSD.flatten(0, 1)
+        return loss(student, given.weight_VD, teacher, given.other_weight_VD, given.targets_BS.flatten())
+
+    alone = functools.partial(
+        liger.LigerFusedLinearJSDLoss, weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
+    )
+    return {"": functools.partial(way, alone()), ", " + CHUNKED[0]: functools.partial(way, alone(chunk_size=256))}
+
+
+def _of_pairs(name: str, true: Way, kind: type, with_reference: bool = False, **options: Any) -> LossCase:
+    ours = functools.partial(_preference, kind, with_reference=with_reference, beta=BETA, **options)
+    return LossCase(name, true, ours, UNCACHED, functools.partial(_liger_preference, name, with_reference))
+
+
+def _apart(name: str, divergence: str, beta: float) -> LossCase:
+    ours, true = (functools.partial(f, divergence) for f in (_distillation, _true_distillation))
+    return LossCase(name, true, ours, CHUNKED, functools.partial(_liger_distillation, beta), None)
+
+
+GRPO = LossCase("GRPO", _true_grpo, _grpo, UNCACHED, _liger_grpo)
+CASES = [
+    GRPO,
+    _of_pairs("DPO", _true_dpo, DPOLoss, with_reference=True),
+    LossCase("KTO", _true_kto, _kto, UNCACHED, functools.partial(_liger_preference, "KTO", True)),
+    _of_pairs("ORPO", _true_orpo, ORPOLoss),
+    _of_pairs("SimPO", _true_simpo, SimPOLoss, gamma=GAMMA),
+    _apart("Forward KL", "forward", 0.0),
+    _apart("Reverse KL", "reverse", 1.0),
+    _apart("JSD", "jsd", 0.5),
+]
