@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu clean
+.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -115,12 +115,40 @@ plan: $(VENV)/.ready  ## every launch of the head on an H200, with its estimate;
 plan-pipeline: $(VENV)/.ready  ## a step of a pipeline that shares the vocabulary, simulated beside other schedules; needs no GPU
 	$(PY) -m benchmarks.pipeline
 
-bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU, about 6 minutes; rows in benchmarks/results/
+bench: $(VENV)/.ready  ## the head beside Megatron's and others, on CPU; rows in benchmarks/results/
 	$(PY) -m benchmarks.run cpu
 
 bench-gpu: $(VENV)/.ready  ## the same at full size on one CUDA device, Liger and cut-cross-entropy too if installed
 	$(PY) -m benchmarks.run gpu
 
+# The site's tools read the sources without importing them, so their environment needs neither torch nor .venv.
+.venvs/docs/.ready: requirements-docs.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@touch $@
+
+docs: .venvs/docs/.ready  ## the documentation site, in site/index.html; a broken link or reference fails
+	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/python -m mkdocs build --strict
+
+# Wheel and sdist are built with the pinned setuptools, and tried where nothing but torch is installed.
+.venvs/dist/.ready: requirements-dev.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet build==1.6.1 \
+		$$(grep -E '^(setuptools|wheel)==' requirements-dev.txt)
+	@touch $@
+
+.venvs/torch-alone/.ready: requirements-dev.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $$(grep '^torch==' requirements-dev.txt)
+	@touch $@
+
+dist: .venvs/dist/.ready .venvs/torch-alone/.ready  ## sdist and wheel in dist/, installed beside torch alone and tried
+	rm -rf dist build
+	.venvs/dist/bin/python -m build --no-isolation
+	.venvs/torch-alone/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps dist/*.whl
+	cd dist && ../.venvs/torch-alone/bin/python -P -m megatron_ext.doctor
+	cd dist && ../.venvs/torch-alone/bin/python -P ../tests/installed_wheel.py
+
 clean:  ## remove everything that the targets made
-	rm -rf $(VENV) .venvs runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venvs runs site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
