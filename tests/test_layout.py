@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,41 @@ def test_a_folder_can_be_read_at_a_glance(folder):
     modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 12, f"{folder} holds {len(modules)} modules: give some of them a folder of their own"
     assert len(modules) < 2 or '"""' in (folder / "__init__.py").read_text(), f"{folder}/__init__.py says what is in it"
+
+
+# Signatures that are others' (Megatron's, NeMo-RL's, TRL's, transformers', Mamba's), or that users call by keywords as
+# they call torch.nn.functional's.
+THEIRS = [
+    *("emulation/state_space.py", "integrations/trl.py", "model_utils/*", "tensor_parallel/*", "megatron/attention.py"),
+    *("megatron/pipeline/schedule.py", "dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
+]
+BY_KEYWORDS = [
+    "head/*.py *linear_*",
+    "head/*.py *log_probs",
+    "head/*.py vocab_parallel_cross_entropy",
+    "head/readouts/jensen_shannon.py linear_js_divergence",
+    "dtensor/causal_lm.py causal_lm_*",
+    "sequence/attention.py attend",
+    "policy/ray_policy.py __init__",
+]
+# Triton's kernels, and what launches them: torch.library's operators take tensors and numbers only.
+LAUNCHES = ["head/kernels/*", "head/row_passes/logit_passes.py row_*"]
+
+
+def test_options_of_many_parameters_are_objects():
+    """No function of our own has more than eight parameters."""
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            count = len(given) - (bool(given) and given[0].arg in ("self", "cls", "ctx"))
+            allowed = any(
+                fnmatch(f"{name} {node.name}", room if " " in room else f"{room} *")
+                for room in (*THEIRS, *BY_KEYWORDS, *LAUNCHES)
+            )
+            assert count <= 8 or allowed, f"{name}: {node.name} takes {count} arguments; put its options into an object"
 
 
 COMMUNICATION = {

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,15 @@ from megatron_ext.dtensor.output_reading import register
 from megatron_ext.dtensor.plans import Plan, choose_plan
 
 
+class _Wrapping(NamedTuple):
+    """How each layer, and then the model, is wrapped: recomputation and FSDP2."""
+
+    dp_mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    activation_checkpointing: bool
+
+
 def _parallelize_llama(
     model: nn.Module,
     dp_mesh: DeviceMesh,
@@ -31,9 +40,8 @@ def _parallelize_llama(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `LlamaForCausalLM`, with FSDP2's policies given."""
-    return _parallelize_with(
-        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
-    )
+    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
+    return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
 
 
 def _parallelize_qwen(
@@ -47,9 +55,8 @@ def _parallelize_qwen(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, with FSDP2's policies given."""
-    return _parallelize_with(
-        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
-    )
+    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
+    return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
 
 
 def _parallelize_gemma3(
@@ -63,9 +70,8 @@ def _parallelize_gemma3(
     cp_mesh: DeviceMesh | None = None,
 ) -> nn.Module:
     """`_parallelize_model` for a `Gemma3ForCausalLM`, or the text tower of a `Gemma3ForConditionalGeneration`."""
-    return _parallelize_with(
-        model, dp_mesh, tp_mesh, mp_policy, offload_policy, sequence_parallel, activation_checkpointing, cp_mesh
-    )
+    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
+    return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
 
 
 _BY_NAME: dict[str, Callable[..., nn.Module]] = {
@@ -131,29 +137,18 @@ def _parallelize_model(
         )
     mp_policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     offload_policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy()
+    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
     return _parallelize_with(
-        model,
-        dp_mesh,
-        tp_mesh,
-        mp_policy,
-        offload_policy,
-        sequence_parallel,
-        activation_checkpointing,
-        cp_mesh,
-        expert_parallel,
-        custom_parallel_plan,
+        model, wrapping, tp_mesh, cp_mesh, sequence_parallel, expert_parallel, custom_parallel_plan
     )
 
 
 def _parallelize_with(
     model: nn.Module,
-    dp_mesh: DeviceMesh,
+    wrapping: _Wrapping,
     tp_mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    sequence_parallel: bool,
-    activation_checkpointing: bool,
     cp_mesh: DeviceMesh | None,
+    sequence_parallel: bool,
     expert_parallel: bool = False,
     custom_parallel_plan: Mapping[str, Any] | str | None = None,
 ) -> nn.Module:
@@ -163,18 +158,10 @@ def _parallelize_with(
     if chosen.attends:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
-    return _shard(model, chosen.plan, dp_mesh, tp_mesh, mp_policy, offload_policy, activation_checkpointing)
+    return _shard(model, chosen.plan, tp_mesh, wrapping)
 
 
-def _shard(
-    model: nn.Module,
-    plan: Plan,
-    dp_mesh: DeviceMesh,
-    tp_mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    activation_checkpointing: bool,
-) -> nn.Module:
+def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrapping) -> nn.Module:
     tied, rule = is_tied(model), head_rule(model)
     if tp_mesh.size() > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -188,10 +175,11 @@ def _shard(
             reach_all(module, experts)
     layers = decoder_layers(model)
     # Between layers activations stay in param_dtype; only what leaves the model has output_dtype.
-    inner_policy = dataclasses.replace(mp_policy, output_dtype=None)
+    inner_policy = dataclasses.replace(wrapping.mp_policy, output_dtype=None)
+    where: dict[str, Any] = {"mesh": wrapping.dp_mesh, "offload_policy": wrapping.offload_policy}
     for i, layer in enumerate(layers):
-        layers[i] = checkpoint_wrapper(layer) if activation_checkpointing else layer
-        fully_shard(layers[i], mesh=dp_mesh, mp_policy=inner_policy, offload_policy=offload_policy)
-    fully_shard(model, mesh=dp_mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+        layers[i] = checkpoint_wrapper(layer) if wrapping.activation_checkpointing else layer
+        fully_shard(layers[i], mp_policy=inner_policy, **where)
+    fully_shard(model, mp_policy=wrapping.mp_policy, **where)
     register(model, rule)
     return model

@@ -17,7 +17,7 @@ on every rank, where an argument breaks its rule.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -49,9 +49,8 @@ def linear_gather_log_probs(
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]`, as `gather_log_probs`."""
-    head = _Hidden(
-        hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
-    )
+    shared = SharedArguments(tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion)
+    head = _Hidden(hidden, weight, shared)
     head.check_size(check_ids, indices)
     head.check_leading(indices[..., 0])
     ids_TK = indices.long().flatten(0, -2)
@@ -78,9 +77,8 @@ def linear_topk_log_probs(
     Among equals the lowest id comes first. What a teacher gives for top-k distillation; log-probabilities are those of
     the whole vocabulary, and differentiable.
     """
-    head = _Hidden(
-        hidden, weight, tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
-    )
+    shared = SharedArguments(tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion)
+    head = _Hidden(hidden, weight, shared)
     head.check_size(check_k, "k", k)
     log_probs_TK, ids_TK = head.read(TopK(head.options, True, k))
     return log_probs_TK.reshape(*head.leading, k), ids_TK.reshape(*head.leading, k)
@@ -121,17 +119,8 @@ def linear_sampled_log_probs(
         )
         assert isinstance(found, Tensor)
         return found
-    head = _Hidden(
-        hidden,
-        weight,
-        tp_group,
-        hidden_layout,
-        vocab,
-        temperature,
-        chunk_tokens,
-        gradient_accumulation_fusion,
-        ignore_index,
-    )
+    shared = SharedArguments(tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion)
+    head = _Hidden(hidden, weight, shared, ignore_index)
     head.check_size(argument_checks.check_labels, labels, ignore_index)
     head.check_leading(labels)
     labels_T = labels.long().flatten()
@@ -163,12 +152,7 @@ def linear_kl_divergence(
         lambda options: Divergence(options, direction),
         (student_hidden, student_weight),
         (teacher_hidden, teacher_weight),
-        tp_group,
-        hidden_layout,
-        vocab,
-        temperature,
-        chunk_tokens,
-        gradient_accumulation_fusion,
+        SharedArguments(tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion),
     )
 
 
@@ -176,15 +160,12 @@ def linear_apart(
     make: Callable[[HeadOptions], ReadOut],
     student: tuple[Tensor, Tensor],
     teacher: tuple[Tensor, Tensor],
-    *arguments: Any,
+    shared: "SharedArguments",
 ) -> Tensor:
-    """What the read-out that `make` makes of the options says of two heads, each its hidden states and weight.
-
-    `arguments`: those behind them of `linear_kl_divergence`, but for the direction.
-    """
+    """What the read-out that `make` makes of the options says of two heads, each its hidden states and weight."""
     (student_hidden, student_weight), (teacher_hidden, teacher_weight) = student, teacher
     argument_checks.check_floating("teacher_hidden", teacher_hidden)
-    head = _Hidden(student_hidden, student_weight, *arguments)
+    head = _Hidden(student_hidden, student_weight, shared)
     fault = argument_checks.linear_fault(teacher_hidden, teacher_weight, None, head.options.vocab, head.options.ranks)
     if teacher_hidden.shape[:-1] != student_hidden.shape[:-1] or teacher_hidden.device != student_hidden.device:
         fault = ValueError(
@@ -197,36 +178,36 @@ def linear_apart(
     return found_T.reshape(head.leading)
 
 
-class _Hidden:
-    """The checked arguments that all functions here share."""
+class SharedArguments(NamedTuple):
+    """What all functions here take beside hidden states and weight, as it was given."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        tp_group: Group,
-        hidden_layout: Layout,
-        vocab: VocabShard | None,
-        temperature: float,
-        chunk_tokens: int | None,
-        fuse_main_grad: bool,
-        ignore_index: int = -100,
-    ):
-        group = tensor_parallel_group(tp_group)
+    tp_group: Group
+    hidden_layout: Layout
+    vocab: VocabShard | None
+    temperature: float
+    chunk_tokens: int | None
+    gradient_accumulation_fusion: bool
+
+
+class _Hidden:
+    """The checked hidden states, weight and options of one call."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, shared: SharedArguments, ignore_index: int = -100):
+        group, vocab, hidden_layout = tensor_parallel_group(shared.tp_group), shared.vocab, shared.hidden_layout
         rows = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 1
         self.options = HeadOptions(
             group=group,
             vocab=argument_checks.shard_of(vocab, max(rows, 1), group),
             hidden_layout=hidden_layout,
             ignore_index=ignore_index,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-            fuse_main_grad=fuse_main_grad,
+            temperature=shared.temperature,
+            chunk_tokens=shared.chunk_tokens,
+            fuse_main_grad=shared.gradient_accumulation_fusion,
         )
         argument_checks.check_floating("hidden", hidden)
         self.hidden, self.weight, self.vocab = hidden, weight, vocab
         self.fault = argument_checks.linear_fault(hidden, weight, None, vocab, self.options.ranks)
-        if fuse_main_grad and torch.is_grad_enabled():
+        if shared.gradient_accumulation_fusion and torch.is_grad_enabled():
             self.fault = self.fault or argument_checks.main_grad_fault(weight)
         self.in_slices = hidden_layout == "sequence" and self.options.ranks > 1
         lead = hidden.shape[:-1]

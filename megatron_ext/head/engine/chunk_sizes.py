@@ -148,10 +148,17 @@ def block_room(tokens: int, columns: int, like: Tensor) -> int:
     return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
 
 
+class Tile(NamedTuple):
+    """A part of the gradient matrix: its tokens, and its columns of the vocabulary."""
+
+    rows: slice
+    block: slice
+
+
 def tiles(
     like: Tensor, tokens: int, columns: int, cached: int, as_kept: bool, need_dw: bool, chunk_tokens: int | None
-) -> list[tuple[slice, slice]]:
-    """The rows and columns of the gradient matrix at a time, for hidden states like `like`.
+) -> list[Tile]:
+    """The parts of the gradient matrix that backward makes one after the other, for hidden states like `like`.
 
     None crosses `cached`, the number of columns of which something is kept; with `as_kept` that is the gradient matrix
     itself, and all of it is one tile. All tokens by blocks of columns: each row of dW is written once, with no
@@ -159,11 +166,11 @@ def tiles(
     """
     parts = [part for part in (slice(0, cached), slice(cached, columns)) if part.stop > part.start]
     if not parts or (as_kept and cached == columns):
-        return [(slice(0, tokens), slice(0, columns))]
+        return [Tile(slice(0, tokens), slice(0, columns))]
     if not need_dw and tokens:
         room = block_room(tokens, columns, like)
         return [
-            (rows, part)
+            Tile(rows, part)
             for rows in product_chunks(slice(0, tokens), chunk_tokens, columns, like, room)
             for part in parts
         ]
@@ -174,7 +181,7 @@ def tiles(
             continue
         blocks = column_blocks(tokens, part.stop - part.start, chunk_tokens, like, like.shape[1])
         found += [slice(part.start + block.start, part.start + block.stop) for block in blocks]
-    return [(slice(0, tokens), block) for block in found]
+    return [Tile(slice(0, tokens), block) for block in found]
 
 
 def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:

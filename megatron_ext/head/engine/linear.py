@@ -88,11 +88,12 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     db_V: Any = grad.target.new_zeros(columns) if need_db else None
     product_TD = dx_TD = dx = dw = None
     cached, as_kept = exp_TV.shape[1], grad.inside is None
-    for rows, block in tiles(hidden_TD, tokens, columns, cached, as_kept, need_dw, options.chunk_tokens):
+    for tile in tiles(hidden_TD, tokens, columns, cached, as_kept, need_dw, options.chunk_tokens):
+        rows, block = tile
         if as_kept and block.stop <= cached:
             g_TV = exp_TV[rows, block]  # E is G
         else:
-            g_TV = gradient_tile(rows, block, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
+            g_TV = gradient_tile(tile, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, options)
         if need_dx:
             product_TD = matmul.add_product(product_TD, g_TV, w_VD[block])
             if block.stop == columns:

@@ -80,16 +80,17 @@ def _backward_bytes(weight_VD, tokens, options) -> int:
     return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
 
 
-def gradient_tile(tile, block, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
+def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
     """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
+    tokens, block = tile
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
     target_T = target_T - block.start
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
-    g_TV = matmul.new_matrix(x_TD, tile.stop - tile.start, width)
+    g_TV = matmul.new_matrix(x_TD, tokens.stop - tokens.start, width)
     scale, slope, offset = grad.inside or (None, None, None)
     room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
-    for rows in [tile] if kept else product_chunks(tile, None, width, x_TD, room):
-        out_TV = g_TV[rows.start - tile.start : rows.stop - tile.start]
+    for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
+        out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]
         source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
         row_gradient(
             source_TV,

@@ -86,12 +86,9 @@ def linear_js_divergence(
         lambda options: JensenShannon(options, beta),
         (student_hidden, student_weight),
         (teacher_hidden, teacher_weight),
-        tp_group,
-        hidden_layout,
-        vocab,
-        temperature,
-        chunk_tokens,
-        gradient_accumulation_fusion,
+        distributions_of_hidden_states.SharedArguments(
+            tp_group, hidden_layout, vocab, temperature, chunk_tokens, gradient_accumulation_fusion
+        ),
     )
 
 
