@@ -53,17 +53,13 @@ test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other vers
 WITHOUT_megatron-core-0.14.0 := --ignore tests/megatron/test_attention.py \
 	--deselect "tests/megatron/test_linear_ce_fsdp.py::test_training_in_megatrons_wrappers[megatron"
 
-# What other tests show of a version as well: more layouts of the same training, and of the same models.
-PINNED_ONLY_megatron := $(foreach test,test_pretraining_parity.py::test_tp1[ test_pretraining_parity.py::test_tp2[ \
-	test_pipeline_vocabulary.py::test_four_ranks[ \
-	test_page.py::test_the_launchers_command_runs,--deselect "tests/megatron/$(test)")
-PINNED_ONLY_transformers := --deselect "tests/dtensor/test_parity.py::test_four_ranks"
+# The quick tests, and of the slow ones those that may come out differently with another version.
+OTHER_VERSIONS := "not gpu and (not slow or each_version)"
 
 test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready)  ## Megatron-Core 0.14.0 and 0.15.3, transformers 4.51.3
-	set -e; $(foreach version,$(MEGATRONS),.venvs/$(version)/bin/python $(PYTEST) -m "not gpu" tests/megatron \
-		$(PINNED_ONLY_megatron) $(WITHOUT_$(version));)
-	set -e; $(foreach version,$(TRANSFORMERS),.venvs/$(version)/bin/python $(PYTEST) -m "not gpu" tests/dtensor \
-		$(PINNED_ONLY_transformers);)
+	set -e; $(foreach version,$(MEGATRONS),.venvs/$(version)/bin/python $(PYTEST) -m $(OTHER_VERSIONS) tests/megatron \
+		$(WITHOUT_$(version));)
+	set -e; $(foreach version,$(TRANSFORMERS),.venvs/$(version)/bin/python $(PYTEST) -m $(OTHER_VERSIONS) tests/dtensor;)
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
 # because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.

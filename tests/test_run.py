@@ -144,12 +144,10 @@ def test_what_a_script_sees(tmp_path, script):
     "text,code,said",
     [
         pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.slow),
-        pytest.param("import sys; sys.exit('no data')", 1, "no data", marks=pytest.mark.slow),
         pytest.param("import os; os._exit(9)", 9, "", marks=pytest.mark.slow),
         ("def deep():\n    raise KeyError('lost')\n\ndeep()", 1, 'script.py", line 2, in deep\n    raise KeyError('),
-        pytest.param("x = (", 1, "SyntaxError", marks=pytest.mark.slow),
     ],
-    ids=["exit", "message", "at once", "exception", "syntax"],
+    ids=["exit", "at once", "exception"],
 )
 def test_exit_codes_and_tracebacks_pass_through(tmp_path, script, text, code, said):
     done = launch(tmp_path, script(text))

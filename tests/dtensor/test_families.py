@@ -21,7 +21,7 @@ QUICK = {("olmo2", "tp2_sp"), ("phi3", "tp2"), ("gpt_oss", "ep2_sp"), ("gpt_oss"
 
 def cells(layouts):
     return [
-        pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow)
+        pytest.param(*cell, marks=[] if cell in QUICK else (pytest.mark.slow, pytest.mark.each_version))
         for cell in itertools.product(FAMILIES, layouts)
         if (cell[0] in MIXTURES and STACKED) or "ep" not in cell[1]
     ]

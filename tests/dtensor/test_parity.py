@@ -38,13 +38,13 @@ QUICK = {
 }
 
 
-def _cells(layouts):
+def _cells(layouts, marks):
     """Every model in every layout, by turns tied and untied, and what is quick beside these."""
     by_turns = {(name, layout, (i + j) % 2 == 1) for i, name in enumerate(NAMES) for j, layout in enumerate(layouts)}
     return [
         pytest.param(
             *cell,
-            marks=[] if cell in QUICK else pytest.mark.slow,
+            marks=[] if cell in QUICK else marks,
             id=f"{cell[0]}-{cell[1]}-{'tied' if cell[2] else 'untied'}",
         )
         for cell in itertools.product(NAMES, layouts, (False, True))
@@ -52,13 +52,13 @@ def _cells(layouts):
     ]
 
 
-@pytest.mark.parametrize("name,layout,tied", _cells(LAYOUTS))
+@pytest.mark.parametrize("name,layout,tied", _cells(LAYOUTS, [pytest.mark.slow, pytest.mark.each_version]))
 @ranks(2)
 def test_two_ranks(name, layout, tied):
     check(name, tied, **LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("name,layout,tied", _cells(LARGE_LAYOUTS))
+@pytest.mark.parametrize("name,layout,tied", _cells(LARGE_LAYOUTS, [pytest.mark.slow]))
 @ranks(4)
 def test_four_ranks(name, layout, tied):
     check(name, tied, **LARGE_LAYOUTS[layout])

@@ -100,30 +100,19 @@ def test_interrupting_the_demo_ends_all_ranks(tmp_path):
     assert not left
     assert soon, output
     assert "interrupted: all ranks have ended" in output
-    assert "Traceback" not in output
+    for word in ("Traceback", "Warning", "RNG"):
+        assert word not in output
 
 
 @pytest.mark.slow
 def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
     command = [*TORCHRUN, PRETRAIN, *SMALL, "--tensor-model-parallel-size", "2", "--train-iters", "100000"]
-    command += ["--save", str(tmp_path / "run"), "--save-interval", "50"]
+    command += ["--save", str(tmp_path / "run"), "--save-interval", "10"]
     saved = tmp_path / "run" / checkpoint.LATEST  # which is written last
     soon, output, left = interrupt_when(saved.exists, command, tmp_path / "log", tmp_path)
-    assert (tmp_path / "run" / "iter_0000050").exists()
+    assert (tmp_path / "run" / "iter_0000010").exists()
     assert not left
     assert soon, output
-
-
-@pytest.mark.slow
-def test_the_demo_ends_with_a_table_and_a_picture(tmp_path):
-    done = run(*small_demo("--train-iters", "2"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = {line[:35].strip(): line[35:].split() for line in done.stdout.splitlines()}
-    assert float(rows["largest difference of a step's loss"][0]) < 1e-6
-    assert rows["collectives of a head call"] == ["4", "2", "2"]
-    assert (tmp_path / "runs/demo/report.png").read_bytes().startswith(b"\x89PNG")
-    assert "Warning" not in done.stderr
-    assert "RNG" not in done.stderr
 
 
 @pytest.mark.slow

@@ -138,7 +138,10 @@ def test_one_column_a_rank_and_ranks_without_any(what):
 @pytest.mark.parametrize("size", [1e3, 1e5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_huge_logits_and_far_shards(size, dtype):
-    """exp(m - lse) underflows on the shard that owns the label: finite, and right."""
+    """exp(m - lse) underflows on the shard that owns the label: finite, and right.
+
+    Of logits that backward makes anew, by a product of another shape, the last bit may differ on some CPUs.
+    """
     group = dist.group.WORLD
     problem = Problem(dtype=dtype, logit_size=size)
     for what in ("loss", "log_probs"):
@@ -146,6 +149,7 @@ def test_huge_logits_and_far_shards(size, dtype):
         plain_results, plain_grads = problem.plain(what, group_size(group))
         for cache in CACHES:
             got_results, got_grads = problem.ours(what, group, cache=cache)
+            last_bit = 0 if cache == 1 else size * 2**-21
             for got, truth, plain in zip(
                 [*got_results[:2], *got_grads],
                 [*results[:2], *problem.pieces(grads, group, "replicated")],
@@ -153,7 +157,7 @@ def test_huge_logits_and_far_shards(size, dtype):
                 strict=True,
             ):
                 assert got.isfinite().all()
-                assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6
+                assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6 + last_bit
 
 
 def test_statistics_stay_exact_at_logits_near_a_thousand():

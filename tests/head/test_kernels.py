@@ -35,24 +35,31 @@ def test_twins_agree_under_the_interpreter():
     assert int(printed[1]) == len(twins.comparisons()) > 100
 
 
-# What is chosen of a file's tests: those whose names hold every word of one of these lines.
-CHOSEN = {
-    "edges": ["test_shapes", "test_backward_twice", "test_any_memory", "infinity", "huge world1", "huge world2"],
-    "logits": ["test_values_and_gradients world1", "test_values_and_gradients all world2"],
-    "linear": ["values_and_gradients all world2", "test_precision plain bfloat16 world2"],
-    "properties": ["test_a_few"],
-}
+# What is run with the kernels: the tests whose file and name hold every word of one of these lines.
+CHOSEN = [
+    *("test_edges.py test_shapes", "test_edges.py test_backward_twice", "test_edges.py test_any_memory"),
+    *("test_edges.py infinity", "test_edges.py huge world2"),
+    *("test_logits.py test_values_and_gradients plain world1", "test_logits.py test_values_and_gradients all world2"),
+    "test_linear.py values_and_gradients all world2",
+    "test_properties.py test_a_few world1",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", CHOSEN)
-def test_the_head_itself_under_the_interpreter(file):
-    """Every option alone and all in any combination, each read-out, dtype, layout and cache, 1 and 2 ranks, any shape
-    and memory: values and gradients. A test that was renamed is missed: each line above has to choose one."""
-    chosen = " or ".join(words.replace(" ", " and ") for words in CHOSEN[file])
-    command = ["pytest", "-rA", "-m", "not slow and not gpu", f"tests/head/test_{file}.py", "-k", chosen]
-    passed = re.findall(r"^PASSED (.+)", interpret("-m", *command), re.MULTILINE)
-    for words in CHOSEN[file]:
+def test_the_head_itself_under_the_interpreter():
+    """All options together and in any combination, loss and log-probabilities, layouts and caches, 1 and 2 ranks, any
+    shape and memory: values and gradients. `twins` has each option, read-out and dtype.
+
+    A test that was renamed is missed: each line above has to choose one.
+    """
+    chosen = " or ".join(f"({words.replace(' ', ' and ')})" for words in CHOSEN)
+    files = sorted({f"tests/head/{words.split()[0]}" for words in CHOSEN})
+    passed = re.findall(
+        r"^PASSED (.+)",
+        interpret("-m", "pytest", "-rA", "-m", "not slow and not gpu", *files, "-k", chosen),
+        re.MULTILINE,
+    )
+    for words in CHOSEN:
         assert any(all(word in test for word in words.split()) for test in passed), f"{words!r} chooses no test"
 
 

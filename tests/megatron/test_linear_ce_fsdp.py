@@ -23,7 +23,7 @@ from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
 from tests.ranks import ranks
 
-SLOW = pytest.mark.slow
+SLOW = (pytest.mark.slow, pytest.mark.each_version)
 
 
 def shard(model, reshard: bool) -> None:

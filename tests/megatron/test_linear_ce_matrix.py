@@ -121,12 +121,14 @@ def test_tp2_cp2():
 
 
 @pytest.mark.slow
+@pytest.mark.each_version
 @ranks(2)
 def test_multi_token_prediction_context_parallel():
     compare({"cp": 2}, spec=our_spec, mtp_num_layers=2)
 
 
 @pytest.mark.slow
+@pytest.mark.each_version
 @ranks(2)
 def test_multi_token_prediction_on_the_last_stage():
     compare({"pp": 2}, tied=False, weights="init", mtp_num_layers=1)

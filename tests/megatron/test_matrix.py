@@ -8,6 +8,7 @@ SAMPLE = ["gpt-tp2-sp-tied-mtp1", "hybrid-tp2-untied-mtp0", "gpt-fsdp2-untied-mt
 
 
 @pytest.mark.slow
+@pytest.mark.each_version
 def test_a_sample_of_the_matrix():
     pools: list = []
     for one in matrix.CONFIGURATIONS:

@@ -7,7 +7,17 @@ from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
 from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
+from tests.megatron.patching import (
+    ROUNDING,
+    SEQ,
+    assert_same,
+    batch,
+    counting_logits,
+    grads_of,
+    one_gpt,
+    patched,
+    run,
+)
 from tests.ranks import ranks
 
 TEMPERATURE = 0.8
@@ -60,7 +70,8 @@ def test_read_outs(build, case, sequence_parallel):
             fused = grads_of(model, first, weights)
         assert not made
         torch.testing.assert_close(first, expected, rtol=2e-6, atol=2e-6)
-        assert_same(fused, stock)
+        # A divergence's gradient is a difference of probabilities: their last bits weigh more.
+        assert_same(fused, stock, 5e-6 if case == "divergence" else ROUNDING)
         if case == "top_k":
             torch.testing.assert_close(z.gather(-1, found[1]), expected)
 

@@ -168,6 +168,7 @@ MTP = {"mtp_num_layers": 2}
 DEEP = {"num_layers": 4}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EACH_VERSION = (pytest.mark.slow, pytest.mark.each_version)
 
 
 @ranks(2)
@@ -175,15 +176,14 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     "tied,sizes,overrides",
     [
         pytest.param(True, {"pp": 2}, {}, id="tied"),
-        pytest.param(False, {"pp": 2}, {"weights": "init", **DROPOUT}, id="init-dropout", marks=pytest.mark.slow),
-        pytest.param(True, {"pp": 2}, {"weights": "init"}, id="tied-init", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {"weights": "init", **DROPOUT}, id="tied-init-dropout", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2, "vp": 2}, DEEP, id="interleaved", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
         pytest.param(False, {"pp": 2}, {"hybrid": True}, id="hybrid", marks=pytest.mark.slow),
-        pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=pytest.mark.slow),
+        pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=EACH_VERSION),
         pytest.param(False, {"pp": 2}, {"hybrid": True, "mtp_num_layers": 1}, id="hybrid-mtp", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, {**MTP, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow),
-        pytest.param(False, {"pp": 2, "vp": 2}, {**MTP, **DEEP}, id="mtp-interleaved", marks=pytest.mark.slow),
+        pytest.param(False, {"pp": 2, "vp": 2}, {**MTP, **DEEP}, id="mtp-interleaved", marks=EACH_VERSION),
         pytest.param(True, {"pp": 2}, {**MTP, **VARIABLE}, id="tied-mtp-variable", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, FUSED, id="tied-accumulation-fused", marks=pytest.mark.slow),
     ],
@@ -199,9 +199,7 @@ def test_two_ranks(tied, sizes, overrides):
     [
         pytest.param(False, {"pp": 4}, DEEP, id="pp4"),
         pytest.param(True, {"pp": 4}, DEEP, id="pp4-tied"),
-        pytest.param(False, {"pp": 2, "tp": 2}, {}, id="pp2-tp2"),
-        pytest.param(True, {"pp": 2, "tp": 2}, {"sequence_parallel": True, **DROPOUT}, id="pp2-tp2-sp-tied-dropout"),
-        pytest.param(False, {"pp": 2, "tp": 2}, {"sequence_parallel": True, "weights": "init"}, id="pp2-tp2-sp-init"),
+        pytest.param(False, {"pp": 2, "tp": 2}, {**DROPOUT}, id="pp2-tp2-dropout"),
         pytest.param(
             True, {"pp": 2, "tp": 2}, {"mtp_num_layers": 2, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"
         ),
@@ -401,7 +399,7 @@ def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load:
 
 @ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("tied,mtp", [(True, None), (False, 1)])
+@pytest.mark.parametrize("tied,mtp", [(True, None), pytest.param(False, 1, marks=pytest.mark.each_version)])
 def test_checkpoints_go_both_ways(tied, mtp):
     """What is saved with a shared vocabulary goes on in stock Megatron at another layout, and the reverse."""
     expected = trained({"pp": 2}, False, tied, steps=6, mtp_num_layers=mtp)[0][:6].tolist()

@@ -69,7 +69,7 @@ class SleepsOnce(NLLLoss):
 
 @pytest.fixture(scope="module")
 def policy(ray):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, heartbeat_timeout_s=4) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, heartbeat_timeout_s=3) as policy:
         yield policy
 
 
@@ -115,10 +115,10 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
 @pytest.mark.parametrize(
     "call",
     [
-        ("compute_while_others_wait", 1, 7),
-        ("sleep_while_others_wait", 0, 7, "the reward server"),
-        ("sleep_on_all", 7),
-        ("hold_the_lock", 1, 7),
+        ("compute_while_others_wait", 1, 5),
+        ("sleep_while_others_wait", 0, 5, "the reward server"),
+        ("sleep_on_all", 5),
+        ("hold_the_lock", 1, 5),
     ],
 )
 def test_a_long_step_goes_on(policy, call):
@@ -127,9 +127,9 @@ def test_a_long_step_goes_on(policy, call):
 
 
 def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, call_timeout_s=10) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, call_timeout_s=6) as policy:
         assert policy._all("sleep_on_all", 0.1) == [0, 1]
-        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 10 s; rank"):
+        with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] of 2 did not answer within call_timeout_s, 6 s; rank"):
             policy._all("sleep_on_all", 10_000)
         assert not policy.is_alive()
 
