@@ -8,16 +8,19 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ext import reference
-from tests.gpt import model_parallel
-from tests.megatron.patching import batch, one_gpt, run, unpatch
+from tests.gpt import VOCAB, causal_mask, model_parallel
+from tests.megatron.patching import SEQ, batch, grads_of, one_gpt, patched, run, unpatch
 from tests.pages import DOCS, ROOT, python_blocks, section
 from tests.programs import python
 from tests.ranks import ranks
 
 sys.path.insert(0, str(DOCS / "hooks"))
 from error_messages import messages
+
+README = ROOT / "README.md"
 
 
 def test_quoted_messages_are_those_of_the_package():
@@ -105,6 +108,53 @@ def test_a_loop_of_your_own():
 
 
 @ranks(2)
+def test_the_heads_and_losses_lines():
+    """Those of the README, and of the page about RL."""
+    names = head_inputs()
+    run_blocks(section(README, "The head"), names)
+    torch.testing.assert_close(names["loss"], names["expected"].float())
+    expected = names["expected"].float().detach()
+    rl = section(README, "RL"), section(DOCS / "rl.md", "Losses")
+    names |= {"weight": names["weight_shard"], "old": -expected, "reference": -expected}
+    for block in (*python_blocks(rl[0])[1:], *python_blocks(rl[1])):
+        exec(block, names)
+        # At the policy that the advantages are of, each ratio is 1, and nothing diverges from the reference.
+        torch.testing.assert_close(names["loss"].detach(), -names["advantages"].mean())
+    torch.testing.assert_close(names["log_probs"].detach(), -expected)
+
+
+@ranks(2)
+def test_the_lines_about_other_losses_and_log_probabilities():
+    losses, read_outs = python_blocks(section(DOCS / "megatron.md", "The fused head in a language model"))
+    with model_parallel(tp=2):
+        names = {}
+        exec(losses, names)
+        ids, labels, positions = batch()
+        stock, ours = one_gpt(tied=False), one_gpt(spec=names["spec"], tied=False)
+        mask = causal_mask(SEQ)
+        logits = run(stock, runtime_gather_output=True).double()
+        expected = logits.logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0]
+        found = run(ours, labels)
+        torch.testing.assert_close(
+            found.double(), expected, rtol=0, atol=2e-6
+        )  # without the z-loss, its gradient with it
+        wanted = grads_of(stock, expected + 1e-4 * logits.logsumexp(-1) ** 2)
+        ours_by_name = grads_of(ours, found)
+        worst = max((ours_by_name[name] - grad).abs().max() / grad.abs().max() for name, grad in wanted.items())
+        assert worst < 5e-6
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        names |= {"tokens": ids, "positions": positions, "mask": mask, "hidden": torch.randn(SEQ, 2, 16)}
+        names |= {"model": stock, "weight": torch.randn(VOCAB // 2, 16, generator=generator)}
+        with patched():
+            exec(read_outs.replace("k=64", "k=8"), names)
+        next_ids = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(names["log_probs"].double(), next_ids, rtol=0, atol=2e-6)
+        torch.testing.assert_close(names["values"].double(), logits.log_softmax(-1).topk(8)[0], rtol=0, atol=2e-6)
+        assert names["kl"].shape == (2, SEQ)
+        assert (names["kl"] > 0.1).all()
+
+
+@ranks(2)
 def test_the_lines_for_megatron():
     patch, report, unpatch_again, substitute = python_blocks(section(DOCS / "plug_in.md", "Megatron-Core"))
     home = python_blocks(section(DOCS / "index.md", "Plug it in"))[0]
@@ -147,6 +197,14 @@ def test_the_lines_for_hugging_face():
     torch.testing.assert_close(names["loss"][:, :-1].double(), expected.view(2, 7), rtol=0, atol=0.05)
     assert expected.std() > 0.2
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
+
+    readme = section(README, "Hugging Face models, and a policy worker").replace('"cuda"', '"cpu"')
+    given |= {"init_device_mesh": init_device_mesh, "model": make("llama")}
+    names = run_blocks(readme, given)
+    torch.testing.assert_close(names["loss"][:, :-1].double(), expected.view(2, 7), rtol=0, atol=0.05)
+    given = {"torch": torch, "mesh": names["mesh"], "model": make("llama"), "tokens": tokens}
+    names = run_blocks((DOCS / "hugging_face.md").read_text(), given)
+    torch.testing.assert_close(names["log_probs"][:, :-1].double(), -expected.view(2, 7), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("framework", ["NeMo-RL", "verl", "TRL"])
