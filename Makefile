@@ -16,7 +16,7 @@ MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
+.PHONY: help demo test test-all test-versions test-torch test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -61,6 +61,19 @@ test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready) 
 		$(WITHOUT_$(version));)
 	set -e; $(foreach version,$(TRANSFORMERS),.venvs/$(version)/bin/python $(PYTEST) -m $(OTHER_VERSIONS) tests/dtensor;)
 
+# Another torch than the pinned one, with what it needs: gigabytes where it comes for CUDA. Triton's interpreter before 3.7
+# does not work with numpy 2.4.
+WITH_torch-2.10.0 := 'numpy<2.4'
+.venvs/torch-%/.ready: $(VENV)/.ready
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install --quiet torch==$* $(WITH_torch-$*)
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
+		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
+	@touch $@
+
+test-torch: .venvs/torch-$(TORCH)/.ready  ## the quick tests with another torch: make test-torch TORCH=2.15.0
+	.venvs/torch-$(TORCH)/bin/python $(PYTEST) -m "not slow and not gpu"
+
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
 # because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
 # From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
@@ -84,7 +97,7 @@ test-source: $(SOURCE)/.ready  ## Megatron-Core from source: make test-source ME
 		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
 	@test -d $(SOURCE)/tree/megatron/core || { echo "$(MEGATRON) holds no megatron/core"; exit 2; }
 	PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree" \
-		python -m pytest -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
+		python $(PYTEST) -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
 		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
 
 test-frameworks: $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE

@@ -57,7 +57,7 @@ def pretrain(ranks: int, arguments: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", metavar="FILE", help="text to learn; default: Python's own documentation")
-    parser.add_argument("--train-iters", type=int, default=40, metavar="N")
+    parser.add_argument("--train-iters", type=int, default=30, metavar="N")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR")
     args = parser.parse_args()

@@ -198,6 +198,7 @@ def _real_operators(rank, size, store):
         for kind in ("column", "row"):
             layer = build(kind, Config(sequence_parallel=True, tp_comm_overlap=True), sizes=(64, 128))
             assert layer.symmetric == (size > 1), repr(layer)
+    dist.barrier()
     dist.destroy_process_group()
 
 

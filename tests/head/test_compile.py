@@ -21,7 +21,7 @@ BENDS = {"softcap": 2.0, "temperature": 0.7}
 EVERYTHING = {**BENDS, "label_smoothing": 0.1, "z_loss": 0.01}
 # Each function with its options: all that change what is computed, or none.
 CALLS = {
-    "linear_cross_entropy": (linear_cross_entropy, {**EVERYTHING, "cache": 0.5, "chunk_tokens": 10}),
+    "linear_cross_entropy": (linear_cross_entropy, {**EVERYTHING, "cache": 0.5, "chunk_tokens": 20}),
     "linear_log_probs": (linear_log_probs, {"return_entropy": True, "return_hits": True, "cache": 1}),
     "vocab_parallel_cross_entropy": (vocab_parallel_cross_entropy, {**EVERYTHING, "chunk_tokens": 10}),
     "token_log_probs": (token_log_probs, {**BENDS, "return_entropy": True, "return_hits": True}),

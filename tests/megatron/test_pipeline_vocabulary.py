@@ -177,9 +177,7 @@ EACH_VERSION = (pytest.mark.slow, pytest.mark.each_version)
     [
         pytest.param(True, {"pp": 2}, {}, id="tied"),
         pytest.param(True, {"pp": 2}, {"weights": "init", **DROPOUT}, id="tied-init-dropout", marks=pytest.mark.slow),
-        pytest.param(False, {"pp": 2, "vp": 2}, DEEP, id="interleaved", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2, "vp": 2}, DEEP, id="tied-interleaved", marks=pytest.mark.slow),
-        pytest.param(False, {"pp": 2}, {"hybrid": True}, id="hybrid", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, {"hybrid": True}, id="hybrid-tied", marks=EACH_VERSION),
         pytest.param(False, {"pp": 2}, {"hybrid": True, "mtp_num_layers": 1}, id="hybrid-mtp", marks=pytest.mark.slow),
         pytest.param(True, {"pp": 2}, {**MTP, **RECOMPUTE}, id="tied-mtp-recompute", marks=pytest.mark.slow),
@@ -197,13 +195,11 @@ def test_two_ranks(tied, sizes, overrides):
 @pytest.mark.parametrize(
     "tied,sizes,overrides",
     [
-        pytest.param(False, {"pp": 4}, DEEP, id="pp4"),
         pytest.param(True, {"pp": 4}, DEEP, id="pp4-tied"),
         pytest.param(False, {"pp": 2, "tp": 2}, {**DROPOUT}, id="pp2-tp2-dropout"),
         pytest.param(
             True, {"pp": 2, "tp": 2}, {"mtp_num_layers": 2, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"
         ),
-        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
         pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": our_attention}, id="pp2-cp2-mtp"),
         pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
         pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
