@@ -101,11 +101,18 @@ def megatron() -> dict[str, Any]:
 def _ways() -> dict[str, str | None]:
     from megatron_ext.megatron import substitute
     from megatron_ext.megatron import versions as megatron_versions
+    from megatron_ext.megatron.pipeline.paused_forward import check_installed
 
     patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
+    sharing = None
+    try:
+        check_installed()
+    except RuntimeError as missing:
+        sharing = str(missing)
     return {
         "launcher --linear-ce": patch,
         "launcher --tensor-parallel": substitution,
+        "launcher --pipeline-vocab": patch or sharing,
         "patch": patch,
         "gpt_layer_spec": megatron_versions.why_no_spec("spec"),
         "hybrid_stack_spec": megatron_versions.why_no_spec("hybrid spec"),

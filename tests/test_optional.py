@@ -46,3 +46,12 @@ def test_what_is_missing_is_named(packages, uses):
     assert len(done.stdout.splitlines()) == len(uses), "each says one sentence"
     for said, wanted in zip(done.stdout.splitlines(), uses.values(), strict=True):
         assert wanted in said
+
+
+def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
+    from megatron_ext.head.row_passes import dispatch, logit_passes
+
+    dispatch._say_it_is_slower.cache_clear()
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="Triton is not installed: the head reads each row"):
+        assert dispatch._without_triton(logit_passes) is logit_passes

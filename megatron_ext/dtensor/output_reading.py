@@ -62,20 +62,23 @@ def read_out(
         inputs: what the model takes beside the tokens.
     """
     rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
-    hooked = rule is not None and is_hooked(model)
-    if hooked:
-        rule = None
-    if rule is None and fused == KNOWN:
-        _say_once(type(model).__name__.removeprefix("FSDP"), hooked)
-    if rule is None or fused == LOGITS or (fused == PLAIN and not _is_plain(model, rule)):
+    name, reason = type(model).__name__.removeprefix("FSDP"), None
+    if rule is None:
+        reason = f"what {name} does to its logits is not known here"
+    elif is_hooked(model):
+        reason = f"{name} or its head has hooks"
+    elif fused == PLAIN and not _is_plain(model, rule):
+        reason = f"the lm head of {name} has a bias or caps its logits, which top-k and top-p do not go with"
+    if rule is None or reason is not None or fused == LOGITS:
+        if fused != LOGITS:
+            _say_once(reason)
         return _through_logits(model, read, tokens_BP, labels_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     return through_head(rule, read, tokens_BP, labels_BP, **inputs)
 
 
 @functools.cache
-def _say_once(model: str, hooked: bool) -> None:
-    reason = f"{model} or its head has hooks" if hooked else f"what {model} does to its logits is not known here"
+def _say_once(reason: str | None) -> None:
     warnings.warn(
         f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
         f"token",

@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class Substitution:
     def apply(self) -> None:
         """Raises ImportError without the package, ValueError for a version that is not known; then nothing is changed.
 
-        A second call changes nothing.
+        A second call changes nothing. What only other versions have is logged, at level INFO.
         """
         if self.active:
             return
         if importlib.util.find_spec(self.package) is None:
             raise ImportError(f"{self.package} is not installed: apply() has nothing to change; install it first")
-        pairs = []
+        pairs, left = [], []
         for seam in self._seams():
             if seam.needs is not None and not _is_there(seam.needs):
                 continue
@@ -64,6 +67,7 @@ class Substitution:
             if original is None:
                 if seam.required:
                     raise self._unknown(f"{seam.module} has no {seam.name}")
+                left.append(f"{seam.module}.{seam.name}")
                 continue
             ours = seam.ours(original) if seam.made else _distinct(seam.ours)
             for read in (parameters, constructor_parameters):
@@ -75,6 +79,8 @@ class Substitution:
             pairs.append((original, ours))
         _replace(pairs)
         self._pairs = pairs
+        if left:
+            _LOG.info("this version of %s does not have %s", self.package, ", ".join(left))
 
     def restore(self) -> None:
         """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""

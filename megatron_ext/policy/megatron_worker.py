@@ -1,9 +1,10 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,15 @@ from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
+
+
+@cache
+def _say_logits_are_made() -> None:
+    warnings.warn(
+        "with generation.top_k or top_p a MegatronPolicyWorker scores through the model's logits, which takes memory "
+        "of the vocabulary's size for each token; a DTensorPolicyWorker scores from hidden states",
+        stacklevel=2,
+    )
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -158,6 +168,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
         settings, labels_BS = self.settings, next_tokens(tokens_BS, cu_seqlens)
+        _say_logits_are_made()
 
         def read(logits: Tensor, labels_BP1: Tensor, tp_group: Any, vocab: VocabShard) -> Tensor:
             labels_BP, shard = labels_BP1[..., 0], {"tp_group": tp_group, "vocab": vocab}

@@ -14,6 +14,7 @@ from megatron_ext.dtensor import (
     get_logprobs_from_vocab_parallel_logits,
     use_attention,
 )
+from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output_head import head_rule, is_hooked
 from megatron_ext.dtensor.output_reading import _say_once
 from megatron_ext.sequence.next_token import next_tokens
@@ -276,3 +277,17 @@ def test_hooks_are_not_left_out(tp):
     assert calls == [1, 2]
     handle.remove()
     assert not is_hooked(model)
+
+
+@ranks(1)
+def test_filters_of_a_capped_head_say_that_logits_are_made():
+    model, tokens = make("gemma2"), _tokens(2, 8)
+    _say_once.cache_clear()
+    with pytest.warns(UserWarning, match="lm head of Gemma2ForCausalLM has a bias or caps its logits, which top-k"):
+        (found,) = causal_lm_sampled_log_probs(model, tokens, top_k=3, top_p=1.0)
+    labels = next_tokens(tokens)
+    with torch.no_grad():
+        logits = model(tokens).logits.float()
+    kept = logits.masked_fill(logits < logits.topk(3)[0][..., -1:], -torch.inf)
+    expected = kept.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(found, expected.masked_fill(labels < 0, 0.0), rtol=1e-5, atol=1e-5)

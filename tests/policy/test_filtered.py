@@ -194,8 +194,11 @@ def test_losses(name, layout):
 @ranks(2)
 def test_megatron(layout):
     from megatron_ext.policy import MegatronPolicyWorker
+    from megatron_ext.policy.megatron_worker import _say_logits_are_made
 
-    check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
+    _say_logits_are_made.cache_clear()
+    with pytest.warns(UserWarning, match="a MegatronPolicyWorker scores through the model's logits"):
+        check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
     for name in LOSSES:
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 

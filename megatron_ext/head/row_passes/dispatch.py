@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -62,7 +63,7 @@ def _side(x: Tensor, plain: ModuleType) -> ModuleType:
     """Triton's twin of a module for real CUDA tensors, the module itself for others."""
     if not has_values(x) or x.is_cuda == _interpreted():
         return plain
-    return _twin(plain) or plain
+    return _twin(plain) or _without_triton(plain)
 
 
 @functools.cache
@@ -76,6 +77,22 @@ def _twin(plain: ModuleType) -> ModuleType | None:
     if importlib.util.find_spec("triton") is None or (torch.version.cuda is None and not _interpreted()):
         return None
     return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
+
+
+@functools.cache
+def _say_it_is_slower() -> None:
+    missing = "Triton is not installed" if importlib.util.find_spec("triton") is None else "this torch is not for CUDA"
+    warnings.warn(
+        f"{missing}: the head reads each row of logits in several passes of plain PyTorch instead of one kernel; the "
+        f"results are the same",
+        stacklevel=2,
+    )
+
+
+def _without_triton(plain: ModuleType) -> ModuleType:
+    """The module itself, on a GPU; said once."""
+    _say_it_is_slower()
+    return plain
 
 
 def _operator(plain: ModuleType, name: str, written: tuple[str, ...]) -> None:

@@ -177,10 +177,14 @@ class Region:
             return
         place = _who_asks()
         self.counters.logits_made[place] += 1
+        whose = (
+            "Megatron's own function, to which labels of -100 count" if self.settings.changed_loss() is None else "ours"
+        )
         mebibytes = torch.Size(terms.shape).numel() * terms.dtype.itemsize / 2**20
         say_once(
             f"{place} asks for the logits of {type(self.model).__name__}, which the fused head had not made: they take "
-            f"{mebibytes:.1f} MiB on each rank, {tuple(terms.shape)} in {terms.dtype}, and the loss is taken from them",
+            f"{mebibytes:.1f} MiB on each rank, {tuple(terms.shape)} in {terms.dtype}, and the loss is taken from them "
+            f"by {whose}",
             place,
         )
 
