@@ -20,10 +20,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import debug
 
 from megatron_ext.emulation import megatron_on_cpu
 
+_CLEARS_BEFORE_TORCH_2_11 = ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache")
 VOCAB = 64
 SEQUENCE = 16
 _wrapped: weakref.WeakSet = weakref.WeakSet()  # the DistributedDataParallel of the running test
@@ -66,7 +67,9 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
-            _clear_sharding_prop_cache()  # its shardings name groups, and the next test's have the same names
+            # DTensor's shardings name groups, and the next test's have the same names.
+            for name in ("_clear_sharding_prop_cache", *_CLEARS_BEFORE_TORCH_2_11):
+                getattr(debug, name, lambda: None)()
             for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
 

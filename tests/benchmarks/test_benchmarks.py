@@ -55,7 +55,8 @@ def standing_for(impl, wrong):
 def test_right_heads_are_timed(known):
     for impl in (ours(1), ours(0.5), ours(0), *MODELS):
         assert judge(impl, known) is None
-    assert judge(PYTORCH_CHUNKED, known) is None  # gives the mean only
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # from torch 2.13 on; it gives the mean only
+        assert judge(PYTORCH_CHUNKED, known) is None
 
 
 @pytest.mark.parametrize(

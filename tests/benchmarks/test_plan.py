@@ -18,6 +18,10 @@ pytestmark = pytest.mark.skipif(
     reason="interpreted kernels are not launched; the ordinary run does",
 )
 H200 = DEVICES["H200"]
+ADDS_IN_FP32 = pytest.mark.skipif(
+    [int(x) for x in torch.__version__.split(".")[:2]] < [2, 11],
+    reason="torch 2.10 cannot trace a 16-bit product that is added to an fp32 sum, and plans two launches for it",
+)
 
 
 def committed(case, cache):
@@ -84,6 +88,7 @@ def test_a_step_is_shorter_than_recomputing_everything_at_the_best_reported_rate
     assert committed(case, 1)[plan.MILLISECONDS] <= 0.85 * theirs
 
 
+@ADDS_IN_FP32
 def test_one_column_less_than_all_costs_one_column_more():
     """No copy of what is kept, and no other way through the rest."""
     case = replace(plan.A, tokens=1024, width=512, vocab=16384)
@@ -109,6 +114,7 @@ def test_what_is_recorded():
     assert (picked.read, picked.written) == (2 * 2 * 7 * 64, 2 * 7 * 64)
 
 
+@ADDS_IN_FP32
 def test_every_kernel_is_known_whatever_the_options():
     with planned(H200, 1) as (recorder, _), recorder, torch.autograd.set_multithreading_enabled(False):
         x = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True)

@@ -182,10 +182,10 @@ class _Writer(dcp.FileSystemWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        places = [
-            [index.fqn, list(index.offset), index.index, info.relative_path, info.offset, info.length]
-            for index, info in metadata.storage_data.items()
-        ]
+        places = []  # not from `metadata`: before torch 2.11 they are set in a copy of it
+        for written in (one for of_a_rank in results for one in of_a_rank):
+            index, info = written.index, written.storage_data
+            places.append([index.fqn, list(index.offset), index.index, info.relative_path, info.offset, info.length])
         (Path(self.path) / INDEX).write_text(json.dumps({"tensors": tensors, "places": places}))
 
 
