@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from megatron_ext.megatron.fusion_report import fusion_report
 from megatron_ext.megatron.output_processors import LogProbs
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
@@ -27,16 +28,19 @@ def test_logits_that_are_read_without_gradients_still_train():
         model.output_layer.register_forward_hook(accuracy)
         loss = run(model, labels)
         wanted = grads_of(model, loss)
-        with (
-            patched(),
-            pytest.warns(
-                UserWarning, match="asks for the logits.* by Megatron's own function, to which labels of -100 count"
-            ),
-        ):
+        before, said = (
+            fusion_report(),
+            "asks for the logits.* by Megatron's own function, to which labels of -100 count",
+        )
+        with patched(), pytest.warns(UserWarning, match=said):
             found = run(model, labels)
+        after = fusion_report()
         torch.testing.assert_close(found, loss, rtol=1e-6, atol=1e-6)
         assert_same(grads_of(model, found), wanted)
         assert torch.equal(*read)
+        assert after.stock_losses - before.stock_losses == 1
+        assert after.losses_fused == before.losses_fused
+        assert after.logits_made - before.logits_made == 1
 
 
 @ranks(1)

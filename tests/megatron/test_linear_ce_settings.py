@@ -91,6 +91,23 @@ def test_options_of_the_loss(build, made):
                 assert counters.z_loss is None
 
 
+@ranks(1)
+def test_the_reported_z_loss_is_a_mean_over_labels_that_count():
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1].clone()
+        labels[0, :3] = -100
+        counted = labels != -100
+        _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
+        reset_fusion_report()
+        patch(z_loss=0.1, model=model)
+        try:
+            run(model, labels)
+        finally:
+            unpatch(model=model)
+        (counters,) = fusion_report().models
+        assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
+
+
 def ours_of_spec(**head):
     """A GPTModel on our layers, whose spec names the head where there are options of it."""
     from megatron_ext.megatron.layer_specs import gpt_layer_spec
