@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_ext.megatron.fused_loss import z_loss_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
@@ -225,6 +226,7 @@ def test_the_z_loss_in_megatrons_log():
                 for name, expected in (("lm loss", loss), ("z loss", z_loss)):
                     total = (expected * mask).sum()
                     torch.testing.assert_close(log[name], forms(total, mask.sum())[form], rtol=2e-6, atol=1e-6)
+            assert not z_loss_log._last, "a later step would log it again"
 
 
 @ranks(2)

@@ -416,6 +416,25 @@ def test_checkpoints_go_both_ways(tied, mtp):
         shutil.rmtree(folders[0])
 
 
+def test_tensors_of_any_size_travel_in_one_message():
+    """Each begins where a view of any dtype may, and the largest mark is kept."""
+    from megatron_ext.megatron.pipeline.packed_messages import Marks
+
+    sent = torch.arange(3, dtype=torch.bfloat16), torch.arange(5), torch.tensor([[0.5]]), torch.empty(0, 4)
+    sender, receiver = Marks(torch.device("cpu")), Marks(torch.device("cpu"))
+    sender.mark.fill_(3)
+    buffer = sender.pack(*sent)
+    received = receiver.unpack(buffer, [(tuple(x.shape), x.dtype) for x in sent])
+    for was, came in zip(sent, received, strict=True):
+        assert came.dtype == was.dtype
+        assert torch.equal(came, was)
+        assert (came.data_ptr() - buffer.data_ptr()) % 16 == 0
+    assert int(receiver.mark) == 3
+    receiver.mark.fill_(4)
+    receiver.unpack(buffer, [(tuple(x.shape), x.dtype) for x in sent])
+    assert int(receiver.mark) == 4
+
+
 def test_what_is_missing_is_named(monkeypatch):
     from megatron_ext.megatron import pipeline
     from megatron_ext.megatron.pipeline import paused_forward
