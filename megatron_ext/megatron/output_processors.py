@@ -148,7 +148,8 @@ class Divergence(_ReadOut):
 
     Attributes:
         teacher_hidden: `[S, B, H of the teacher]`, under sequence parallelism `[S/R, B, H]`: the same tokens as the
-            model's own hidden states.
+            model's own hidden states. The teacher's logits are `teacher_hidden @ teacher_weight.T`, without the factor
+            by which the model multiplies its own (muP).
         teacher_weight: `[V/R, H of the teacher]`, cut as the model's output weight is.
         direction: "forward", "reverse" or "mixed", as in `linear_kl_divergence`.
 
@@ -161,12 +162,14 @@ class Divergence(_ReadOut):
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Tensor:
         _check_plain(terms, "Divergence")
+        # The model's own factor stands in the temperature, which both sides are divided by: out of the teacher's again.
+        teacher_hidden = self.teacher_hidden if terms.scale == 1.0 else self.teacher_hidden / terms.scale
 
         def compute(hidden: Tensor, weight: Tensor) -> Tensor:
             return linear_kl_divergence(
                 hidden,
                 weight,
-                self.teacher_hidden,
+                teacher_hidden,
                 self.teacher_weight,
                 self.direction,
                 **self.options(terms, weight),

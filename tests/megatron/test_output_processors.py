@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
+from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
@@ -43,6 +44,43 @@ CASES = {
 }
 
 
+@ranks(1)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_multiplies_its_logits(case):
+    """Its factor (muP) is not the teacher's."""
+    expect, make = CASES[case]
+    with model_parallel():
+        model, ids = one_gpt(tied=False), batch()[0]
+        layer, hidden, teacher_hidden = model.output_layer, torch.randn(SEQ, 2, 32), torch.randn(SEQ, 2, 16)
+        teacher_weight = torch.randn(layer.weight.shape[0], 16)
+
+        def log_softmax(logits):
+            return logits.div(TEMPERATURE).log_softmax(-1).transpose(0, 1)
+
+        z = log_softmax(0.3 * hidden @ layer.weight.t())
+        expected = expect(z, ids, log_softmax(teacher_hidden @ teacher_weight.t()))
+        found = make(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)(
+            hidden_states=hidden,
+            output_layer=layer,
+            output_weight=layer.weight,
+            input_ids=ids,
+            scale_logits=lambda logits: 0.3 * logits,
+        )
+        first = found[0] if isinstance(found, tuple) else found
+        torch.testing.assert_close(first, expected, rtol=2e-6, atol=2e-6)
+
+
+@ranks(1)
+def test_what_cannot_be_read_out_is_refused():
+    with model_parallel():
+        model = one_gpt(tied=False)
+        layer = model.output_layer
+        layer.bias = torch.nn.Parameter(torch.ones(layer.weight.shape[0]))
+        given = {"hidden_states": torch.randn(SEQ, 2, 32), "output_layer": layer, "output_weight": layer.weight}
+        with pytest.raises(ValueError, match="TopK reads out of logits .* the output layer has a bias or a softcap"):
+            TopK(k=3)(**given)
+
+
 @ranks(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
@@ -64,8 +102,11 @@ def test_read_outs(build, case, sequence_parallel):
         stock = grads_of(model, expected, weights)
         own = hidden.chunk(2)[rank] if sequence_parallel else hidden
         processor = make(teacher_hidden=own, teacher_weight=weight)
+        reset_fusion_report()
         with patched(), counting_logits(model.output_layer) as made:
             found = run(model, output_processor=processor)
+            (counters,) = fusion_report().models
+            assert counters.read_outs == 1
             first = found[0] if isinstance(found, tuple) else found
             fused = grads_of(model, first, weights)
         assert not made
