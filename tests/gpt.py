@@ -24,7 +24,14 @@ from torch.distributed.tensor import debug
 
 from megatron_ext.emulation import megatron_on_cpu
 
-_CLEARS_BEFORE_TORCH_2_11 = ("_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache")
+_CLEARS = [  # one function from torch 2.11 on, before it two
+    getattr(debug, name)
+    for name in (
+        ["_clear_sharding_prop_cache"]
+        if hasattr(debug, "_clear_sharding_prop_cache")
+        else ["_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"]
+    )
+]
 VOCAB = 64
 SEQUENCE = 16
 _wrapped: weakref.WeakSet = weakref.WeakSet()  # the DistributedDataParallel of the running test
@@ -68,8 +75,8 @@ def model_parallel(
             while _wrapped:
                 vars(_wrapped.pop()).clear()
             # DTensor's shardings name groups, and the next test's have the same names.
-            for name in ("_clear_sharding_prop_cache", *_CLEARS_BEFORE_TORCH_2_11):
-                getattr(debug, name, lambda: None)()
+            for clear in _CLEARS:
+                clear()
             for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
                 dist.destroy_process_group(group)
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 
 def slow(*values):
@@ -53,5 +54,7 @@ def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
 
     dispatch._say_it_is_slower.cache_clear()
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch, "_twin", dispatch._twin.__wrapped__)
+    monkeypatch.setattr(dispatch, "_interpreted", lambda: True)  # a CPU tensor goes the way of a CUDA tensor then
     with pytest.warns(UserWarning, match="Triton is not installed: the head reads each row"):
-        assert dispatch._without_triton(logit_passes) is logit_passes
+        assert dispatch._side(torch.zeros(1), logit_passes) is logit_passes

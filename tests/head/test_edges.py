@@ -140,7 +140,7 @@ def test_one_column_a_rank_and_ranks_without_any(what):
 def test_huge_logits_and_far_shards(size, dtype):
     """exp(m - lse) underflows on the shard that owns the label: finite, and right.
 
-    Of logits that backward makes anew, by a product of another shape, the last bit may differ on some CPUs.
+    Of fp32 logits that backward makes anew, by a product of another shape, the last bit may differ on some CPUs.
     """
     group = dist.group.WORLD
     problem = Problem(dtype=dtype, logit_size=size)
@@ -149,15 +149,19 @@ def test_huge_logits_and_far_shards(size, dtype):
         plain_results, plain_grads = problem.plain(what, group_size(group))
         for cache in CACHES:
             got_results, got_grads = problem.ours(what, group, cache=cache)
-            last_bit = 0 if cache == 1 else size * 2**-21
-            for got, truth, plain in zip(
-                [*got_results[:2], *got_grads],
-                [*results[:2], *problem.pieces(grads, group, "replicated")],
-                [*plain_results[:2], *problem.pieces(plain_grads, group, "replicated")],
-                strict=True,
+            last_bit = size * 2**-21 if cache == 0.5 and dtype == torch.float32 else 0
+            for got, truth, plain, more in (
+                *zip(got_results[:2], results[:2], plain_results[:2], [0] * len(results[:2]), strict=True),
+                *zip(
+                    got_grads,
+                    problem.pieces(grads, group, "replicated"),
+                    problem.pieces(plain_grads, group, "replicated"),
+                    [last_bit] * len(grads),
+                    strict=True,
+                ),
             ):
                 assert got.isfinite().all()
-                assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6 + last_bit
+                assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6 + more
 
 
 def test_statistics_stay_exact_at_logits_near_a_thousand():

@@ -69,7 +69,7 @@ class SleepsOnce(NLLLoss):
 
 @pytest.fixture(scope="module")
 def policy(ray):  # noqa: F811
-    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, heartbeat_timeout_s=3) as policy:
+    with RayPolicy(tiny_config(), WORKERS, Patient, **SMALL, heartbeat_timeout_s=4) as policy:
         yield policy
 
 
@@ -115,10 +115,10 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
 @pytest.mark.parametrize(
     "call",
     [
-        ("compute_while_others_wait", 1, 5),
-        ("sleep_while_others_wait", 0, 5, "the reward server"),
-        ("sleep_on_all", 5),
-        ("hold_the_lock", 1, 5),
+        ("compute_while_others_wait", 1, 6),
+        ("sleep_while_others_wait", 0, 6, "the reward server"),
+        ("sleep_on_all", 6),
+        ("hold_the_lock", 1, 6),
     ],
 )
 def test_a_long_step_goes_on(policy, call):
