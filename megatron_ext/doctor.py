@@ -101,13 +101,14 @@ def megatron() -> dict[str, Any]:
 def _ways() -> dict[str, str | None]:
     from megatron_ext.megatron import substitute
     from megatron_ext.megatron import versions as megatron_versions
-    from megatron_ext.megatron.pipeline.paused_forward import check_installed
 
     patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
     sharing = None
     try:
+        from megatron_ext.megatron.pipeline.paused_forward import check_installed
+
         check_installed()
-    except RuntimeError as missing:
+    except (ImportError, RuntimeError) as missing:  # it must not hide what the other ways say
         sharing = str(missing)
     return {
         "launcher --linear-ce": patch,

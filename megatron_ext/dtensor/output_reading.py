@@ -69,16 +69,16 @@ def read_out(
         reason = f"{name} or its head has hooks"
     elif fused == PLAIN and not _is_plain(model, rule):
         reason = f"the lm head of {name} has a bias or caps its logits, which top-k and top-p do not go with"
+    if reason is not None and fused != LOGITS:
+        _say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
-        if fused != LOGITS:
-            _say_once(reason)
         return _through_logits(model, read, tokens_BP, labels_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     return through_head(rule, read, tokens_BP, labels_BP, **inputs)
 
 
 @functools.cache
-def _say_once(reason: str | None) -> None:
+def _say_once(reason: str) -> None:
     warnings.warn(
         f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
         f"token",

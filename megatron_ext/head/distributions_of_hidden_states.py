@@ -36,6 +36,17 @@ from megatron_ext.head.validation import argument_checks
 from megatron_ext.head.validation.sampling_checks import check_ids, check_k, filters
 
 
+class SharedArguments(NamedTuple):
+    """What all functions here take beside hidden states and weight, as it was given."""
+
+    tp_group: Group
+    hidden_layout: Layout
+    vocab: VocabShard | None
+    temperature: float
+    chunk_tokens: int | None
+    gradient_accumulation_fusion: bool
+
+
 def linear_gather_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -160,7 +171,7 @@ def linear_apart(
     make: Callable[[HeadOptions], ReadOut],
     student: tuple[Tensor, Tensor],
     teacher: tuple[Tensor, Tensor],
-    shared: "SharedArguments",
+    shared: SharedArguments,
 ) -> Tensor:
     """What the read-out that `make` makes of the options says of two heads, each its hidden states and weight."""
     (student_hidden, student_weight), (teacher_hidden, teacher_weight) = student, teacher
@@ -176,17 +187,6 @@ def linear_apart(
     head.fault = head.fault or fault
     found_T = head.read(make(head.options), teacher_hidden, teacher_weight)[0]
     return found_T.reshape(head.leading)
-
-
-class SharedArguments(NamedTuple):
-    """What all functions here take beside hidden states and weight, as it was given."""
-
-    tp_group: Group
-    hidden_layout: Layout
-    vocab: VocabShard | None
-    temperature: float
-    chunk_tokens: int | None
-    gradient_accumulation_fusion: bool
 
 
 class _Hidden:

@@ -1,10 +1,9 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -27,6 +26,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head import sampled_log_probs, token_log_probs
+from megatron_ext.megatron.fusion_report import say_once
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.policy.batch import BatchedDataDict
@@ -50,15 +50,6 @@ from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
-
-
-@cache
-def _say_logits_are_made() -> None:
-    warnings.warn(
-        "with generation.top_k or top_p a MegatronPolicyWorker scores through the model's logits, which takes memory "
-        "of the vocabulary's size for each token; a DTensorPolicyWorker scores from hidden states",
-        stacklevel=2,
-    )
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -168,7 +159,10 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
         settings, labels_BS = self.settings, next_tokens(tokens_BS, cu_seqlens)
-        _say_logits_are_made()
+        say_once(
+            "with generation.top_k or top_p a MegatronPolicyWorker scores through the model's logits, which takes "
+            "memory of the vocabulary's size for each token; a DTensorPolicyWorker scores from hidden states"
+        )
 
         def read(logits: Tensor, labels_BP1: Tensor, tp_group: Any, vocab: VocabShard) -> Tensor:
             labels_BP, shard = labels_BP1[..., 0], {"tp_group": tp_group, "vocab": vocab}

@@ -48,6 +48,14 @@ def test_ours_take_what_theirs_take():
         assert ", ".join(p.name for p in substitution.parameters(function)) == KNOWN[seam.name][-1]
 
 
+def test_names_that_a_version_lacks_are_logged(caplog):
+    seam = substitution.Seam("json", "no_such_name", lambda: None, required=False)
+    found = substitution.Substitution("json", lambda: [seam])
+    with caplog.at_level("INFO", logger=substitution.__name__):
+        found.apply()
+    assert caplog.messages == ["this version of json does not have json.no_such_name"]
+
+
 @with_trl
 def test_what_is_replaced_is_what_this_version_has(utils):
     import trl

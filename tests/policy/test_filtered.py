@@ -193,10 +193,10 @@ def test_losses(name, layout):
 @pytest.mark.parametrize("layout", ["tp_sp", "cp"])
 @ranks(2)
 def test_megatron(layout):
+    from megatron_ext.megatron.fusion_report import reset_fusion_report
     from megatron_ext.policy import MegatronPolicyWorker
-    from megatron_ext.policy.megatron_worker import _say_logits_are_made
 
-    _say_logits_are_made.cache_clear()
+    reset_fusion_report()
     with pytest.warns(UserWarning, match="a MegatronPolicyWorker scores through the model's logits"):
         check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
     for name in LOSSES:
