@@ -195,11 +195,13 @@ def test_two_ranks(tied, sizes, overrides):
 @pytest.mark.parametrize(
     "tied,sizes,overrides",
     [
+        pytest.param(False, {"pp": 4}, DEEP, id="pp4"),
         pytest.param(True, {"pp": 4}, DEEP, id="pp4-tied"),
         pytest.param(False, {"pp": 2, "tp": 2}, {**DROPOUT}, id="pp2-tp2-dropout"),
         pytest.param(
             True, {"pp": 2, "tp": 2}, {"mtp_num_layers": 2, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"
         ),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
         pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": our_attention}, id="pp2-cp2-mtp"),
         pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
         pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
