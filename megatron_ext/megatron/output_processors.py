@@ -81,7 +81,7 @@ class _ReadOut:
             "tp_group": tp_group(layer),
             "hidden_layout": "sequence" if layer.sequence_parallel else "replicated",
             "chunk_tokens": self.chunk_tokens,
-            "gradient_accumulation_fusion": layer.gradient_accumulation_fusion and weight is terms.own_weight,
+            "gradient_accumulation_fusion": terms.adds_to_main_grad(weight),
             "temperature": self.temperature / terms.scale,
         }
 

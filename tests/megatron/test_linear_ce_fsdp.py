@@ -67,6 +67,8 @@ def test_fsdp2(build, tied, reshard):
         shard(model, reshard)
         assert isinstance(model.embedding.word_embeddings.weight, DTensor)
         reset_fusion_report()
+        # The weight that the head then gathers has no main_grad to add to.
+        model.output_layer.gradient_accumulation_fusion = tied and reshard
         with patched(chunk_size=3), counting_logits(model.output_layer) as made:
             for _ in range(2):  # gradients are reduced again over a second micro-batch
                 loss, weights = own_step(model)

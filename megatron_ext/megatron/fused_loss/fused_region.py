@@ -141,7 +141,7 @@ class Region:
                 bias=None if layer.skip_bias_add else layer.bias,
                 cache=settings.cache,
                 hits=self.hits,
-                fuse_main_grad=layer.gradient_accumulation_fusion and weight is terms.own_weight,
+                fuse_main_grad=terms.adds_to_main_grad(weight),
                 softcap=softcap,
                 temperature=temperature,
                 **self.options(labels),

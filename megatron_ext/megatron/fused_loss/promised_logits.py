@@ -80,6 +80,10 @@ class Terms:
         """The parameter, as the layer has it now."""
         return self.layer.weight if self.weight is None else self.weight
 
+    def adds_to_main_grad(self, weight: Tensor) -> bool:
+        """Whether backward adds the gradient of `weight` to its `main_grad`; one that was gathered or cast has none."""
+        return self.layer.gradient_accumulation_fusion and weight is self.own_weight
+
     @property
     def dtype(self) -> torch.dtype:
         return getattr(self.layer, "output_dtype", None) or self.hidden.dtype
