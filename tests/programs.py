@@ -30,10 +30,12 @@ def python(*words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool 
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with socket.socket() as place, tempfile.TemporaryDirectory() as folder:
+        # Held until the program is done: rank 0 may listen where a socket is bound and does not, and no other test gets
+        # this port meanwhile.
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(("localhost", 0))
+        port = place.getsockname()[1]
         out, err = Path(folder) / "out", Path(folder) / "err"
         processes = []
         for rank in range(max(ranks, 1)):

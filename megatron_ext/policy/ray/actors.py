@@ -240,9 +240,11 @@ class _Actor:
         import ray
 
         place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return place, (ray.util.get_node_ip_address(), free.getsockname()[1])
+        # Kept from other programs until the ranks have met: one may listen where a socket is bound and does not.
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return place, (ray.util.get_node_ip_address(), self._reserved.getsockname()[1])
 
     def build(
         self,
@@ -260,6 +262,7 @@ class _Actor:
         self._during = nullcontext if monitor is None else Heartbeat(partial(monitor.note.remote, rank)).during
         with self._during("build"):
             self.worker = _worker_call(worker_cls, (), make)
+        self._reserved.close()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with self._during(method):
