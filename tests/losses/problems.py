@@ -72,8 +72,9 @@ def check_rows(loss, truth, *per_row, mask=None, **per_token):
             sequence_first=sequence,
         )
         given = {name: laid(value) for name, value in per_token.items()}
-        found, _ = made(*mine, laid(labels_BS), *map(laid, per_row), mask=laid(mask), **given)
+        found, metrics = made(*mine, laid(labels_BS), *map(laid, per_row), mask=laid(mask), **given)
         torch.testing.assert_close(found, want)
+        assert not any(x.requires_grad for x in metrics.values())
         grads = torch.autograd.grad(found, mine)
         dx = want_grads[0].transpose(0, 1)[part] if sequence else want_grads[0]
         torch.testing.assert_close(list(grads), [dx, want_grads[1][own]])

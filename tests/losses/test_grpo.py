@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.losses import GRPOLoss
+from megatron_ext import reference
+from megatron_ext.losses import GRPOLoss, grpo
 from megatron_ext.losses.policy_gradient import kl_estimate, sampling_weights
-from tests.losses.problems import B, S, check_rows, counts, drawn, rows
+from tests.losses.problems import B, S, check_rows, counts, drawn, head, rows
 from tests.ranks import ranks
 
 VARIANTS = {
@@ -30,6 +31,7 @@ SAMPLED = [
     "sequence_mask",
     "sequence_mean_mask",
 ]
+BOUNDS = 1.0, 1.7  # between the weights of tokens, of rows, and between the rows' means
 
 
 def clamped(x, low, high):
@@ -82,7 +84,7 @@ def truth(o, advantages, per_token, sampled=None):
                 loss = token_loss(log_probs_BS[b, s], ratio, advantage, o)
                 if sampled:
                     drift = [per_token["old_log_probs"][b, s] - per_token["sampling_log_probs"][b, s] for s in row]
-                    loss = loss * weight(sampled, drift, i, 0.8, 1.1)
+                    loss = loss * weight(sampled, drift, i, *BOUNDS)
                 if o.get("beta"):
                     distance = kl(per_token["reference_log_probs"][b, s] - log_probs_BS[b, s], o)
                     loss = loss + o["beta"] * distance * (ratio if o.get("use_bias_correction_kl") else 1)
@@ -119,8 +121,13 @@ def test_variants():
 @ranks(2)
 def test_weights_of_samples():
     mask_BS, per_token = inputs(sampled=True)
-    advantages, bounds = drawn(B, seed=8), {"sampling_ratio_min": 0.8, "sampling_ratio_max": 1.1}
+    advantages, bounds = drawn(B, seed=8), dict(zip(("sampling_ratio_min", "sampling_ratio_max"), BOUNDS, strict=True))
     for kind in SAMPLED:
+        level, truncation = grpo._CORRECTIONS[kind]
+        drift = per_token["old_log_probs"], per_token["sampling_log_probs"], mask_BS * (rows()[0] != -100)
+        outside = sampling_weights(*drift, level, truncation or "mask", *BOUNDS)[1]
+        assert outside.any()
+        assert not outside.all()
         check_rows(
             lambda kind=kind, **head: GRPOLoss(sampling_correction=kind, **bounds, **head),
             truth({}, advantages, per_token, kind),
@@ -128,6 +135,29 @@ def test_weights_of_samples():
             mask=mask_BS,
             **per_token,
         )
+
+
+def test_without_options_of_the_head_logits_are_what_they_are():
+    labels_BS, mask_BS, others = rows()
+    hidden, weight = head()
+    log_probs_BS = reference.log_probs(reference.logits(hidden, weight), labels_BS)
+    advantages = drawn(B, seed=8)
+    want, _ = GRPOLoss().from_log_probs(log_probs_BS, advantages, mask_BS * (labels_BS != -100), others["old"])
+    found, _ = GRPOLoss()(hidden, weight, labels_BS, advantages, mask=mask_BS, old_log_probs=others["old"])
+    torch.testing.assert_close(found, want)
+
+
+def test_skipped_tokens_are_not_read():
+    """Hidden states of NaN where the mask is 0 or the label does not count."""
+    labels_BS, mask_BS, _ = rows()
+    counted_BS = (mask_BS > 0) & (labels_BS != -100)
+    results = []
+    for skip in (False, True):
+        hidden, weight = (x.requires_grad_() for x in head())
+        read = hidden.masked_fill(~counted_BS.unsqueeze(-1), torch.nan) if skip else hidden
+        loss, _ = GRPOLoss(skip_ignored=skip)(read, weight, labels_BS, drawn(B, S, seed=7), mask=mask_BS)
+        results.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_without_old_log_probs_the_ratio_is_1():
