@@ -95,6 +95,15 @@ class Squared(LlamaForCausalLM):
         return out
 
 
+class Leaky(LlamaForCausalLM):
+    """A head that is nearly linear."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = F.leaky_relu(out.logits, 0.999)
+        return out
+
+
 @pytest.mark.parametrize("dp, cp, tp", [(1, 2, 2), (2, 1, 2)])
 @ranks(4)
 def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
@@ -139,6 +148,7 @@ def test_what_is_done_to_logits_is_measured():
         assert head_rule(make("gemma2")) == (1.0, 3.0)
     model = make("granite")
     assert head_rule(Squared(make("llama").config)) is None
+    assert head_rule(Leaky(make("llama").config)) is None
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
     assert head_rule(model) is None  # the bias is scaled or not: not known
 

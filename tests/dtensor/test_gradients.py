@@ -27,13 +27,15 @@ def test_norm_counts_every_gradient_once(norm_type):
     """Sharded over both dims of the mesh, over one, or over none; known to DTensor or not. Sizes are odd."""
     mesh, dp_cp = meshes(dp=2, tp=2)
     both, tp = mesh["dp", "tp"], mesh["tp"]
-    wholes = [torch.randn(7, 3), torch.randn(5), torch.randn(3, 4), torch.randn(6), torch.randn(9), torch.randn(2)]
+    wholes = [torch.randn(7, 3), torch.randn(5), torch.randn(3, 4), torch.randn(6), torch.randn(3, 2)]
+    wholes += [torch.randn(9), torch.randn(2)]
     layouts = [
         (both, [Shard(0), Shard(1)]),
         (both, [Shard(0), Replicate()]),  # a norm under sequence parallelism
         (both, [Replicate(), Shard(1)]),
         (dp_cp, [Shard(0)]),  # a norm that tensor parallelism leaves alone: its mesh has no tp
         (tp, [Replicate()]),
+        (meshes(dp=4)[1], [Replicate()]),
     ]
     gradients = [
         torch.distributed.tensor.distribute_tensor(x, *layout) for x, layout in zip(wholes, layouts, strict=False)

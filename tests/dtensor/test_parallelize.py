@@ -23,7 +23,7 @@ from megatron_ext.dtensor import (
     tie_word_embeddings,
     translate_parallel_style,
 )
-from tests.dtensor.models import SIZES, VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.dtensor.models import FAMILIES, SIZES, VOCAB, check_gradients, error, make, meshes, parallelize, reference
 from tests.ranks import ranks
 
 
@@ -124,6 +124,35 @@ def test_a_model_with_transformers_own_plan():
 
 
 @ranks(2)
+def test_projections_that_are_no_heads_are_not_understood():
+    mesh, dp_cp = meshes(tp=2)
+    model = make("llama")
+    model.model.layers[1].self_attn.q_proj = torch.nn.Linear(32, 40)
+    with pytest.raises(ValueError, match="sequence parallelism of .*with projections of sizes .*'q_proj': 40"):
+        parallelize(model, mesh, dp_cp, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("name", [name for name in ("qwen2_moe", "deepseek_v3") if name in FAMILIES])
+@ranks(2)
+def test_shared_experts_are_sharded(name):
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make(name), mesh, dp_cp)
+    weights = [p for n, p in model.named_parameters() if ".shared_expert." in n or ".shared_experts." in n]
+    assert len(weights) in (3, 6)  # of one layer, or of both
+    assert all(any(placement.is_shard() for placement in _tp_placements(weight)) for weight in weights)
+
+
+@ranks(2)
+def test_only_token_ids_may_be_positional():
+    mesh, dp_cp = meshes(tp=2)
+    model, tokens = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True), _tokens(2, 16)
+    by_place, by_name = (found.logits.full_tensor() for found in (model(tokens), model(input_ids=tokens)))
+    assert torch.equal(by_place, by_name)
+    with pytest.raises(ValueError, match="2 positional arguments: only input_ids may be one"):
+        model(tokens, torch.ones_like(tokens))
+
+
+@ranks(2)
 def test_models_without_a_plan_are_told_what_is_missing():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
     mesh, dp_cp = meshes(tp=2)
@@ -167,7 +196,10 @@ def test_any_model_is_data_parallel():
 
 
 def test_plans_by_name():
-    plan = get_hf_tp_plan(make("llama"))
+    model = make("llama")
+    model._tp_plan = {"lm_head": "colwise", "model.layers.*.wire": "rowwise"}
+    plan = get_hf_tp_plan(model)
+    assert isinstance(plan["model.layers.*.wire"], RowwiseParallel)
     assert isinstance(plan["model.layers.*.self_attn.q_proj"], ColwiseParallel)
     assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
     assert plan["lm_head"].use_local_output is False
