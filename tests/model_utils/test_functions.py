@@ -195,7 +195,7 @@ def test_inference_keeps_nothing():
 
 
 @ranks(1, 2)
-def test_wrong_sampling_is_an_error_on_every_rank():
+def test_wrong_sampling_and_labels_are_errors_on_every_rank():
     logits, target = problem()
     grid = sharded()
     z, vocab = grid.columns(logits), grid.vocab(24).values()
@@ -209,6 +209,9 @@ def test_wrong_sampling_is_an_error_on_every_rank():
         with count_collectives() as sent, pytest.raises(ValueError, match=said):
             from_parallel_logits_to_logprobs(z, target, *vocab, grid.tp_group, sampling_params=params)
         assert not sent
+    for labels in (target.float(), target > 3, target.tolist()):
+        with pytest.raises(ValueError, match="labels is .*: it must be a tensor of integer token ids"):
+            DistributedLogprob.apply(z, labels, *vocab, grid.tp_group, False)
     for k in (0, 25):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))
