@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import (
@@ -203,7 +204,9 @@ def test_two_ranks(tied, sizes, overrides):
         ),
         pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
         pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": our_attention}, id="pp2-cp2-mtp"),
-        pytest.param(True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped"),
+        pytest.param(
+            True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped", marks=pytest.mark.each_version
+        ),
         pytest.param(False, {"pp": 2}, {"wrap": partial(overlapped, at_the_end=True)}, id="pp2-dp2-reduced-at-the-end"),
         pytest.param(True, {"pp": 2, "vp": 2}, {"wrap": overlapped, **DEEP}, id="interleaved-dp2-tied-overlapped"),
     ],
@@ -241,6 +244,17 @@ def test_what_is_sent(mtp_layers):
     assert sum(sent.values()) == 7 + 2 * further, sent
     rows = (VOCAB // 2, 32)
     assert sizes["embedding.word_embeddings.weight"] == sizes["output_layer.weight"] == rows
+
+
+@ranks(2)
+def test_fused_accumulation_goes_to_main_grad():
+    """The gradient of each micro-batch is added there, and autograd gets a dummy."""
+    asked = mock.patch.object(main_grad, "buffer_of", wraps=main_grad.buffer_of)
+    with model_parallel(pp=2), ours_everywhere(), shared(), asked as buffer_of:
+        (chunk,) = tiny_gpt(stock_spec, tied=False, gradient_accumulation_fusion=True)
+        run_schedule(data_parallel([chunk]), tiny_batches(batch=4)[0])
+    weight = chunk.output_layer.weight
+    assert sum(call.args[0] is weight for call in buffer_of.call_args_list) == 2
 
 
 @ranks(2)
