@@ -212,6 +212,8 @@ def test_wrong_sampling_and_labels_are_errors_on_every_rank():
     for labels in (target.float(), target > 3, target.tolist()):
         with pytest.raises(ValueError, match="labels is .*: it must be a tensor of integer token ids"):
             DistributedLogprob.apply(z, labels, *vocab, grid.tp_group, False)
+    with pytest.raises(ValueError, match=r"must be \[batch, sequence, vocabulary shard\]"):
+        distributed_vocab_topk(z[0], 2, grid.tp_group, **grid.vocab(24))
     for k in (0, 25):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.sequence.attention import CAUSAL, Packing, attend
+from megatron_ext.sequence.attention import CAUSAL, Packing, Window, attend
 from megatron_ext.sequence.cp_utils import (
     _build_position_ids,
     create_context_parallel_ctx,
@@ -133,6 +133,32 @@ def test_attention_inside_the_context_sees_all_ranks(is_causal):
     with count_collectives() as outside:
         by_sdpa()
     assert not outside
+
+
+@ranks(2)
+def test_attend_is_the_same_inside_the_context():
+    """With each of its options: they go through the mode that replaces PyTorch's attention."""
+    group = dist.group.WORLD
+    q, k, v = (torch.randn(8, 1, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    packing = Packing((3, 10), (4, 12))
+    plain = attend(q, k, v, CAUSAL, cp_group=group)
+    for options in (
+        {"scale": 0.3},
+        {"mask": (torch.arange(16) == 2).view(1, 1, 1, 16)},
+        {"q_packing": packing, "kv_packing": packing},
+        {"dropout": 0.5},
+        {"softcap": 0.2},
+        {"sinks": torch.arange(4, dtype=torch.float64)},
+        {"window": Window(3, 0)},
+    ):
+        arguments = {"window": CAUSAL, "cp_group": group, **options}
+        torch.manual_seed(1)
+        outside = attend(q, k, v, **arguments)
+        assert not torch.equal(outside, plain), options
+        with get_train_context(False, False, create_context_parallel_ctx(cp_mesh(), [], [], set())):
+            torch.manual_seed(1)
+            inside = attend(q, k, v, **arguments)
+        assert torch.equal(inside, outside), options
 
 
 @ranks(2)
