@@ -1,8 +1,10 @@
 """What the GPTModel patch promises beside its numbers: how it comes and goes, its options, its errors, its costs."""
 
+import inspect
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -104,7 +106,7 @@ def test_models_with_different_settings_live_side_by_side():
 
 
 @ranks(2)
-def test_the_seed_names_the_patched_forward_as_a_function():
+def test_the_patched_forward_is_a_function_too():
     with model_parallel(tp=2):
         ids, labels, positions = batch()
         model = one_gpt()
@@ -116,6 +118,17 @@ def test_the_seed_names_the_patched_forward_as_a_function():
         assert counts.total() == forward_collectives(model) - 2
         assert_identical(before, state_of_megatron())
         assert vars(model) == own
+
+
+def test_that_function_passes_on_all_it_is_given():
+    from megatron_ext.megatron import linear_ce
+
+    given = {name: object() for name in inspect.signature(_gpt_forward_with_linear_ce_fusion).parameters}
+    with mock.patch.object(linear_ce, "gpt_forward_with_linear_ce_fusion") as forward:
+        _gpt_forward_with_linear_ce_fusion(**given)
+    assert len(given) == 15
+    first = [given.pop(name) for name in ("self", "input_ids", "position_ids", "attention_mask")]
+    assert forward.call_args == mock.call(*first, **given)
 
 
 @ranks(2)
