@@ -7,7 +7,6 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NoReturn
 
+from megatron_ext.distributed.held_port import hold_port
 from tests.ranks import _PRELOAD, TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
@@ -30,12 +30,8 @@ def python(*words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool 
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with socket.socket() as place, tempfile.TemporaryDirectory() as folder:
-        # Held until the program is done: rank 0 may listen where a socket is bound and does not, and no other test gets
-        # this port meanwhile.
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(("localhost", 0))
-        port = place.getsockname()[1]
+    port, held = hold_port()
+    with held, tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
         processes = []
         for rank in range(max(ranks, 1)):

@@ -7,7 +7,6 @@ torch.distributed as they do under torchrun.
 import math
 import os
 import platform
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
 
+from megatron_ext.distributed.held_port import hold_port
 from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
 from megatron_ext.policy.ray.heartbeat import PERIOD_S, Heartbeat
 from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
@@ -240,11 +240,8 @@ class _Actor:
         import ray
 
         place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
-        # Kept from other programs until the ranks have met: one may listen where a socket is bound and does not.
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("", 0))
-        return place, (ray.util.get_node_ip_address(), self._reserved.getsockname()[1])
+        port, self._held = hold_port()
+        return place, (ray.util.get_node_ip_address(), port)
 
     def build(
         self,
@@ -262,7 +259,7 @@ class _Actor:
         self._during = nullcontext if monitor is None else Heartbeat(partial(monitor.note.remote, rank)).during
         with self._during("build"):
             self.worker = _worker_call(worker_cls, (), make)
-        self._reserved.close()
+        self._held.close()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with self._during(method):
