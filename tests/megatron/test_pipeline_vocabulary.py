@@ -28,7 +28,6 @@ from tests.gpt import (
     sharded_state,
     stock_spec,
     tiny_batches,
-    tiny_config,
     tiny_gpt,
     train_step,
 )
@@ -273,118 +272,6 @@ def test_passes_run_in_the_order_of_the_simulation():
         assert len(found) == 4 * 7  # each stage has six kinds of passes, and the first the tokens, the last the losses
 
 
-@ranks(2)
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize(
-    "micro_batch,settings", [(0, {}), (3, MTP), (3, {**MTP, **VARIABLE})], ids=["first", "mtp", "mtp-variable"]
-)
-def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
-    calls = iter(range(100))
-
-    def step(microbatches, model):
-        call = next(calls)
-        if call == micro_batch and dist.get_rank() == stage:
-            raise FloatingPointError("this batch cannot be read")
-        return forward(microbatches, model)
-
-    settings = dict(settings)
-    forward = settings.pop("step", forward_step)
-    with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec, **settings))
-        own = dist.get_rank() == stage
-        kind, words = (FloatingPointError, "cannot be read") if own else (RuntimeError, f"rank {stage} failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
-
-
-@ranks(2)
-def test_a_backward_that_fails_is_reported_on_all():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise FloatingPointError("this gradient cannot be had")
-
-    def step(microbatches, model):
-        output, loss = forward_step(microbatches, model)
-        return output, lambda per_token: loss(Fails.apply(per_token))
-
-    with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec))
-        kind, words = (FloatingPointError, "cannot be had") if dist.get_rank() else (RuntimeError, "rank 1 failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
-
-
-@ranks(2)
-def test_labels_outside_of_the_vocabulary_are_reported_on_all():
-    def step(microbatches, model):
-        tokens = next(microbatches).clone()
-        if dist.get_rank() == 1:  # the stage that has labels
-            tokens[0, 3] = VOCAB + 5
-        return forward_step(iter([tokens]), model)
-
-    with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec))
-        with pytest.raises(ValueError, match=f"labels.*{VOCAB + 5}"):
-            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
-
-
-@ranks(2)
-def test_other_labels_of_multi_token_prediction_are_reported_on_all():
-    from megatron_ext.megatron.pipeline import multi_token_stage
-
-    def other(self, tensor, layers):
-        return [tensor, *(tensor for _ in range(layers))]
-
-    with model_parallel(pp=2), shared(), mock.patch.object(multi_token_stage.ModelCall, "further_on", other):
-        wrapped = data_parallel(tiny_gpt(stock_spec, mtp_num_layers=1))
-        own = dist.get_rank() == 1
-        kind, words = (ValueError, "token ids of a layer") if own else (RuntimeError, "rank 1 failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0])
-
-
-@ranks(2)
-def test_what_is_refused():
-    from megatron_ext.megatron import pipeline
-
-    with model_parallel(pp=2), shared():
-        from megatron.core.models.bert import bert_model as bert
-
-        with pytest.raises(ValueError, match="65 rows.*pad it to 66"):
-            tiny_gpt(stock_spec, vocab_size=65)
-        with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
-            tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
-        odd = mock.patch(
-            "megatron_ext.megatron.fused_loss.patch_points.why_not_fused", return_value="its output layer is odd"
-        )
-        with odd, pytest.raises(ValueError, match="rank 1: .*odd" if dist.get_rank() == 0 else "GPTModel.*odd"):
-            tiny_gpt(stock_spec)
-        no_layers = "last pipeline stage has 0 layers of multi-token"
-        with pytest.raises(ValueError, match=f"rank 1: .*{no_layers}" if dist.get_rank() == 0 else no_layers):
-            tiny_gpt(stock_spec, weights="init", mtp_num_layers=1, model={"mtp_block_spec": None})
-        chunks = tiny_gpt(stock_spec)
-        with pytest.raises(ValueError, match="pg_collection was given"):
-            pipeline.forward_backward(
-                **dict.fromkeys(("forward_step_func", "data_iterator", "num_microbatches", "seq_length"), None),
-                micro_batch_size=1,
-                model=chunks,
-                pg_collection=object(),
-            )
-        if dist.get_rank() == 0:
-            tokens = tiny_batches(batch=1)[0]
-            with pytest.raises(RuntimeError, match="get_forward_backward_func"):
-                chunks[0](tokens[:, :-1], torch.arange(16).expand(1, 16), None)
-        with pytest.raises(ValueError, match="BertModel cannot share its vocabulary.*HybridModel can"):
-            bert.BertModel(tiny_config(), 2, None, VOCAB, SEQUENCE)
-    with model_parallel(), shared(), pytest.raises(ValueError, match="pipeline_model_parallel_size is 1"):
-        tiny_gpt(stock_spec)
-
-
 def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load: bool, steps: slice) -> list[float]:
     """Some steps of one training, from the checkpoint in `folder` or into it."""
     with model_parallel(**sizes), shared(ours):
@@ -449,12 +336,3 @@ def test_tensors_of_any_size_travel_in_one_message():
     receiver.mark.fill_(4)
     receiver.unpack(buffer, [(tuple(x.shape), x.dtype) for x in sent])
     assert int(receiver.mark) == 4
-
-
-def test_what_is_missing_is_named(monkeypatch):
-    from megatron_ext.megatron import pipeline
-    from megatron_ext.megatron.pipeline import paused_forward
-
-    monkeypatch.setattr(paused_forward, "greenlet", None)
-    with pytest.raises(RuntimeError, match="pip install greenlet"):
-        pipeline.share_vocabulary()
