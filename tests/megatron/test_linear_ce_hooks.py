@@ -28,10 +28,8 @@ def test_logits_that_are_read_without_gradients_still_train():
         model.output_layer.register_forward_hook(accuracy)
         loss = run(model, labels)
         wanted = grads_of(model, loss)
-        before, said = (
-            fusion_report(),
-            "asks for the logits.* by Megatron's own function, to which labels of -100 count",
-        )
+        before = fusion_report()
+        said = "asks for the logits.* by Megatron's own function, to which labels of -100 count"
         with patched(), pytest.warns(UserWarning, match=said):
             found = run(model, labels)
         after = fusion_report()

@@ -143,7 +143,7 @@ class TopP(ReadOut):
         return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
 
     def _padded(self, z_tV: Tensor) -> Tensor:
-        """To the width of every rank's part. The last rank alone pads, past the vocabulary, where nothing reads."""
+        """To the width of every rank's part. What pads lies past the vocabulary, and is never a candidate."""
         return F.pad(z_tV, (0, self.width - z_tV.shape[1]))
 
     def _owner(self, tokens: int, device: torch.device) -> Tensor:
