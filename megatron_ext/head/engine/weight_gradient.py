@@ -66,8 +66,9 @@ class WeightGradient:
                 rows = slice(start, min(start + _CPU_ROWS, block.stop))
                 out_VD = self._out_VD[rows, part]
                 sum_VD = self._scale_T.new_empty(out_VD.shape)
-                step = max(64, -(-x_TD.shape[0] // _CPU_CHUNKS))
-                for at in range(0, x_TD.shape[0], step):
+                tokens = x_TD.shape[0]
+                step = max(64, -(-tokens // _CPU_CHUNKS))
+                for at in range(0, tokens or 1, step):  # of no token the product is 0
                     g_VT = g_TV[at : at + step, rows.start - block.start : rows.stop - block.start].t()
                     product_VD = torch.mm(g_VT, x_TD[at : at + step])
                     sum_VD = sum_VD.add_(product_VD) if at else sum_VD.copy_(product_VD)

@@ -71,9 +71,10 @@ class TopP(ReadOut):
         self._shards(like.device, int(REFUSED))
 
     def _shards(self, device: torch.device, size: int) -> Tensor:
-        """First column, number of columns and size of the vocabulary, as each rank has them: `[R, 3]`."""
-        own = torch.empty(1, 3, dtype=torch.int64, device=device)
+        """First column, number of columns, size of the vocabulary and width, as each rank has them: `[R, 4]`."""
+        own = torch.empty(1, 4, dtype=torch.int64, device=device)
         own[:, 0], own[:, 1], own[:, 2] = self.options.vocab.start, self.options.vocab.columns, size
+        own[:, 3] = self.width
         return collectives.all_gather(own, self.options.group)
 
     def labels(self, tokens: Tensor) -> Tensor:
@@ -175,16 +176,16 @@ class TopP(ReadOut):
         return transformed(z, None, None, self.options.temperature, dtype)
 
 
-def check_equal_shards(shards_R3: Tensor) -> None:
+def check_equal_shards(shards_R4: Tensor) -> None:
     """Raises on every rank where one refused its arguments, or where the shards are not equal pieces of one vocabulary.
 
     Args:
-        shards_R3: int64, first column, columns and size of the vocabulary of each rank. The last columns may be missing
-            or padding.
+        shards_R4: int64, first column, columns and size of the vocabulary of each rank, and how wide it takes each
+            shard to be. The last columns may be missing or padding.
     """
-    if not has_values(shards_R3):
+    if not has_values(shards_R4):
         return
-    start_R, columns_R, size_R = shards_R3.unbind(1)
+    start_R, columns_R, size_R, width_R = shards_R4.unbind(1)
     width, size = columns_R[0], size_R[0]
     place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
     placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
@@ -195,7 +196,7 @@ def check_equal_shards(shards_R3: Tensor) -> None:
         "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
     )
     raise_if(
-        ~((placed_R & full_R).all() & (width * start_R.shape[0] >= size)),
+        ~((placed_R & full_R & (width_R == width)).all() & (width * start_R.shape[0] >= size)),
         "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, that "
         "cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
     )

@@ -65,7 +65,7 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
     tokens, columns = g_TV.shape
     if total_TD is None:
         total_TD = g_TV.new_zeros(tokens, w_VD.shape[1], dtype=wide)
-    step = columns if g_TV.dtype == wide else max(64, -(-columns // _CPU_CHUNKS))
+    step = max(columns, 1) if g_TV.dtype == wide else max(64, -(-columns // _CPU_CHUNKS))
     for start in range(0, tokens, _CPU_ROWS):
         rows = slice(start, start + _CPU_ROWS)
         for at in range(0, columns, step):

@@ -1,0 +1,122 @@
+"""A call with nothing in it on one side: no token that counts in 16 bits, or a rank whose vocabulary shard is empty."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import VocabShard, head, linear_cross_entropy, linear_log_probs
+from megatron_ext.head import js_divergence, kl_divergence, sampled_log_probs, token_log_probs, vocab_topk
+from tests.ranks import ranks
+
+T, D, V = 5, 4, 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("skip_ignored", [False, True])
+@pytest.mark.parametrize("tokens", [0, T])
+def test_no_token_counts(dtype, fused, skip_ignored, tokens):
+    """dW is 0, and `main_grad` stays as it was: not whatever the memory held before."""
+    hidden = torch.randn(tokens, D).to(dtype).requires_grad_()
+    weight = torch.randn(V, D).to(dtype).requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.arange(float(V * D)).view(V, D), False
+    weight.zero_out_wgrad = True
+    before = weight.main_grad.clone()
+    labels = torch.full((tokens,), -100)
+    for cache in (0, 0.5, 1):
+        for chosen in ({}, {"label_smoothing": 0.1, "softcap": 3.0}):
+            loss = linear_cross_entropy(
+                hidden,
+                weight,
+                labels,
+                cache=cache,
+                skip_ignored=skip_ignored,
+                gradient_accumulation_fusion=fused,
+                **chosen,
+            )
+            dx, dw = torch.autograd.grad(loss.sum(), (hidden, weight))
+            assert not loss.any()
+            assert torch.equal(dx, torch.zeros_like(dx))
+            assert torch.equal(dw, torch.zeros_like(dw))
+            assert torch.equal(weight.main_grad, before)
+
+
+HIDDEN = {
+    "log-probs": lambda x, w, labels, **of: linear_log_probs(x, w, labels, **of),
+    "gathered": lambda x, w, labels, **of: head.linear_gather_log_probs(x, w, labels.unsqueeze(1), **of),
+    "with entropy": lambda x, w, labels, **of: sum(
+        part.sum() for part in head.linear_gather_log_probs(x, w, labels.unsqueeze(1), return_entropy=True, **of)
+    ),
+    "top-k": lambda x, w, labels, **of: head.linear_topk_log_probs(x, w, 3, **of)[0],
+    "sampled top-k": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, V, **of),
+    "sampled top-p": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, None, 0.999999, **of),
+    "forward KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), **of),
+    "reverse KL": lambda x, w, labels, **of: head.linear_kl_divergence(x, w, x.flip(0), w.flip(1), "reverse", **of),
+    "JS": lambda x, w, labels, **of: head.linear_js_divergence(x, w, x.flip(0), w.flip(1), **of),
+}
+LOGITS = {
+    "log-probs": lambda z, labels, **of: token_log_probs(z, labels, **of),
+    "gathered": lambda z, labels, **of: head.gather_log_probs(z, labels.unsqueeze(1), **of),
+    "logits": lambda z, labels, **of: head.gather_logits(z, labels.unsqueeze(1), **of),
+    "top-k": lambda z, labels, **of: vocab_topk(z, 3, **of)[0],
+    "sampled top-k": lambda z, labels, **of: sampled_log_probs(z, labels, V, **of),
+    "sampled top-p": lambda z, labels, **of: sampled_log_probs(z, labels, None, 0.999999, **of),
+    "forward KL": lambda z, labels, **of: kl_divergence(z, z.detach().flip(0), **of),
+    "reverse KL": lambda z, labels, **of: kl_divergence(z, z.detach().flip(0), "reverse", **of),
+    "JS": lambda z, labels, **of: js_divergence(z, z.detach().flip(0), **of),
+    "softmax": lambda z, labels, **of: head.vocab_parallel_softmax(z, **of).square(),
+    "log-softmax": lambda z, labels, **of: head.vocab_parallel_log_softmax(z, **of),
+}
+
+
+def shard():
+    """The last rank has no column: of two the first has all, of four they are 3, 3, 2 and 0."""
+    width = V if dist.get_world_size() == 2 else 3
+    start = min(width * dist.get_rank(), V)
+    return VocabShard(start, min(start + width, V), V)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_hidden_states_and_an_empty_shard(name, dtype):
+    """Backward returns on every rank, with the gradients of one that has it all."""
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randn(T * dist.get_world_size(), D, generator=g).to(dtype)
+    weight = torch.randn(V, D, generator=g).to(dtype)
+    labels = torch.randint(V, whole.shape[:1], generator=g)
+    leaves = [whole.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found = HIDDEN[name](*leaves, labels)
+    want = torch.autograd.grad(found.sum(), leaves)
+    mine = [whole.clone().requires_grad_(), weight[shard().start : shard().stop].clone().requires_grad_()]
+    own = HIDDEN[name](*mine, labels, tp_group=dist.group.WORLD, vocab=shard())
+    torch.testing.assert_close(own, found)
+    grads = torch.autograd.grad(own.sum(), mine)
+    near = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(grads, (want[0], want[1][shard().start : shard().stop]), **near)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", LOGITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_and_an_empty_shard(name, dtype):
+    g = torch.Generator().manual_seed(0)
+    whole, labels = torch.randn(T, V, generator=g).to(dtype), torch.randint(V, (T,), generator=g)
+    leaf = whole.clone().requires_grad_()
+    found = LOGITS[name](leaf, labels)
+    (want,) = torch.autograd.grad(found.sum(), leaf)
+    mine = whole[:, shard().start : shard().stop].clone().requires_grad_()
+    own = LOGITS[name](mine, labels, tp_group=dist.group.WORLD, vocab=shard())
+    if found.shape == own.shape:
+        torch.testing.assert_close(own, found)
+    (dz,) = torch.autograd.grad(own.sum(), mine)
+    torch.testing.assert_close(dz, want[:, shard().start : shard().stop])
+
+
+@ranks(4)
+def test_top_p_with_all_columns_on_one_of_four_ranks():
+    """The ranks cannot tell from such shards how wide the first is: refused on all, where it once was a crash."""
+    start = 0 if dist.get_rank() == 0 else V
+    vocab, labels = VocabShard(start, V, V), torch.zeros(T, dtype=torch.int64)
+    with pytest.raises(ValueError, match="top_p without top_k needs shards of equal width"):
+        sampled_log_probs(torch.randn(T, V - start), labels, None, 0.5, tp_group=dist.group.WORLD, vocab=vocab)
