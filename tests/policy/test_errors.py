@@ -103,6 +103,31 @@ class Spoilt:
         return loss, metrics
 
 
+@dataclass(frozen=True)
+class Returns:
+    """A loss that returns something else on one rank."""
+
+    what: str
+
+    def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
+        loss, metrics = NLLLoss()(log_probs_BS, data, global_valid_seqs, global_valid_toks)
+        if dist.get_rank() == 0:
+            return loss, metrics
+        return {"None": None, "the loss alone": loss, "a list": [loss, 1, 2], "a number": (3.0, metrics),
+                "no metrics": (loss, None), "a string": (loss, {"x": "much"})}[self.what]  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["None", "the loss alone", "a list", "a number", "no metrics", "a string"])
+@ranks(2)
+def test_what_a_loss_must_return_is_told_in_a_sentence(what):
+    worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
+    own = ValueError, "loss_fn.* must "
+    expected, message = (RuntimeError, r"failed on ranks \[1\]") if dist.get_rank() == 0 else own
+    with pytest.raises(expected, match=message):
+        worker.train(shard(tiny_batch(), worker), Returns(what))
+    worker.train(shard(tiny_batch(), worker), NLLLoss())
+
+
 @pytest.mark.parametrize("how", ["nan", "inf", "raises"])
 @ranks(2)
 def test_a_loss_that_is_none_changes_nothing(how):

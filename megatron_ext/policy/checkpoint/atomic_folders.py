@@ -1,27 +1,32 @@
 """Replaces several folders atomically: a reader finds all old ones or all new ones.
 
-A save writes `PATH.new` for each of its paths. When all are complete, what the paths hold becomes `PATH.old`, the new
-ones take their names, and the old ones go. Each folder names its save, so that whenever this is cut short,
+A save writes `PATH.new-ID` for each of its paths. When all are complete, what the paths hold becomes `PATH.old-ID`, the
+new ones take their names, and the old ones go. Each folder names its save, so that whenever this is cut short,
 `of_one_save` finds all of the old save, or all of the new one.
+
+Each ID is drawn anew: what an earlier save left behind, and could not remove, is never in the way.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
+from uuid import uuid4
 
 FACTS = "facts.json"  # written last; its entry "save" tells the saves apart
 
 
-def new(path: Path) -> Path:
-    """Where the next content of `path` is written."""
-    return path.with_name(path.name + ".new")
+def new(path: Path, save: str) -> Path:
+    """Where a save, 32 hexadecimal digits, writes the next content of `path`."""
+    return path.with_name(f"{path.name}.new-{save}")
 
 
 def check_free(paths: Sequence[Path]) -> None:
     """Raises ValueError if a path lies in another one, or holds something that is no checkpoint."""
-    for one, other in combinations([path.resolve() for path in paths], 2):
+    for one, other in combinations(paths, 2):
         if one == other or one in other.parents or other in one.parents:
             raise ValueError(f"{one} and {other}: each part of a checkpoint needs a folder of its own; change one")
     for path in paths:
@@ -29,26 +34,40 @@ def check_free(paths: Sequence[Path]) -> None:
             raise ValueError(f"{path} holds something that is no checkpoint and would be lost: take another name")
 
 
-def begin(path: Path) -> None:
-    """An empty `new(path)`."""
-    for left_behind in (new(path), _gone(path)):
+def begin(path: Path, save: str) -> None:
+    """An empty `new(path, save)`."""
+    for left_behind in _beside(path, "new|gone"):
         shutil.rmtree(left_behind, ignore_errors=True)
-    new(path).mkdir(parents=True)
+    new(path, save).mkdir(parents=True)
 
 
-def publish(paths: Sequence[Path]) -> None:
-    """Has each path hold what was written for it. Between any two steps one whole save is found."""
+def publish(paths: Sequence[Path], save: str) -> None:
+    """Has each path hold what `save` wrote for it. Between any two steps one whole save is found."""
     for path, folder in zip(paths, _held(paths), strict=True):
+        for old in _beside(path, "old"):
+            if old != folder:
+                discard(old)
         if folder == path:
-            _remove(_old(path))
-            if path.exists():
-                path.rename(_old(path))
-        else:  # a save was cut short here: the path has a part of it
-            _remove(path)
+            path.rename(_name(path, "old"))
+        elif path.exists():  # a save was cut short here: the path has a part of it
+            discard(path)
     for path in paths:
-        new(path).rename(path)
+        new(path, save).rename(path)
     for path in paths:
-        _remove(_old(path))
+        for old in _beside(path, "old"):
+            discard(old)
+
+
+def discard(folder: Path) -> None:
+    """Removes it, at once for who looks for it, as far as the file system allows."""
+    path = folder.with_name(re.sub(r"\.(new|old)-[0-9a-f]{32}$", "", folder.name))
+    with suppress(OSError):
+        shutil.rmtree(folder.rename(_name(path, "gone")), ignore_errors=True)
+
+
+def saves(path: Path) -> list[str]:
+    """The complete saves that are found at a path: its own first, then those that it held before, the newest first."""
+    return list(_by_save(path))
 
 
 def of_one_save(paths: Sequence[Path]) -> list[Path]:
@@ -57,12 +76,12 @@ def of_one_save(paths: Sequence[Path]) -> list[Path]:
     Raises:
         ValueError: one holds nothing complete, or they are of different saves.
     """
-    choices = [{_save_of(folder): folder for folder in (_old(path), path)} for path in paths]
+    choices = [_by_save(path) for path in paths]
     for path, found in zip(paths, choices, strict=True):
-        if not set(found) - {None}:
+        if not found:
             raise ValueError(f"the checkpoint {path} is not there, or incomplete or damaged; load another one")
-    for save in reversed(choices[0]):  # the newest first
-        if save is not None and all(save in found for found in choices):
+    for save in choices[0]:
+        if all(save in found for found in choices):
             return [found[save] for found in choices]
     raise ValueError(
         f"the checkpoints {' and '.join(map(str, paths))} are of different saves, and do not belong together: load two "
@@ -70,33 +89,37 @@ def of_one_save(paths: Sequence[Path]) -> list[Path]:
     )
 
 
-def _old(path: Path) -> Path:
-    return path.with_name(path.name + ".old")
-
-
-def _gone(path: Path) -> Path:
-    return path.with_name(path.name + ".gone")
-
-
-def _held(paths: Sequence[Path]) -> list[Path]:
-    """The folders to keep until there are others."""
-    try:
-        return of_one_save(paths)
-    except ValueError:  # nothing is there, or not of one save: each for itself
-        return [path if path.exists() else _old(path) for path in paths]
-
-
-def _remove(path: Path) -> None:
-    """At once, for who looks for it."""
-    if path.exists():
-        shutil.rmtree(_gone(path), ignore_errors=True)
-        path.rename(_gone(path))
-        shutil.rmtree(_gone(path), ignore_errors=True)
-
-
-def _save_of(folder: Path) -> str | None:
-    """None: there is no complete folder."""
+def save_of(folder: Path) -> str | None:
+    """Which save wrote a folder. None: there is no complete folder."""
     try:
         return str(json.loads((folder / FACTS).read_text())["save"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _name(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{kind}-{uuid4().hex}")
+
+
+def _beside(path: Path, kinds: str) -> list[Path]:
+    """Folders that saves to `path` have made beside it."""
+    name = re.compile(rf"{re.escape(path.name)}\.({kinds})-[0-9a-f]{{32}}")
+    with suppress(OSError):  # there is no such folder, or its names are not for this user
+        return [sibling for sibling in path.parent.iterdir() if name.fullmatch(sibling.name)]
+    return []
+
+
+def _by_save(path: Path) -> dict[str, Path]:
+    """The complete folders, in the order of `saves`."""
+    before = {folder: save for folder in _beside(path, "old") if (save := save_of(folder)) is not None}
+    newest_first = sorted(before, key=lambda folder: (folder / FACTS).stat().st_mtime_ns, reverse=True)
+    own = save_of(path)
+    return ({} if own is None else {own: path}) | {before[folder]: folder for folder in newest_first}
+
+
+def _held(paths: Sequence[Path]) -> list[Path | None]:
+    """The folders to keep until there are others; None: there is nothing to keep."""
+    try:
+        return list(of_one_save(paths))
+    except ValueError:  # nothing is there, or not of one save: each for itself
+        return [path if path.exists() else next(iter(_by_save(path).values()), None) for path in paths]

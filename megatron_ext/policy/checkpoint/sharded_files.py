@@ -10,48 +10,48 @@ A pickle executes what its writer wants, and DCP unpickles its index and whateve
 index is JSON that can name tensors only, and those go through `torch.load(weights_only=True)`.
 
 What is saved together is loaded together; see `megatron_ext.policy.checkpoint.atomic_folders`.
-Every function is called by all ranks, which share the file system, and raises on all of them if it does on one.
+Every function is called by all ranks, which share the file system, and raises on all of them if it does on one. That
+they share it is checked: before anything is written, before anything is replaced, and before anything is read.
 """
 
 import json
-import uuid
+import os
+import platform
+import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_ext.policy.checkpoint import atomic_folders
 from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.json_values import from_json, to_json
+from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_tensors, check_whole, read_index
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.ray.heartbeat import outside_wait
 
-INDEX = "index.json"
+T = TypeVar("T")
+
+# A network file system may say for so long that something new is not there: NFS keeps what it knows of a folder.
+PATIENCE_S = 60.0
 _SAME_MODEL = "they must hold the same model and optimizer; load one of this model"
 
 
 class Part(NamedTuple):
     """A folder to write: `tensors` are DTensors or replicated ones, `facts` what `to_json` takes, alike on every rank.
 
-    `kind` is what `find` is asked for, as "weights" or "optimizer".
+    `kind` is what `find` is asked for, as "weights" or "optimizer". A `path` that is a link is followed.
     """
 
     kind: str
-    path: Path
+    path: str | Path
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
@@ -65,53 +65,54 @@ class Found(NamedTuple):
 
 
 def save_together(*parts: Part) -> None:
-    """Writes folders that `find` gives together only.
+    """Writes folders that `find` gives together only, and that every rank sees whole before they replace anything.
 
     Raises:
-        ValueError: facts cannot be JSON, or a path lies in another one or holds something else.
-        OSError: the files cannot be written. What the paths held before is still there.
+        ValueError: facts cannot be JSON, a path lies in another one or holds something else, or the ranks do not share
+            it: the message names them.
+        OSError: the files cannot be written, or read as they were written.
+            What the paths held before is still there.
     """
-    paths = [part.path for part in parts]
+    paths = [_followed(part.path) for part in parts]
     lead = _rank() == 0
     facts: list[Any] = []
 
     def begin() -> str:
         facts.extend(to_json(part.facts, part.kind) for part in parts)
-        atomic_folders.check_free(paths)
-        for path in paths if lead else ():
-            atomic_folders.begin(path)
-        return uuid.uuid4().hex
+        which = uuid4().hex
+        if lead:
+            atomic_folders.check_free(paths)
+            for path in paths:
+                atomic_folders.begin(path, which)
+        return which
 
     which = agree(begin)[0]
-    for _, path, tensors, _ in parts:
-        try:
-            dcp.save(dict(tensors), storage_writer=_Writer(atomic_folders.new(path)), no_dist=_alone())
-        except CheckpointException as error:
-            raise OSError(f"the checkpoint {path} was not written: {error}") from None
-    new = [atomic_folders.new(path) for path in paths]
-    sums = agree(lambda: [_checksums(folder, _own_share(file.name for file in folder.iterdir())) for folder in new])
+    folders = [atomic_folders.new(path, which) for path in paths]
+    try:
+        _seen_alike(paths, lambda: [folder.exists() for folder in folders])
+        files = _write(parts, folders, which, facts)
+        _check_written(paths, folders, which, files)
+    except Exception:
+        for folder in folders if lead else ():
+            atomic_folders.discard(folder)
+        raise
 
-    def finish() -> None:
-        for i, part in enumerate(parts) if lead else ():
-            listed = {name: entry for found in sums for name, entry in found[i].items()}
-            content = {"save": which, "kind": part.kind, "files": listed, "facts": facts[i]}
-            (new[i] / FACTS).write_text(json.dumps({**content, "checksum": _checksum(content)}))
-        if lead:
-            atomic_folders.publish(paths)
-
-    agree(finish)
+    agree(lambda: atomic_folders.publish(paths, which) if lead else None)
 
 
 def find(**paths: str | Path) -> list[Found]:
-    """The folders of one save, `kind=path`, all files of which were found whole.
+    """The folders of one save, `kind=path`, all files of which were found whole. A path that is a link is followed.
 
     Raises:
-        ValueError: one is not there, incomplete or damaged, of another kind, or they are of different saves.
+        ValueError: one is not there, incomplete or damaged, of another kind, they are of different saves, or the ranks
+            do not share them.
     """
-    places = [Path(path) for path in paths.values()]
+    given = [Path(path) for path in paths.values()]
+    places = [_followed(path) for path in given]
+    _seen_alike(places, lambda: [atomic_folders.saves(place) for place in places])
 
     def verify() -> list[Found]:
-        folder_of = zip(paths, places, atomic_folders.of_one_save(places), strict=True)
+        folder_of = zip(paths, given, atomic_folders.of_one_save(places), strict=True)
         return [_verified(kind, path, folder) for kind, path, folder in folder_of]
 
     return agree(verify)[_rank()]
@@ -122,8 +123,8 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
     (the stages of a pipeline have different ones)."""
 
     def check() -> tuple[list[str], list[str]]:
-        index = _read_index(found.folder)
-        _check_tensors(found.path, index, tensors)
+        index = read_index(found.folder)
+        check_tensors(found.path, index, tensors, _SAME_MODEL)
         return sorted(index.state_dict_metadata), list(tensors)
 
     ranks = agree(check)
@@ -136,24 +137,100 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
 def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
     """Reads into `tensors`, in place, what `must_hold` found there."""
     try:
-        dcp.load(dict(tensors), storage_reader=_Reader(found.folder), no_dist=_alone())
+        dcp.load(dict(tensors), storage_reader=Reader(found.folder), no_dist=_alone())
     except CheckpointException as error:
         raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from None
 
 
+def _write(
+    parts: tuple[Part, ...], folders: list[Path], which: str, facts: list[Any]
+) -> list[list[dict[str, list[int]]]]:
+    """Writes all files. What each rank wrote to each of the folders, with sizes and sums: `[folder][rank]`."""
+    writers = [Writer(folder) for folder in folders]
+    for part, writer in zip(parts, writers, strict=True):
+        try:
+            dcp.save(dict(part.tensors), storage_writer=writer, no_dist=_alone())
+        except CheckpointException as error:
+            raise OSError(f"the checkpoint {part.path} was not written: {error}") from None
+    own = [(folder, sorted(writer.written)) for folder, writer in zip(folders, writers, strict=True)]
+    sums = agree(lambda: [checksums(folder, names) for folder, names in own])
+    files = [[of_rank[i] for of_rank in sums] for i in range(len(parts))]
+
+    def finish() -> None:
+        for part, folder, of_ranks, own_facts in zip(parts, folders, files, facts, strict=True):
+            listed = {name: entry for of_rank in of_ranks for name, entry in of_rank.items()}
+            content = {"save": which, "kind": part.kind, "files": listed, "facts": own_facts}
+            with (folder / FACTS).open("w") as file:
+                file.write(json.dumps({**content, "checksum": _checksum(content)}))
+                file.flush()
+                os.fsync(file.fileno())
+
+    agree(lambda: finish() if _rank() == 0 else None)
+    return files
+
+
+def _check_written(paths: list[Path], folders: list[Path], which: str, files: list[list[dict[str, list[int]]]]) -> None:
+    """Raises OSError or ValueError on every rank unless each sees all files in their sizes, and the sums of those that
+    one rank wrote are what another one reads: where there are hosts, one of another host."""
+
+    def missing() -> list[list[str]]:
+        return [
+            [name for of_rank in of_ranks for name, (size, _) in of_rank.items() if _size(folder / name) != size]
+            + [FACTS] * (atomic_folders.save_of(folder) != which)
+            for folder, of_ranks in zip(folders, files, strict=True)
+        ]
+
+    def read_back() -> None:
+        other = (_rank() + (_ranks() + 1) // 2) % _ranks()
+        for path, folder, of_ranks in zip(paths, folders, files, strict=True):
+            found = checksums(folder, list(of_ranks[other]))
+            if wrong := [name for name, entry in of_ranks[other].items() if found[name] != entry]:
+                raise OSError(f"the checkpoint {path} was not written: {', '.join(wrong)} reads back as something else")
+
+    for path, names in zip(paths, _seen_alike(paths, missing), strict=True):
+        if names:
+            raise OSError(f"the checkpoint {path} was not written: {', '.join(names)} is not there as it was written")
+    agree(read_back)
+
+
+def _seen_alike(paths: list[Path], look: Callable[[], list[T]]) -> list[T]:
+    """What `look` sees of each path, once all ranks see the same there.
+
+    Raises:
+        ValueError: they still do not after `PATIENCE_S`: on every rank.
+    """
+    began = time.monotonic()
+    while True:
+        found = agree(lambda: (look(), time.monotonic() - began > PATIENCE_S, platform.node(), paths))
+        others = [rank for rank, (seen, *_) in enumerate(found) if seen != found[0][0]]
+        if not others:
+            return found[0][0]
+        if any(late for _, late, *_ in found):
+            i = next(i for i, seen in enumerate(found[others[0]][0]) if seen != found[0][0][i])
+            looked = [f"rank {rank} on {found[rank][2]} looks at {found[rank][3][i]}" for rank in (0, others[0])]
+            raise ValueError(
+                f"the checkpoint {paths[i]} is not shared: ranks {others} of {len(found)} do not see there what rank 0 "
+                f"sees ({', '.join(looked)}); give an absolute path on a file system that all ranks share"
+            )
+        with outside_wait("the file system to show all ranks the same checkpoint"):
+            time.sleep(0.2)
+
+
 def _verified(kind: str, path: Path, folder: Path) -> Found:
-    """Each rank looks at its share of the files."""
+    """Each rank looks at the sizes of all files, and at the sums of its share of them."""
     try:
         said = json.loads((folder / FACTS).read_text())
         checksum, listed = said.pop("checksum"), said["files"]
-        own = _own_share(listed)
-        sums = _checksums(folder, own)
-        metadata = _read_index(folder)
+        if outside := [name for name in listed if name in ("", ".", "..") or name != os.path.basename(name)]:
+            raise ValueError(f"{', '.join(outside)} is no name of a file in its folder")
+        check_whole(read_index(folder), {name: size for name, (size, _) in listed.items()})
         facts = from_json(said["facts"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = [name for name, (size, _) in listed.items() if _size(folder / name) != size]
+        own = [] if wrong else _own_share(listed)
+        sums = checksums(folder, own)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the checkpoint {path} is incomplete or damaged ({error}); load another one") from None
-    wrong = [name for name in own if sums[name] != listed[name]]
-    wrong += sorted({info.relative_path for info in metadata.storage_data.values()} - set(listed))
+    wrong += [name for name in own if sums[name] != listed[name]]
     if checksum != _checksum(said):
         wrong.append(FACTS)
     if wrong:
@@ -168,72 +245,8 @@ def _verified(kind: str, path: Path, folder: Path) -> Found:
     return Found(path, folder, facts)
 
 
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, with the index in JSON beside it."""
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        super().finish(metadata, results)
-        tensors = {
-            name: {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "size": list(entry.size),
-                "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
-            }
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        places = []  # not from `metadata`: before torch 2.11 they are set in a copy of it
-        for written in (one for of_a_rank in results for one in of_a_rank):
-            index, info = written.index, written.storage_data
-            places.append([index.fqn, list(index.offset), index.index, info.relative_path, info.offset, info.length])
-        (Path(self.path) / INDEX).write_text(json.dumps({"tensors": tensors, "places": places}))
-
-
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, with the index from JSON."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = _read_index(Path(self.path))
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
-
-
-def _read_index(path: Path) -> Metadata:
-    index = json.loads((path / INDEX).read_text())
-    tensors = {
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=_dtype(entry["dtype"])),
-            torch.Size(entry["size"]),
-            [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in entry["chunks"]],
-        )
-        for name, entry in index["tensors"].items()
-    }
-    places = {
-        MetadataIndex(name, offset, number): _StorageInfo(file, start, length)
-        for name, offset, number, file, start, length in index["places"]
-    }
-    return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
-
-
-def _check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
-    there = metadata.state_dict_metadata
-    for name, tensor in tensors.items():
-        entry = there.get(name)
-        size = entry.size if isinstance(entry, TensorStorageMetadata) else None
-        if size != tensor.shape:
-            found = "lacks it" if size is None else f"has it as {list(size)}"
-            raise ValueError(f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: {_SAME_MODEL}")
-
-
-def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file."""
+def checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of each file."""
     found = {}
     for name in files:
         checksum, size = 0, 0
@@ -247,6 +260,17 @@ def _checksums(path: Path, files: list[str]) -> dict[str, list[int]]:
 def _checksum(content: Mapping[str, Any]) -> int:
     """The same before `content` is written and after it is read: JSON keeps order and numbers."""
     return zlib.crc32(json.dumps(content).encode())
+
+
+def _size(file: Path) -> int | None:
+    with suppress(OSError):
+        return file.stat().st_size
+    return None
+
+
+def _followed(path: str | Path) -> Path:
+    """Absolute, without links on the way: what lies there is replaced, and not a link to it."""
+    return Path(os.path.realpath(path))
 
 
 def _own_share(names: Iterable[str]) -> list[str]:

@@ -127,7 +127,8 @@ class PolicyWorker(TrainSteps, Generating):
     ) -> None:
         """Writes the weights, and where asked optimizer with schedule, and tokenizer, to folders of these names.
 
-        Weights and optimizer change together, or not at all; see `megatron_ext.policy.checkpoint.atomic_folders`.
+        Weights and optimizer change together, or not at all, and only when every rank sees all that was written; see
+        `megatron_ext.policy.checkpoint.sharded_files`. A path that is a link is followed.
 
         Args:
             checkpointing_cfg: NeMo-RL's configuration of checkpoints. What asks for files of another kind is refused;
@@ -135,7 +136,9 @@ class PolicyWorker(TrainSteps, Generating):
             timer: as NeMo-RL's, measures "save_checkpoint".
 
         Raises:
-            ValueError, OSError: on every rank.
+            ValueError: the ranks do not share a path, or it holds something else; on every rank.
+            OSError: the files cannot be written, or read as they were written; on every rank.
+                What the paths held before is still there.
         """
         if tokenizer_path is not None and self.tokenizer is None:
             raise ValueError("tokenizer_path without a tokenizer: give the worker one, or leave the path out")

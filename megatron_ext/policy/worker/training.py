@@ -133,7 +133,7 @@ class Training(Scoring):
             loss, found = nothing, None
             if real and fault is None:
                 try:
-                    loss, found = _validated(*inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
+                    loss, found = _validated(inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
@@ -209,11 +209,30 @@ class Training(Scoring):
         return norm
 
 
-def _validated(loss: Tensor, metrics: Mapping[str, Any]) -> tuple[Tensor, dict[str, float]]:
+def _validated(returned: Any) -> tuple[Tensor, dict[str, float]]:
     """What a loss function returned, if it can be trained on and its metrics are numbers."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ValueError(
+            f"loss_fn returned {_kinds(returned)}: it must return the loss, a 0-d tensor, and a dict of metrics"
+        )
+    loss, metrics = returned
     if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
         raise ValueError("loss_fn's loss must be a 0-d tensor with a gradient to the log-probabilities; reduce it")
-    return loss, {name: float(value) for name, value in metrics.items()}
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"loss_fn's metric {name!r} must be one number, a 0-d tensor or a Python number: {error}"
+            ) from None
+    return loss, found
+
+
+def _kinds(returned: Any) -> str:
+    if isinstance(returned, tuple | list):
+        return f"{len(returned)} things ({', '.join(type(one).__name__ for one in returned)})"
+    return "None" if returned is None else f"a {type(returned).__name__}"
 
 
 def is_extreme(name: str) -> bool:
