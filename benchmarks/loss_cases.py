@@ -71,7 +71,7 @@ def inputs(sizes: tuple[int, int, int, int]) -> Inputs:
 
 def log_probs_alone(given: Inputs) -> Tensor:
     """What a loss of log-probabilities cannot do without: these, and a gradient for each."""
-    found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS)
+    found = linear_log_probs(given.hidden_BSD, given.weight_VD, given.labels_BS, cache=1)
     assert isinstance(found, Tensor)
     return (found * given.mask_BS).sum()
 
@@ -83,7 +83,7 @@ class LossCase(NamedTuple):
         name: without "loss".
         true: with the whole logits.
         ours: takes the loss's options too.
-        small: the options with which ours holds the least memory, and what they are called.
+        options: of ours beside its defaults, by what they are called.
         liger: of `liger_kernel.chunked_loss`, its ways by what they are called behind the loss's name.
         base: what the CPU time is divided by; None: it is not.
     """
@@ -91,13 +91,16 @@ class LossCase(NamedTuple):
     name: str
     true: Way
     ours: Callable[..., Tensor]
-    small: tuple[str, dict[str, Any]]
+    options: dict[str, dict[str, Any]]
     liger: Callable[[Any], dict[str, Way]]
     base: Way | None = log_probs_alone
 
 
-UNCACHED = "cache=0, 256 tokens at a time", {"cache": 0, "chunk_tokens": 256}
-CHUNKED = "256 tokens at a time", {"chunk_tokens": 256}
+CACHES: dict[str, dict[str, Any]] = {
+    "cache=1": {"cache": 1},
+    "cache=0, 256 tokens at a time": {"cache": 0, "chunk_tokens": 256},
+}
+CHUNKED: dict[str, dict[str, Any]] = {"256 tokens at a time": {"chunk_tokens": 256}}
 
 
 def _grpo(given: Inputs, **options: Any) -> Tensor:
@@ -229,12 +232,13 @@ def _liger_distillation(beta: float, liger: Any) -> dict[str, Way]:
     alone = functools.partial(
         liger.LigerFusedLinearJSDLoss, weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
     )
-    return {"": functools.partial(way, alone()), ", " + CHUNKED[0]: functools.partial(way, alone(chunk_size=256))}
+    chunked = functools.partial(way, alone(chunk_size=256))
+    return {"": functools.partial(way, alone()), ", 256 tokens at a time": chunked}
 
 
 def _of_pairs(name: str, true: Way, kind: type, with_reference: bool = False, **options: Any) -> LossCase:
     ours = functools.partial(_preference, kind, with_reference=with_reference, beta=BETA, **options)
-    return LossCase(name, true, ours, UNCACHED, functools.partial(_liger_preference, name, with_reference))
+    return LossCase(name, true, ours, CACHES, functools.partial(_liger_preference, name, with_reference))
 
 
 def _apart(name: str, divergence: str, beta: float) -> LossCase:
@@ -242,11 +246,11 @@ def _apart(name: str, divergence: str, beta: float) -> LossCase:
     return LossCase(name, true, ours, CHUNKED, functools.partial(_liger_distillation, beta), None)
 
 
-GRPO = LossCase("GRPO", _true_grpo, _grpo, UNCACHED, _liger_grpo)
+GRPO = LossCase("GRPO", _true_grpo, _grpo, CACHES, _liger_grpo)
 CASES = [
     GRPO,
     _of_pairs("DPO", _true_dpo, DPOLoss, with_reference=True),
-    LossCase("KTO", _true_kto, _kto, UNCACHED, functools.partial(_liger_preference, "KTO", True)),
+    LossCase("KTO", _true_kto, _kto, CACHES, functools.partial(_liger_preference, "KTO", True)),
     _of_pairs("ORPO", _true_orpo, ORPOLoss),
     _of_pairs("SimPO", _true_simpo, SimPOLoss, gamma=GAMMA),
     _apart("Forward KL", "forward", 0.0),

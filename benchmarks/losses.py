@@ -1,9 +1,10 @@
 """`python -m benchmarks.losses [LOSS ...]`: losses from hidden states, forward and backward, beside Liger's fused ones.
 
-Each loss runs as it is by default, with the least memory, and as Liger has it where that is installed, all in one
-process; losses of log-probabilities beside `linear_log_probs` alone. For each way its error (loss and both gradients,
-relative, of norms, against plain PyTorch in fp64), the largest sum of bytes that it holds at a time beside its
-arguments, and, by turns, the CPU time of the process. A way whose loss or gradients are wrong gets neither.
+Each loss runs as it is by default, with all that the head can keep, with the least memory, and as Liger has it where
+that is installed, all in one process; losses of log-probabilities beside `linear_log_probs` alone, at `cache=1`. For
+each way its error (loss and both gradients, relative, of norms, against plain PyTorch in fp64), the largest sum of
+bytes that it holds at a time beside its arguments, and, by turns, the CPU time of the process. A way whose loss or
+gradients are wrong gets neither.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
 from benchmarks.measure import ratios
 from benchmarks.meter import measure
 
-HEAD = "linear_log_probs"
+HEAD = "linear_log_probs, cache=1"
 SIZES = (8, 256, 256, 16384)
 SECONDS = 10.0
 TURNS = 5  # at least
@@ -37,11 +38,9 @@ def case_name(case: LossCase) -> str:
 
 def known_ways(case: LossCase) -> dict[str, Way | None]:
     """Ours and Liger's; None where that is not installed."""
-    called, options = case.small
-    found: dict[str, Way | None] = {
-        f"{case.name} loss": case.ours,
-        f"{case.name} loss, {called}": functools.partial(case.ours, **options),
-    }
+    found: dict[str, Way | None] = {f"{case.name} loss": case.ours}
+    for called, options in case.options.items():
+        found[f"{case.name} loss, {called}"] = functools.partial(case.ours, **options)
     if importlib.util.find_spec("liger_kernel") is None:
         return found | {f"Liger {case.name} loss": None}
     from liger_kernel import chunked_loss

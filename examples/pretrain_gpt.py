@@ -79,7 +79,7 @@ def build_model(args: Namespace) -> DistributedDataParallel:
         post_process=parallel_state.is_pipeline_last_stage(),
     ).to(torch.cuda.current_device())
     if args.head == "fused":
-        patch_gpt_model_forward_for_linear_ce_fusion(model=gpt)
+        patch_gpt_model_forward_for_linear_ce_fusion(model=gpt, cache=1)  # the fastest
     return DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
 
 

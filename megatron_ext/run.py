@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
     parser.add_argument("--linear-ce", action="store_true", help="language models take their loss from the fused head")
     parser.add_argument("--chunk-tokens", type=_tokens, metavar="N", help="tokens per chunk of the fused head")
-    parser.add_argument("--cache", type=_cache, metavar="X", help="what the fused head keeps: 0 to 1, bytes, or auto")
+    parser.add_argument("--cache", type=_cache, metavar="X", help="what the head keeps: 0 to 1, bytes, bounded or auto")
     parser.add_argument("--z-loss", type=float, metavar="X", help="factor of lse^2 in the loss; logged as 'z loss'")
     parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
@@ -85,11 +85,11 @@ def _tokens(text: str) -> int:
 
 def _cache(text: str) -> Any:
     try:
-        if text == "auto" or 0 <= float(text) < float("inf"):
-            return text if text == "auto" else float(text)
+        if text in ("bounded", "auto") or 0 <= float(text) < float("inf"):
+            return text if text in ("bounded", "auto") else float(text)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, or auto")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, bounded or auto")
 
 
 def _emulate() -> None:

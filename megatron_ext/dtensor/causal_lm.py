@@ -44,7 +44,7 @@ def causal_lm_loss(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    cache: Any = "auto",
+    cache: Any = "bounded",
     chunk_tokens: int | None = None,
 ) -> Tensor:
     """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
@@ -91,7 +91,7 @@ def causal_lm_log_probs(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
-    cache: Any = "auto",
+    cache: Any = "bounded",
     chunk_tokens: int | None = None,
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:

@@ -33,13 +33,13 @@ def linear_cross_entropy(
     softcap: float | None = None,
     temperature: float = 1.0,
     reduction: Reduction = "none",
-    cache: Cache = "auto",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     skip_ignored: bool = False,
     loss_mask: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
 ) -> Tensor:
-    """Cross entropy of `hidden @ weight.T` against `labels`, without ever holding the logits.
+    """Cross entropy of `hidden @ weight.T` against `labels`, a chunk of logits at a time.
 
     The loss of a token is `(1 - e) nll - e mean_log_prob + z_loss lse^2` with e the label smoothing, as in
     `torch.nn.functional.cross_entropy`, over the whole vocabulary. Any per-token gradient may come back.
@@ -57,7 +57,9 @@ def linear_cross_entropy(
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
         cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
-            FLOPs and `cache * T * V / R` elements of memory; above 1: that many bytes at most; "auto": by free memory.
+            FLOPs and `cache * T * V / R` elements of memory; above 1: that many bytes at most. "bounded": as many
+            eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
+            fits into half of the memory that is free at the first call of a shape.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes.
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.
@@ -105,7 +107,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     softcap: float | None = None,
     temperature: float = 1.0,
-    cache: Cache = "auto",
+    cache: Cache = "bounded",
     chunk_tokens: int | None = None,
     skip_ignored: bool = False,
     loss_mask: Tensor | None = None,
@@ -113,7 +115,7 @@ def linear_log_probs(
     return_entropy: bool = False,
     return_hits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Log-probability of each label under `softmax(hidden @ weight.T)`, without ever holding the logits.
+    """Log-probability of each label under `softmax(hidden @ weight.T)`, a chunk of logits at a time.
 
     Arguments, communication and errors as for `linear_cross_entropy`; a `loss_mask` only says which tokens count.
 

@@ -79,7 +79,7 @@ class LogProbLoss(FromHidden, ABC):
     sequence_first: bool = False
     ignore_index: int = -100
     softcap: float | None = None
-    cache: Cache = "auto"
+    cache: Cache = "bounded"
     skip_ignored: bool = False
 
     def __call__(

@@ -39,7 +39,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     *,
     chunk_size: int | None = None,
     chunk_tokens: int | None = None,
-    cache: Cache = "auto",
+    cache: Cache = "bounded",
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     softcap: float | None = None,

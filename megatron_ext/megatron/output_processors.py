@@ -98,7 +98,7 @@ class LogProbs(_ReadOut):
     """
 
     return_entropy: bool = False
-    cache: Cache = "auto"
+    cache: Cache = "bounded"
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
         parts = log_probs.sequence_parts(given.get("model"), given.get("packed_seq_params"))

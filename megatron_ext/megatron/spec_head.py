@@ -23,7 +23,7 @@ def with_fused_head(
     *,
     chunk_size: int | None = None,
     chunk_tokens: int | None = None,
-    cache: Cache = "auto",
+    cache: Cache = "bounded",
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     softcap: float | None = None,

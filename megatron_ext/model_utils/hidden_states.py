@@ -70,7 +70,7 @@ def from_parallel_hidden_states_to_logprobs(
     cu_seqlens_padded: Tensor | None = None,
     unpacked_seqlen: int = 0,
     cu_seqlens: Tensor | None = None,
-    cache: Cache = "auto",
+    cache: Cache = "bounded",
     gradient_accumulation_fusion: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of next tokens from hidden states and the lm head's weight; logits are never held as a whole.

@@ -8,7 +8,7 @@ from torch import Tensor
 def patch_gpt_model_forward_for_linear_ce_fusion(
     *,
     chunk_size: int | None = None,
-    cache: Any = "auto",
+    cache: Any = "bounded",
     model: Any = None,
     chunk_tokens: int | None = None,
     z_loss: float = 0.0,

@@ -25,10 +25,10 @@ def test_a_wrong_way_has_no_numbers(wrong):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ours_are_right(case):
-    """With either options, and each truth is one that other inputs change."""
+    """With all options, and each truth is one that other inputs change."""
     given = loss_cases.inputs(SMALL)
     true = true_results(case, given)
-    for options in ({}, case.small[1]):
+    for options in ({}, *case.options.values()):
         assert worst_error(lambda x, options=options: case.ours(x, **options), given, true) < 1e-5
     changed = given._replace(mask_BS=given.mask_BS * (given.labels_BS % 3 > 0))
     assert worst_error(case.ours, changed, true) > 1e-2

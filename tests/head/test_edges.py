@@ -274,50 +274,6 @@ def test_masked_tokens_get_no_gradient_and_no_minus_zero():
     assert not (log_probs[0].signbit()).any()
 
 
-@pytest.mark.parametrize(
-    "cache, kept_bytes", [(0.25, 20 * 10 * 8), (20 * 10 * 8 + 7, 20 * 10 * 8), (10**9, 20 * 41 * 8)]
-)
-def test_cache_bounds_what_is_kept(cache, kept_bytes):
-    """A fraction of the columns, or a number of bytes; what is kept is all that autograd holds of vocabulary size."""
-    problem, sizes = Problem(), []
-    hidden, weight, _ = problem.mine(None)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.nbytes) or x, lambda x: x):
-        linear_cross_entropy(hidden, weight, problem.labels, cache=cache)
-    assert kept_bytes in sizes
-    assert sum(sizes) < kept_bytes + hidden.nbytes + weight.nbytes + 20 * 100
-
-
-def test_auto_cache_looks_at_free_memory(monkeypatch):
-    import os
-
-    from megatron_ext.head.engine.chunk_sizes import cached_columns
-    from megatron_ext.head.engine.options import HeadOptions
-
-    options = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000))
-    like = torch.empty(1)
-    assert cached_columns(options, 10, 1000, like) == 1000
-    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_AVPHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}[name])
-    assert cached_columns(options, 10, 1000, like) == 10 * 4096 // 2 // 40
-    assert cached_columns(options, 10, 1000, like, later=9 * 4096) == 4096 // 40
-
-
-def test_auto_cache_takes_no_more_than_what_is_free_on_cuda(monkeypatch):
-    """Free memory of the device and whole free blocks of the allocator; what backward needs besides stays free."""
-    from megatron_ext.head.engine.chunk_sizes import cached_columns
-    from megatron_ext.head.engine.options import HeadOptions
-
-    options, like = HeadOptions(group=None, vocab=VocabShard(0, 1000, 1000)), torch.empty(1, dtype=torch.bfloat16)
-    stats = {"reserved_bytes": 9000, "active_bytes": 4000, "inactive_split_bytes": 1000}
-    nested = {name: {"all": {"current": number}} for name, number in stats.items()}
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6000, 100000))
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
-    assert cached_columns(options, 10, 1000, like) == (6000 + 4000) // 2 // 20
-    assert cached_columns(options, 10, 1000, like, later=7000) == 3000 // 20
-    assert cached_columns(options, 10, 1000, like, later=20000) == 0
-    assert cached_columns(options, 10, 100, like) == 100
-
-
 @ranks(2)
 def test_deterministic_and_alike_on_all_ranks():
     """Bit-equal from run to run, and the loss on both ranks."""

@@ -185,30 +185,48 @@ def tiles(
 
 
 def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
-    """For how many of the first columns the exponentials are kept for backward.
+    """For how many of the first columns the exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
-    `later`: bytes that backward will need besides, which "auto" leaves free, and half of all that is free now.
+    "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
+    They follow from the shapes alone, so they are the same in every call and on every rank, and so are the bits.
+    "auto" looks at the memory that is free at the first call of a shape, leaves half of it and the `later` bytes that
+    backward will need besides, and stays with that; on fake tensors and while compiling it keeps all.
     """
     cache = options.cache
-    if not isinstance(cache, str) and cache <= 1:
-        return int(cache * columns)
+    if cache == "bounded":
+        return columns * _bounded_eighths(tokens, like) // 8
     column = max(tokens * like.element_size(), 1)
-    if not isinstance(cache, str):
-        return min(columns, int(cache) // column)
-    free = _free_bytes(like)
+    if cache == "auto":
+        return _columns_that_fit(like.device, like.is_cuda, column, columns, later) if has_values(like) else columns
+    return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
+
+
+def keeps_all(options: HeadOptions, tokens: int, like: Tensor) -> bool:
+    """Whether every rank keeps all of its columns, as far as each can tell of the others."""
+    return options.cache == 1 or (options.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
+
+
+def _bounded_eighths(tokens: int, like: Tensor) -> int:
+    """The most, of 8, with `eighths / 8 * T * V` kept elements in at most `(element + 4) * V * D` bytes."""
+    kept, allowed = tokens * like.element_size(), 8 * like.shape[1] * (like.element_size() + 4)
+    return next((eighths for eighths in range(8, 0, -1) if eighths * kept <= allowed), 0)
+
+
+@functools.cache
+def _columns_that_fit(device: torch.device, on_gpu: bool, column: int, columns: int, later: int) -> int:
+    """Of `column` bytes each. Decided once, since what is recomputed has to keep as much as the first time."""
+    free = _free_bytes(device, on_gpu)
     return max(0, min(columns, min(free // 2, free - later) // column))
 
 
-def _free_bytes(like: Tensor) -> int:
-    """Memory that a new tensor beside `like` may take; on fake tensors and while compiling, as much as it likes."""
-    if not has_values(like):
-        return 1 << 62
-    if not like.is_cuda:
+def _free_bytes(device: torch.device, on_gpu: bool) -> int:
+    """Memory that a new tensor may take."""
+    if not on_gpu:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free, _ = torch.cuda.mem_get_info(like.device)
+    free, _ = torch.cuda.mem_get_info(device)
     # The allocator's own numbers, not the table that `torch.cuda.memory_stats` makes of all of them. What is left of
     # blocks that are partly in use is of no use for a large tensor.
-    stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(like.device)
+    stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
 
     def now(name: str) -> int:
         return stats[name]["all"]["current"] if name in stats else 0

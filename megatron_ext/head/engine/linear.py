@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import linear_steps, statistics
-from megatron_ext.head.engine.chunk_sizes import tiles
+from megatron_ext.head.engine.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.engine.linear_passes import counted, finished_dx, gradient_tile
 from megatron_ext.head.engine.once_differentiable import differentiable_once
 from megatron_ext.head.engine.options import HeadOptions
@@ -75,8 +75,7 @@ def _backward(ctx, saved, grad_loss_T, grad_entropy_T):
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
     tokens, columns = target_T.shape[0], weight_VD.shape[0]
     in_slices = sizes is not None and tokens > 0
-    # All ranks must decide alike whether to gather, and only a fraction of 1 keeps all columns everywhere.
-    if in_slices and (need_dw or options.cache != 1):
+    if in_slices and (need_dw or not keeps_all(options, tokens, hidden_TD)):  # alike on all ranks
         gathered = collectives.start_all_gather(hidden_TD, options.group, sizes=sizes)
     else:
         gathered = collectives.Pending(hidden_TD)

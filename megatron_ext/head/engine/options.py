@@ -9,7 +9,7 @@ from megatron_ext.distributed.vocab import VocabShard
 
 Layout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
-Cache = float | Literal["auto"]
+Cache = float | Literal["bounded", "auto"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class HeadOptions:
         softcap: logits become `softcap * tanh(logits / softcap)`; None: they stay.
         temperature: logits are divided by it, after the softcap.
         entropy, hits: further per-token read-outs: the entropy, and whether the label has the largest logit.
-        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; above 1: bytes; "auto".
+        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; above 1: bytes; "bounded" or
+            "auto": see `chunk_sizes.cached_columns`.
         chunk_tokens: tokens per chunk; None: chosen from the sizes.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
     """
@@ -45,7 +46,7 @@ class HeadOptions:
     temperature: float = 1.0
     entropy: bool = False
     hits: bool = False
-    cache: Cache = "auto"
+    cache: Cache = "bounded"
     chunk_tokens: int | None = None
     fuse_main_grad: bool = False
 
@@ -58,8 +59,9 @@ class HeadOptions:
         check_temperature(self.temperature)
         if self.softcap is not None:
             _number("softcap", self.softcap, "above 0 and finite", _positive, "None turns it off")
-        if self.cache != "auto":
-            _number("cache", self.cache, "at least 0 and finite", _at_least_0, 'a fraction, bytes, or "auto"')
+        if self.cache not in ("bounded", "auto"):
+            fix = 'a fraction of the columns, or above 1 bytes; or "bounded" or "auto"'
+            _number("cache", self.cache, "at least 0 and finite", _at_least_0, fix)
         if self.chunk_tokens is not None and (_not_an_int(self.chunk_tokens) or self.chunk_tokens < 1):
             raise ValueError(
                 f"chunk_tokens is {self.chunk_tokens!r}: it must be a positive int; None lets the head choose"
