@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.passed import Passed
+from tests.rank_servers import begin_run, end_run
 from tests.ranks import TIMEOUT_S, close_pools, prepare_process
 
 
@@ -32,6 +33,7 @@ def pytest_configure(config):
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
+    begin_run(first=not hasattr(config, "workerinput"))
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -84,3 +86,5 @@ def _as_users_run(request):
 
 def pytest_unconfigure(config):
     close_pools()
+    if not hasattr(config, "workerinput"):
+        end_run()

@@ -1,10 +1,9 @@
-"""Programs as `python` and `torchrun` start them, forked from a process that has torch and Megatron imported.
+"""Programs as `python` and `torchrun` start them, forked from processes that have torch and Megatron imported.
 
 Those imports take longer than what the programs do. What imports itself matters to is started by `subprocess`.
 """
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import sys
@@ -12,13 +11,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ext.distributed.held_port import hold_port
-from tests.ranks import _PRELOAD, TIMEOUT_S
+from tests.rank_servers import fork
+from tests.ranks import TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,45 +28,55 @@ def python(*words: str, cwd: Path = ROOT, ranks: int = 0, ignore_warnings: bool 
 
     With `ranks` as many processes, with the environment that torchrun gives them; once one fails the others are ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     port, held = hold_port()
     with held, tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        processes = []
-        for rank in range(max(ranks, 1)):
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            environment = {name: str(value) for name, value in world.items()} if ranks else {}
-            arguments = (list(map(str, words)), str(cwd), environment, str(out), str(err), ignore_warnings)
-            processes.append(context.Process(target=_become, args=arguments))
+        world = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        environment = dict(os.environ) | {name: str(value) for name, value in world.items() if ranks}
+        arguments = (list(map(str, words)), str(cwd), environment, (str(out), str(err)), ignore_warnings)
+        processes = fork(max(ranks, 1), _become, *arguments)
+        pending, codes = [process.connection for process in processes], []
+        deadline = time.monotonic() + TIMEOUT_S
         try:
-            for process in processes:
-                process.start()
-            pending, deadline = list(processes), time.monotonic() + TIMEOUT_S
-            while pending and not any(process.exitcode for process in processes):
-                assert wait([process.sentinel for process in pending], deadline - time.monotonic()), "it hangs"
-                pending = [process for process in pending if process.exitcode is None]
+            while pending and not any(codes):
+                ready = wait(pending, deadline - time.monotonic())
+                assert ready, "it hangs"
+                codes += [_exit_code(connection) for connection in ready]
+                pending = [connection for connection in pending if connection not in ready]
         finally:
             for process in processes:
-                if process.pid is not None:
+                if process.connection in pending:
                     process.kill()
-                    process.join()
-        code = 1 if ranks and any(process.exitcode for process in processes) else processes[0].exitcode
-        return CompletedProcess(words, code, out.read_text(), err.read_text())
+        return CompletedProcess(words, 1 if ranks and any(codes) else codes[0], out.read_text(), err.read_text())
+
+
+def _exit_code(connection: Any) -> int:
+    """What a process has said at its end; of one that was ended, 255."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return 255
 
 
 def _become(
-    words: list[str], cwd: str, environment: dict[str, str], out: str, err: str, ignore_warnings: bool
+    connection: Connection,
+    rank: int,
+    words: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    files: tuple[str, str],
+    ignore_warnings: bool,
 ) -> NoReturn:
     import torch
 
-    for number, path in ((1, out), (2, err)):
+    for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     atexit._clear()  # of what the process before had there
     os.chdir(cwd)
     os.environ.update(environment)
+    if "WORLD_SIZE" in environment:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     if ignore_warnings:
         warnings.simplefilter("ignore")
@@ -84,6 +94,7 @@ def _become(
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    connection.send(code or 0)
     os._exit(code or 0)
 
 

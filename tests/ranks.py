@@ -1,33 +1,31 @@
 """Run a test body on every rank of a gloo world: one pool of worker processes per world size, kept for the whole run.
 
+Ranks are what users have: each has an interpreter, a hash seed and imports of its own (`tests/rank_servers.py`).
+
 `@ranks(1, 2, 4)` above a module-level test function runs its body on all ranks, once per world size. A rank that fails
 fails the test with its traceback. A pool in which a rank failed or fell silent is killed and replaced, so that neither
 a hang nor a crash outlives its test. So is one whose ranks have gathered threads: every gloo group has some, which wake
 100 times a second, and torch's caches of shardings keep groups for good. A new pool is forked in a fifth of a second.
 """
 
+import contextlib
 import functools
 import gc
 import importlib
 import inspect
-import multiprocessing
 import os
-import queue
+import pickle
 import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import wait
 
 import pytest
 
+from tests.rank_servers import fork
+
 TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
-# Imported once, before the ranks are forked.
-_PRELOAD = [
-    "torch.distributed.tensor",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "transformers.models.qwen2.modeling_qwen2",
-]
 CROWD = 64  # threads of one rank at which its pool is replaced
 STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 
@@ -46,7 +44,7 @@ def prepare_process() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def _work(rank, world_size, store, jobs, replies):
+def _work(jobs, rank, world_size, store):
     import torch
     import torch.distributed as dist
 
@@ -59,7 +57,7 @@ def _work(rank, world_size, store, jobs, replies):
         world_size=world_size,
         timeout=timedelta(seconds=10 * TIMEOUT_S),  # the pool decides when a test hangs, not gloo
     )
-    while (job := jobs.get()) is not None:
+    while (job := pickle.loads(jobs.recv_bytes())) is not None:
         module, name, kwargs = job
         torch.manual_seed(0)
         try:
@@ -67,7 +65,7 @@ def _work(rank, world_size, store, jobs, replies):
             error = None
         except BaseException:  # also SystemExit: a rank must always answer
             error = traceback.format_exc()
-        replies.put((rank, error, _threads()))
+        jobs.send((error, _threads()))
     dist.destroy_process_group()
 
 
@@ -78,43 +76,39 @@ def _threads():
 
 
 class _Pool:
-    def __init__(self, world_size, preload=_PRELOAD):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(preload)
+    def __init__(self, world_size):
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)
-        self.replies = context.Queue()
         self.crowded = False
-        self.jobs = [context.SimpleQueue() for _ in range(world_size)]
-        self.workers = [
-            context.Process(target=_work, args=(rank, world_size, self.store, jobs, self.replies), daemon=True)
-            for rank, jobs in enumerate(self.jobs)
-        ]
-        for worker in self.workers:
-            worker.start()
+        self.workers = fork(world_size, _work, world_size, self.store)
 
     def run(self, module, name, kwargs):
-        for jobs in self.jobs:
-            jobs.put((module, name, kwargs))
-        pending, errors, deadline = set(range(len(self.workers))), {}, time.monotonic() + TIMEOUT_S
-        while pending and (left := deadline - time.monotonic()) > 0:
-            try:
-                rank, error, threads = self.replies.get(timeout=min(left, 1.0))
-            except queue.Empty:
-                if all(worker.is_alive() for worker in self.workers):
+        self._tell((module, name, kwargs))
+        pending = {worker.connection: rank for rank, worker in enumerate(self.workers)}
+        errors, deadline, ended = {}, time.monotonic() + TIMEOUT_S, False
+        while pending and not ended and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(pending), left):
+                try:
+                    error, threads = connection.recv()
+                except EOFError:
+                    ended = True
                     continue
-                break
-            pending.discard(rank)
-            self.crowded |= threads > CROWD
-            if error:
-                errors[rank] = error
-                deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
+                rank = pending.pop(connection)
+                self.crowded |= threads > CROWD
+                if error:
+                    errors[rank] = error
+                    deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
         if errors or pending:
             self.kill()
             report = "\n".join(f"--- rank {rank} of {len(self.workers)} ---\n{e}" for rank, e in sorted(errors.items()))
-            silent = f"ranks {sorted(pending)} never answered\n" if pending else ""
+            silent = f"ranks {sorted(pending.values())} never answered\n" if pending else ""
             pytest.fail(f"{name}\n{silent}{report}", pytrace=False)
+
+    def _tell(self, job):
+        for worker in self.workers:
+            with contextlib.suppress(OSError):  # of one that has ended `run` will hear
+                worker.connection.send_bytes(pickle.dumps(job))
 
     def kill(self):
         for worker in self.workers:
@@ -122,11 +116,9 @@ class _Pool:
         self.remove_store()
 
     def close(self):
-        for jobs in self.jobs:
-            jobs.put(None)
+        self._tell(None)
         for worker in self.workers:
-            worker.join(5)
-            if worker.is_alive():
+            if not wait([worker.connection], 5):  # for its end
                 worker.kill()
         self.remove_store()
 

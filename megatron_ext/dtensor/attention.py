@@ -139,7 +139,7 @@ def use_attention(
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME
     hook = SequenceHook(cp_group, tensor_parallel_size if sequence_parallel else 1, tensor_parallel_size > 1)
-    for module in {model, text}:
+    for module in dict.fromkeys((model, text)):  # once where both are one
         if _HOOK not in module.__dict__:
             module.register_forward_pre_hook(_lay_out, with_kwargs=True)
         module.__dict__[_HOOK] = hook

@@ -256,9 +256,10 @@ def _experts(experts: Any, layout: Layout) -> Plan:
 
 def _mlp(mlp: Any, layout: Layout, output: Placement) -> Plan:
     kind = type(mlp).__name__
-    names = {name for name, child in mlp.named_children() if _has_parameters(child)}
-    if _own_parameters(mlp) or (names != {"gate_up_proj", "down_proj"} and names not in _SPLIT):
-        raise Unknown(f"{kind} of {', '.join(sorted(names | _own_parameters(mlp)))}")
+    # In the module's order, the same on every rank: torch scatters weights in the order of the plan.
+    names = [name for name, child in mlp.named_children() if _has_parameters(child)]
+    if _own_parameters(mlp) or (set(names) != {"gate_up_proj", "down_proj"} and set(names) not in _SPLIT):
+        raise Unknown(f"{kind} of {', '.join(sorted({*names} | _own_parameters(mlp)))}")
     plan: Plan = {
         name: RowwiseParallel(output_layouts=output) if name in _ROWWISE else ColwiseParallel() for name in names
     }

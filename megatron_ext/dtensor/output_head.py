@@ -53,7 +53,7 @@ def is_hooked(model: nn.Module) -> bool:
     Those of torch's and transformers' parallelism, and ours, are about parameters and layouts.
     """
     path = output_head_path(model)
-    modules = {model, model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)}
+    modules = [model, model.get_submodule(path.rpartition(".")[0]), model.get_submodule(path)]
     hooks = [hook for module in modules for kind in _HOOKS for hook in vars(module)[kind].values()]
     return any(not _module_of(hook).startswith(_OWN_HOOKS) for hook in hooks)
 

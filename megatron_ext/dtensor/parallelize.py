@@ -1,7 +1,7 @@
 """A transformers model made parallel, in place: our attention, a tensor-parallel plan, recomputation, FSDP2."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,15 +9,17 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.output_head import head_rule
 from megatron_ext.dtensor.output_reading import register
-from megatron_ext.dtensor.plans import Plan, choose_plan
+from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 
 
 class _Wrapping(NamedTuple):
@@ -154,11 +156,63 @@ def _parallelize_with(
 ) -> nn.Module:
     cp = 1 if cp_mesh is None else cp_mesh.size()
     tp = 1 if tp_mesh is None else tp_mesh.size()
-    chosen = choose_plan(model, Layout(tp, cp, sequence_parallel, expert_parallel), custom_parallel_plan)
+    layout = Layout(tp, cp, sequence_parallel, expert_parallel)
+    chosen, fault = Chosen({}, None), None
+    try:
+        _refuse_parallel(model)
+        chosen = choose_plan(model, layout, custom_parallel_plan)
+    except Exception as error:  # raised below, where the other ranks hear of it
+        fault = error
+    options = (layout, wrapping.mp_policy, wrapping.offload_policy, wrapping.activation_checkpointing)
+    _require_same_model(model, chosen.plan, options, (tp_mesh, wrapping.dp_mesh), fault)
     if chosen.attends:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
     return _shard(model, chosen.plan, tp_mesh, wrapping)
+
+
+def _refuse_parallel(model: nn.Module) -> None:
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
+            f"once, before FSDP2 or any other sharding"
+        )
+
+
+def _require_same_model(
+    model: nn.Module, plan: Plan, options: Any, meshes: Sequence[DeviceMesh | None], fault: Exception | None
+) -> None:
+    """Raise on every rank unless all have the same of these, and none a fault; see `require_same`."""
+    groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+    kinds = [(name, p.shape, p.dtype, p.requires_grad, p.is_meta) for name, p in model.named_parameters()]
+    facts = {
+        "the model's class or parameters": (type(model).__qualname__, kinds),
+        "the model's weights": _some_weights(model) if fault is None else None,
+        "the plan": [(name, type(style).__qualname__, _settings(style)) for name, style in plan.items()],
+        "the options": options,
+    }
+    devices = [mesh.device_type for mesh in meshes if mesh is not None]
+    require_same("parallelize", facts, groups, (*devices, "cpu")[0], fault)
+
+
+def _settings(value: Any) -> Any:
+    """What tells a parallel style's settings apart, on every rank the same: no addresses of functions and objects."""
+    if isinstance(value, ParallelStyle):
+        return [(name, _settings(setting)) for name, setting in vars(value).items()]
+    if isinstance(value, tuple | list):
+        return [_settings(one) for one in value]
+    plain = value is None or isinstance(value, bool | int | float | str | Placement)
+    return value if plain else type(value).__qualname__
+
+
+def _some_weights(model: nn.Module) -> list[float]:
+    """A few elements of every parameter, evenly spread: enough to tell weights that were drawn from other seeds."""
+    samples = []
+    for parameter in model.parameters():
+        if not parameter.is_meta and parameter.numel():
+            flat = parameter.detach().flatten()
+            samples.append(flat[:: -(-flat.numel() // 8)].double())
+    return torch.cat([sample.cpu() for sample in samples]).tolist() if samples else []
 
 
 def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrapping) -> nn.Module:

@@ -86,7 +86,7 @@ def _replace_in_megatron(undo: ExitStack) -> None:
     def replace(module: ModuleType) -> None:
         _replace(MODULES[module.__name__](module), undo)
 
-    for name in MODULES.keys() & sys.modules.keys():
+    for name in [name for name in MODULES if name in sys.modules]:
         replace(sys.modules[name])
     finder = AfterImport(MODULES, then=replace)
     sys.meta_path.insert(0, finder)

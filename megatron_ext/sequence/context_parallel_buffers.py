@@ -1,7 +1,7 @@
 """A context manager in which whole tensors are sharded over context-parallel ranks, and attention sees all of them."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from megatron_ext.sequence.zigzag import check_length, split_zigzag
 
 
 def sharded(
-    buffers: Sequence[Tensor], dims: Sequence[int], kept: Sequence[Tensor], group: Group
+    buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor], group: Group
 ) -> contextlib.AbstractContextManager[None]:
     """See `cp_utils.create_context_parallel_ctx`. Whatever is wrong is said here, before the block begins."""
     if len(buffers) != len(dims):

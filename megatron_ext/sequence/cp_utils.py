@@ -118,7 +118,7 @@ def create_context_parallel_ctx(
     """
     if cp_rotate_method not in _ROTATE_METHODS:
         raise ValueError(f"cp_rotate_method is {cp_rotate_method!r}: it must be one of {_ROTATE_METHODS}")
-    return sharded(cp_buffers, cp_seq_dims, list(cp_no_restore_buffers), cp_mesh.get_group())
+    return sharded(cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_mesh.get_group())
 
 
 def make_cp_batch_and_ctx(

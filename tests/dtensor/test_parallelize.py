@@ -195,6 +195,52 @@ def test_any_model_is_data_parallel():
     check_gradients(model, gradients)
 
 
+def _other(what):
+    """A Llama that differs from `make("llama")` in one thing, and options."""
+    model, options = make("llama"), {}
+    if what == "weights":
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    elif what == "class or parameters":
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    elif what == "plan":
+        options["custom_parallel_plan"] = dict(reversed(PLAN.items()))
+    else:
+        options["activation_checkpointing"] = True
+    return model, options
+
+
+@pytest.mark.parametrize("what", ["class or parameters", "weights", "plan", "options"])
+@ranks(2)
+def test_ranks_that_differ_are_refused_on_every_rank(what):
+    """Before anything moves: the same call with the same model goes on."""
+    mesh, dp_cp = meshes(tp=2)
+    same = {"custom_parallel_plan": PLAN} if what == "plan" else {}
+    model, options = _other(what) if torch.distributed.get_rank() else (make("llama"), {})
+    with pytest.raises(ValueError, match=f"parallelize: ranks differ in the .*{what}, so that"):
+        parallelize(model, mesh, dp_cp, **same | options)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    parallelize(make("llama"), mesh, dp_cp, **same)
+
+
+@ranks(2)
+def test_what_one_rank_refuses_is_refused_on_every_rank():
+    mesh, dp_cp = meshes(tp=2)
+    plan = {"lm_head": "diagonal"} if torch.distributed.get_rank() else PLAN
+    said = "'diagonal' is unknown" if torch.distributed.get_rank() else "another rank refused"
+    with pytest.raises(ValueError, match=said):
+        parallelize(make("llama"), mesh, dp_cp, custom_parallel_plan=plan)
+
+
+@ranks(2)
+def test_a_model_is_made_parallel_once():
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("llama"), mesh, dp_cp)
+    with pytest.raises(ValueError, match="LlamaForCausalLM has parameters that are DTensors: it is parallel already"):
+        parallelize(model, mesh, dp_cp)
+    _check_trains_as(reference("llama", False, _tokens(2, 8)), model, _tokens(2, 8))
+
+
 def test_plans_by_name():
     model = make("llama")
     model._tp_plan = {"lm_head": "colwise", "model.layers.*.wire": "rowwise"}

@@ -51,16 +51,6 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "add_bias_linear": False,
 }
-# Imported once, before the ranks are forked: a rank that failed is replaced without importing all that again.
-PRELOAD = [
-    "torch.distributed.tensor",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-    "megatron_ext.megatron.layer_specs",
-    "megatron_ext.megatron.linear_ce",
-    "tests.megatron.matrix",
-]
 # name: sizes of Megatron's groups, settings of the config
 LAYOUTS: dict[str, tuple[dict, dict]] = {
     "tp1": ({}, {}),
@@ -189,7 +179,7 @@ class measure:  # what the pool calls, as it calls a test
 def run_one(pools: list, one: Configuration, way: str, steps: int) -> dict:
     """What `train` found, or {"error": the last line of the first traceback there is}."""
     if not pools:
-        pools.append(_Pool(2, PRELOAD))
+        pools.append(_Pool(2))
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         try:

@@ -42,7 +42,7 @@ class Liveness:
         self._ray, self._places, self._timeout_s = ray, places, timeout_s
         self._monitors = {
             node: monitor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-            for node in {place.node for place in places}
+            for node in sorted({place.node for place in places})
         }
         self._asked: dict[str, Any] = {}
         self._reports: dict[int, dict[str, Any]] = {}

@@ -121,7 +121,7 @@ class Surroundings:
 
     def __init__(self, devices: set[torch.device]):
         self._random = RandomMoment(devices)
-        others = {d.type for d in devices} - _KINDS
+        others = sorted({d.type for d in devices}.difference(_KINDS))
         self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ class Surroundings:
             yield
 
 
-_KINDS = {"cpu", "cuda"}
+_KINDS = ("cpu", "cuda")
 
 
 def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:

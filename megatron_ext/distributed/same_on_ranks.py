@@ -1,0 +1,61 @@
+"""What all ranks of a call must give alike, compared before anything moves that depends on it."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.distributed.groups import Group, group_size
+
+
+def require_same(
+    call: str,
+    facts: Mapping[str, Any],
+    groups: Sequence[Group],
+    device: torch.device | str = "cpu",
+    fault: Exception | None = None,
+) -> None:
+    """Compare digests of `facts` over all ranks, and raise on every one of them if any differs or has a fault.
+
+    Args:
+        call: what users have called, for the message.
+        facts: values by what they are, the same names in the same order on all ranks. What tells two of them apart is
+            their `repr`, which must not hold addresses or sets.
+        groups: the dims of a grid of ranks, whose ranks together are those that take part.
+        device: where `groups` communicate.
+        fault: what this rank has refused, instead of raising it at once.
+
+    Communicates: one all-gather of `len(facts) + 1` int64 for each of `groups` with several ranks.
+
+    Raises:
+        ValueError: ranks differ, and the message says in what; or another rank has a fault.
+        Exception: `fault`.
+    """
+    digests = [_digest(value) for value in facts.values()]
+    # Bit i: ranks differ in fact i; the last bit: one has a fault. Dim by dim it comes to all ranks of the grid.
+    found = 0 if fault is None else 1 << len(facts)
+    for group in groups:
+        if group_size(group) == 1:
+            continue
+        row = torch.tensor([[found, *digests]], dtype=torch.int64, device=device)
+        others, *columns = all_gather(row, group).t().tolist()
+        for other in others:
+            found |= other
+        for i, column in enumerate(columns):
+            found |= (len(set(column)) > 1) << i
+    if fault is not None:
+        raise fault
+    if found >> len(facts):
+        raise ValueError(f"{call}: another rank refused what it was given, and its own error says why")
+    if found:
+        different = ", ".join(name for i, name in enumerate(facts) if found >> i & 1)
+        raise ValueError(
+            f"{call}: ranks differ in {different}, so that pieces of weights would not fit each other; give every rank "
+            f"the same model (config, weights, code) and the same arguments"
+        )
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)

@@ -1,0 +1,132 @@
+"""Processes for test ranks, forked in milliseconds and yet as torchrun starts them: from an interpreter of their own.
+
+A rank's number has a server: a process with a hash seed of its own (orders of sets differ between ranks, as they do for
+users) and with imports of its own, which take seconds and are made once for a run. Servers are started when they are
+first needed, serve all processes of a run (pytest-xdist's workers too), and end with the run.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+_RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
+_PRELOAD = [
+    "torch.distributed.tensor",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "transformers.models.qwen2.modeling_qwen2",
+]
+_environment: dict[str, str] = {}
+
+
+class Child:
+    """A process that a server has forked, and `connection` to it."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.pid: int = connection.recv()
+
+    def kill(self) -> None:
+        """End the process at once, if it has not ended; who reads `connection` then finds its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork(count: int, function: Callable[..., object], *arguments: Any) -> list[Child]:
+    """Processes that call `function(connection, rank, *arguments)`, `rank` from 0 to `count` - 1, and end."""
+    connections = []
+    for rank in range(count):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(_server(rank)))
+            connections.append(Connection(client.detach()))
+        connections[-1].send_bytes(pickle.dumps((function, rank, arguments)))
+    return [Child(connection) for connection in connections]
+
+
+def begin_run(first: bool = True) -> None:
+    """Begin a run, of which this process is the `first` or one that the first has started.
+
+    Servers get the environment as it is now, and end when the first process does.
+    """
+    _environment.update(os.environ)
+    if first:
+        folder = tempfile.mkdtemp(prefix="ranks_")
+        os.environ[_RUN] = folder
+        os.mkfifo(f"{folder}/alive")
+        os.open(f"{folder}/alive", os.O_RDWR)  # stays open as long as this process lives
+
+
+def end_run() -> None:
+    shutil.rmtree(os.environ.pop(_RUN, ""), ignore_errors=True)
+
+
+def _server(rank: int) -> Path:
+    """The socket of the server of `rank`, which is started if it was not."""
+    if _RUN not in os.environ:
+        begin_run()
+    folder = Path(os.environ[_RUN])
+    path = folder / f"rank{rank}"
+    with (folder / "lock").open("w") as lock, socket.socket(socket.AF_UNIX) as listener:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path
+        listener.bind(str(path))
+        listener.listen(64)
+        alive = os.open(folder / "alive", os.O_RDONLY | os.O_NONBLOCK)
+        code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tests.rank_servers import serve; "
+        subprocess.Popen(
+            [sys.executable, "-c", f"{code}serve({listener.fileno()}, {alive})", json.dumps(sys.path)],
+            pass_fds=[listener.fileno(), alive],
+            env=_environment | {"PYTHONHASHSEED": str(rank + 1)},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run's first process
+        )
+        os.close(alive)
+    return path
+
+
+def serve(listener_fd: int, alive: int) -> None:
+    """Fork a child for each connection, as long as somebody holds the other end of `alive`."""
+    for name in _PRELOAD:
+        # A machine may lack some: what needs them will say so.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    with socket.socket(fileno=listener_fd) as listener:
+        while alive not in select.select([listener, alive], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                os.close(alive)
+                _become_child(Connection(connection.detach()))
+            connection.close()
+
+
+def _become_child(connection: Connection) -> NoReturn:
+    code = 1
+    try:
+        connection.send(os.getpid())
+        function, rank, arguments = pickle.loads(connection.recv_bytes())
+        function(connection, rank, *arguments)
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
