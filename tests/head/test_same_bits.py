@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
+from megatron_ext import head
+from megatron_ext.head.readouts.fixed_order_sums import prefix_sums, sums_of_equals
 from tests.head.as_on_cuda import cuda_branches, twin_of
 
 aten = torch.ops.aten
@@ -38,16 +39,56 @@ class NoChance(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-CALLS = {
-    "loss": (linear_cross_entropy, {"cache": 0.5}),
-    "loss, all options": (
-        linear_cross_entropy,
-        {"cache": 0.5, "softcap": 2.0, "label_smoothing": 0.1, "z_loss": 0.01, "chunk_tokens": 7},
-    ),
-    "smoothed": (linear_cross_entropy, {"cache": 1, "label_smoothing": 0.1}),
-    "log-probs": (linear_log_probs, {"cache": 1, "return_entropy": True, "return_hits": True}),
-    "loss of logits": (vocab_parallel_cross_entropy, {"label_smoothing": 0.1, "softcap": 2.0}),
+T, D, V = 20, 8, 141
+LABELS = torch.arange(T) // 5
+IDS = torch.arange(T).unsqueeze(1) * torch.tensor([1, 2, 1, 0])  # of each token some twice
+BENDS = {"softcap": 2.0, "label_smoothing": 0.1}
+
+# What each takes beside logits, or beside hidden states and weight.
+OF_LOGITS = {
+    "cross entropy": (head.vocab_parallel_cross_entropy, (LABELS,), BENDS),
+    "log-probs": (head.token_log_probs, (LABELS,), {"return_entropy": True, "return_hits": True}),
+    "entropy": (head.token_entropy, (), {}),
+    "ids": (head.gather_log_probs, (IDS,), {"return_entropy": True}),
+    "logits of ids": (head.gather_logits, (IDS,), {}),
+    "the largest": (head.vocab_topk, (3,), {}),
+    "top-k": (head.sampled_log_probs, (LABELS,), {"top_k": 3}),
+    "top-k and top-p": (head.sampled_log_probs, (LABELS,), {"top_k": 3, "top_p": 0.9}),
+    "top-p": (head.sampled_log_probs, (LABELS,), {"top_p": 0.9}),
+    "log-softmax": (head.vocab_parallel_log_softmax, (), {}),
+    "softmax": (head.vocab_parallel_softmax, (), {}),
+    "soft cross entropy": (head.soft_cross_entropy, (torch.randn(T, V),), {}),
+    "forward KL": (head.kl_divergence, (torch.randn(T, V),), {}),
+    "reverse KL": (head.kl_divergence, (torch.randn(T, V),), {"direction": "reverse"}),
+    "Jensen-Shannon": (head.js_divergence, (torch.randn(T, V),), {}),
 }
+OTHER_HEAD = torch.randn(T, D), torch.randn(V, D)
+OF_HIDDEN = {
+    "loss": (head.linear_cross_entropy, (LABELS,), {"cache": 0.5}),
+    "loss by default": (head.linear_cross_entropy, (LABELS,), {}),
+    "loss, all options": (
+        head.linear_cross_entropy,
+        (LABELS,),
+        {**BENDS, "cache": 0.5, "z_loss": 0.01, "chunk_tokens": 7, "bias": torch.randn(V)},
+    ),
+    "smoothed": (head.linear_cross_entropy, (LABELS,), {"cache": 1, "label_smoothing": 0.1}),
+    "log-probs": (head.linear_log_probs, (LABELS,), {"cache": 1, "return_entropy": True, "return_hits": True}),
+    "ids": (head.linear_gather_log_probs, (IDS,), {}),
+    "the largest": (head.linear_topk_log_probs, (3,), {}),
+    "top-k and top-p": (head.linear_sampled_log_probs, (LABELS,), {"top_k": 3, "top_p": 0.9}),
+    "top-p": (head.linear_sampled_log_probs, (LABELS,), {"top_p": 0.9}),
+    "forward KL": (head.linear_kl_divergence, OTHER_HEAD, {}),
+    "reverse KL": (head.linear_kl_divergence, OTHER_HEAD, {"direction": "reverse"}),
+    "Jensen-Shannon": (head.linear_js_divergence, OTHER_HEAD, {}),
+}
+CALLS = {
+    **{f"{name} of logits": call for name, call in OF_LOGITS.items()},
+    **{f"{name} of hidden states": call for name, call in OF_HIDDEN.items()},
+}
+
+
+def test_every_function_of_the_head_is_called():
+    assert {function.__name__ for function, *_ in CALLS.values()} == set(head.__all__)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are left out; the ordinary run does it")
@@ -58,16 +99,12 @@ def test_no_operator_adds_by_chance(name, side, monkeypatch):
     from triton.runtime.jit import JITFunction
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: None)
-    function, options = CALLS[name]
-    hidden, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((20, 8), (41, 8), (41,)))
-    labels = torch.arange(20) // 5
+    function, more, options = CALLS[name]
+    hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     with cuda_branches(twin_of if side == "Triton" else lambda plain: plain), NoChance():
-        if function is vocab_parallel_cross_entropy:
-            found = function(hidden @ weight.t() + bias, labels, **options)
-        else:
-            found = function(hidden, weight, labels, bias=bias, **options)
-        found = found[:2] if isinstance(found, tuple) else (found,)
-        sum(x.sum() for x in found).backward()
+        found = function(*((hidden @ weight.t(),) if "of logits" in name else (hidden, weight)), *more, **options)
+        results = found if isinstance(found, tuple) else (found,)
+        sum(x.sum() for x in results if x.requires_grad).backward()
     assert weight.grad is not None
 
 
@@ -82,3 +119,22 @@ def test_the_kernels_have_no_atomics():
 def test_what_adds_by_chance_is_seen():
     with NoChance(), pytest.raises(AssertionError, match="any order"):
         torch.zeros(3).index_add_(0, torch.zeros(2, dtype=torch.int64), torch.ones(2))
+
+
+@pytest.mark.parametrize("numbers", [1, 63, 64, 65, 128, 5000])
+def test_prefix_sums_by_products(numbers):
+    """In another order than `cumsum`'s."""
+    x = torch.rand(3, numbers)
+    with cuda_branches(), NoChance():
+        found = prefix_sums(x, torch.float64)
+    torch.testing.assert_close(found, x.double().cumsum(1), rtol=1e-13, atol=0)
+
+
+def test_sums_of_equals():
+    x, ids = torch.randn(5, 37, dtype=torch.float64), torch.randint(9, (5, 37))
+    ids[0] = 3
+    ids[1] = torch.arange(37)
+    want = torch.stack([(x * (ids == ids[:, i : i + 1])).sum(1) for i in range(37)], 1)
+    found = sums_of_equals(x, ids)
+    torch.testing.assert_close(found, want)
+    assert found[1].equal(x[1])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine import statistics
+from megatron_ext.head.readouts.fixed_order_sums import sums_of_equals
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
 from megatron_ext.head.readouts.vocabulary_order import blocks, largest, largest_columns
 from megatron_ext.head.row_passes.dispatch import row_gradient
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,8 @@ class _Picks(ReadOut):
         at_tK = (ids_tK - vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it
         own_g_tK = g_tK.where(own_tK, 0.0)
         if not self.normalised:
-            own_g_tK = own_g_tK.to(accumulation_dtype(out_tV.dtype))
-            for at in blocks(out_tV):
-                dz_uV = torch.zeros_like(out_tV[at], dtype=own_g_tK.dtype)
-                out_tV[at] = dz_uV.scatter_add_(1, at_tK[at], own_g_tK[at])
+            out_tV.zero_()
+            _place(out_tV, at_tK, sums_of_equals(own_g_tK, at_tK))
             return
         z_tV = logits()[0]
         peak_t, alpha_t, *away_t = rest
@@ -76,11 +75,9 @@ class _Picks(ReadOut):
         u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.options.temperature, peak_t.dtype).double()
         u_tK = u_tK - peak_t.unsqueeze(1)
         bend_tK = scale_t.unsqueeze(1) + slope_t.unsqueeze(1) * u_tK.clamp(min=-1e4)
-        picked_tK = _sums_of_equals(own_g_tK, at_tK) + u_tK.exp() * bend_tK
+        picked_tK = sums_of_equals(own_g_tK, at_tK) + u_tK.exp() * bend_tK
         self.softmax(z_tV, peak_t, scale_t, None if g_entropy_t is None else slope_t, out_tV)
-        # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
-        row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
-        out_tV.index_put_((row_t1, at_tK), picked_tK.to(out_tV.dtype))
+        _place(out_tV, at_tK, picked_tK)
 
     def softmax(self, z_tV: Tensor, shift_t: Tensor, scale_t: Tensor, slope_t: Tensor | None, out_tV: Tensor) -> None:
         """`exp(u) (scale + slope u)`, u = z / temperature - shift."""
@@ -155,13 +152,10 @@ class TopK(_Picks):
         return self.picked(z_TK, ids_TK, stats_RKT, own_KT)
 
 
-def _sums_of_equals(x_tK: Tensor, ids_tK: Tensor) -> Tensor:
-    """Each entry becomes the sum of those in its row that have its id."""
-    ids_tK, order_tK = ids_tK.sort(1)
-    run_tK = torch.zeros_like(ids_tK)
-    run_tK[:, 1:] = (ids_tK[:, 1:] != ids_tK[:, :-1]).cumsum(1)
-    sums_tK = torch.zeros_like(x_tK).scatter_add_(1, run_tK, x_tK.gather(1, order_tK))
-    return torch.empty_like(x_tK).scatter_(1, order_tK, sums_tK.gather(1, run_tK))
+def _place(out_tV: Tensor, columns_tK: Tensor, values_tK: Tensor) -> None:
+    """Write them, equal ones where columns are equal. Not by `scatter_`: on CPU it makes 16-bit matrices fp32."""
+    row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
+    out_tV.index_put_((row_t1, columns_tK), values_tK.to(out_tV.dtype))
 
 
 def _integers(stats: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.statistics import REFUSED
+from megatron_ext.head.readouts.fixed_order_sums import prefix_sums
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
 from megatron_ext.head.readouts.vocabulary_order import blocks, largest_columns
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
@@ -145,7 +146,7 @@ class TopKTopP(ReadOut):
         total_t = exp_tK.sum(1) + beyond_t * exp_tK[:, -1]
         inside_tK = z_tK > -torch.inf
         if self.top_p < 1:
-            before_tK = F.pad(exp_tK.cumsum(1)[:, :-1], (1, 0))
+            before_tK = F.pad(prefix_sums(exp_tK, exp_tK.dtype)[:, :-1], (1, 0))
             inside_tK &= before_tK < self.top_p * total_t.unsqueeze(1)
         last_t1 = inside_tK.sum(1, keepdim=True).clamp(min=1) - 1
         cut_t1 = z_tK.gather(1, last_t1)

@@ -22,6 +22,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.statistics import REFUSED
+from megatron_ext.head.readouts.fixed_order_sums import prefix_sums
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut, fingerprint
 from megatron_ext.head.readouts.vocabulary_order import blocks
 from megatron_ext.head.row_passes.dispatch import row_gradient
@@ -157,7 +158,7 @@ class TopP(ReadOut):
         scaled = self._scaled(falling, cuts_Ku.dtype)
         peak_u1 = scaled[:, :1].clamp(min=torch.finfo(scaled.dtype).min)
         exp = (scaled - peak_u1).exp_()
-        mass = exp.cumsum(1, dtype=torch.float64)  # over a whole vocabulary fp32 would lose digits
+        mass = prefix_sums(exp, torch.float64)  # over a whole vocabulary fp32 would lose digits
         before = F.pad(mass[:, :-1], (1, 0))
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
         cut_u1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)

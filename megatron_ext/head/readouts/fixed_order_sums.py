@@ -1,0 +1,44 @@
+"""Sums whose order the shapes decide, so that they are the same bits in each run on CUDA too.
+
+There `cumsum` and `scatter_add` of floating numbers add in the order in which blocks of threads happen to come by, and
+torch's deterministic mode refuses the first of them.
+
+Legend: T tokens, N numbers of each.
+"""
+
+import torch
+from torch import Tensor
+
+_BLOCK = 64  # numbers
+
+
+def prefix_sums(x_TN: Tensor, dtype: torch.dtype) -> Tensor:
+    """`cumsum(1)` in `dtype`. On CUDA by products with triangles of ones: within blocks, then over their sums."""
+    return _by_products(x_TN.to(dtype)) if x_TN.is_cuda else x_TN.cumsum(1, dtype=dtype)
+
+
+def _by_products(x_TN: Tensor) -> Tensor:
+    tokens, numbers = x_TN.shape
+    blocks = -(-numbers // _BLOCK)
+    triangle = torch.ones(_BLOCK, _BLOCK, dtype=x_TN.dtype, device=x_TN.device).triu_()
+    padded_TN = torch.nn.functional.pad(x_TN, (0, blocks * _BLOCK - numbers))
+    within_TBN = torch.mm(padded_TN.view(tokens * blocks, _BLOCK), triangle).view(tokens, blocks, _BLOCK)
+    if blocks > 1:
+        within_TBN[:, 1:] += _by_products(within_TBN[:, :-1, -1]).unsqueeze(2)
+    return within_TBN.flatten(1)[:, :numbers]
+
+
+def sums_of_equals(x_TN: Tensor, ids_TN: Tensor) -> Tensor:
+    """Each number becomes the sum of those in its row that have its id.
+
+    Ids are sorted, and each number adds what lies 1, 2, 4, ... places before it as long as that has its id too: the
+    last one of equals has their sum.
+    """
+    ids_TN, order_TN = ids_TN.sort(stable=True, dim=1)
+    sums_TN, step = x_TN.gather(1, order_TN), 1
+    while step < ids_TN.shape[1]:
+        same_TN = ids_TN[:, step:] == ids_TN[:, :-step]
+        sums_TN = torch.cat([sums_TN[:, :step], sums_TN[:, step:] + sums_TN[:, :-step].where(same_TN, 0.0)], 1)
+        step *= 2
+    last_TN = torch.searchsorted(ids_TN, ids_TN, right=True) - 1
+    return torch.empty_like(x_TN).scatter_(1, order_TN, sums_TN.gather(1, last_TN))
