@@ -12,7 +12,7 @@ import torch
 
 from tests.passed import Passed
 from tests.rank_servers import begin_run, end_run
-from tests.ranks import TIMEOUT_S, close_pools, prepare_process
+from tests.ranks import TIMEOUT_S, choose_backend, close_pools, prepare_process
 
 
 def pytest_addoption(parser):
@@ -24,10 +24,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--resume", metavar="FILE", help="leave out the tests that FILE has as passed; add those that pass"
     )
+    parser.addoption(
+        "--nccl-rules",
+        choices=["lazy", "eager"],
+        help="ranks talk over the backend with NCCL's rules instead of gloo; eager: as with a device_id",
+    )
 
 
 def pytest_configure(config):
     prepare_process()
+    choose_backend(config.getoption("nccl_rules"))
     if config.getoption("resume"):
         config.pluginmanager.register(Passed(config.getoption("resume")))
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.

@@ -32,6 +32,32 @@ STRAGGLERS_S = 3  # how long the other ranks may go on once one has failed
 _pools: dict[int, "_Pool"] = {}
 
 
+_NCCL_RULES = {"lazy": {}, "eager": {"eager": True}}  # what pytest's option --nccl-rules may be
+_chosen: list[str] = []
+
+
+def choose_backend(option) -> None:
+    """What ranks talk over that no test has chosen: gloo (None), or the backend that hangs and refuses as NCCL does."""
+    _chosen[:] = [option] if option else []
+
+
+def _rules_of_run():
+    if not _chosen:
+        return "gloo"
+    from megatron_ext.emulation.nccl_rules import NcclRules
+
+    return NcclRules(**_NCCL_RULES[_chosen[0]], order="raise", device_is_set=True)
+
+
+def _backend(rules) -> str:
+    if rules == "gloo":
+        return "gloo"
+    from megatron_ext.emulation.nccl_rules import register
+
+    register(rules)
+    return "nccl_rules"
+
+
 def prepare_process() -> None:
     """What every process that runs test bodies sets: one thread, and uninitialised memory that shows (NaN)."""
     import torch
@@ -44,14 +70,14 @@ def prepare_process() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
-def _work(jobs, rank, world_size, store):
+def _work(jobs, rank, world_size, store, rules):
     import torch
     import torch.distributed as dist
 
     prepare_process()
     gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
-        "gloo",
+        _backend(rules),
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -76,12 +102,12 @@ def _threads():
 
 
 class _Pool:
-    def __init__(self, world_size):
+    def __init__(self, world_size, rules):
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)
         self.crowded = False
-        self.workers = fork(world_size, _work, world_size, self.store)
+        self.workers = fork(world_size, _work, world_size, self.store, rules)
 
     def run(self, module, name, kwargs):
         self._tell((module, name, kwargs))
@@ -127,10 +153,11 @@ class _Pool:
             os.unlink(self.store)
 
 
-def ranks(*world_sizes):
+def ranks(*world_sizes, rules=None):
     """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized.
 
-    What runs on two ranks runs on more of them among the slow tests.
+    What runs on two ranks runs on more of them among the slow tests. A test that needs gloo says `rules="gloo"`, one
+    that needs certain `NcclRules` gives these; then its ranks are its own, and it may leave them unusable.
     """
     sizes = [
         pytest.param(size, marks=pytest.mark.slow if size > 2 and 2 in world_sizes else ()) for size in world_sizes
@@ -139,13 +166,15 @@ def ranks(*world_sizes):
     def decorate(body):
         world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
 
+        @pytest.mark.several_ranks
         @pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"world{size}")
         @functools.wraps(body)
         def test(**kwargs):
             world_size = kwargs.pop("world_size")
-            pool = _pools.pop(world_size, None) or _Pool(world_size)
+            pool = None if rules else _pools.pop(world_size, None)
+            pool = pool or _Pool(world_size, rules or _rules_of_run())
             pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
-            if pool.crowded:
+            if pool.crowded or rules:
                 pool.kill()
             else:
                 _pools[world_size] = pool

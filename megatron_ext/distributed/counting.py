@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_NAMESPACES = ("c10d", "_c10d_functional", "nccl_rules")  # the last one: megatron_ext.emulation.nccl_rules
+
 
 class _CollectiveCounter(TorchDispatchMode):
     def __init__(self) -> None:
@@ -13,7 +15,7 @@ class _CollectiveCounter(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in _NAMESPACES:
             name = func._opname.strip("_")
             if name not in ("wait_tensor", "barrier", "monitored_barrier"):
                 self.counts[name] += 1

@@ -1,0 +1,67 @@
+"""Tensors as bytes, and reductions of what all ranks sent."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """What the backend computes is no part of the user's program: no mode sees it, and no gradient is recorded."""
+    with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def flat(x: Tensor) -> Tensor:
+    """The elements in the order of memory, sharing it."""
+    return torch.as_strided(x.detach(), (x.numel(),), (1,))
+
+
+def content(x: Tensor) -> memoryview:
+    """The bytes of `x`, sharing its memory."""
+    if x.numel() == 0:
+        return memoryview(b"")
+    with unobserved():
+        return flat(x).view(torch.uint8).numpy().data
+
+
+def size_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def fill(x: Tensor, data: memoryview | bytes) -> None:
+    """Overwrite the elements of `x`; no version counter and no mode sees it."""
+    if x.numel():
+        content(x)[:] = data
+
+
+def values(data: memoryview | bytearray, dtype: torch.dtype) -> Tensor:
+    """`data` as a tensor [elements]."""
+    return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+
+
+def reduce(pieces: list[Tensor], op: str) -> Tensor:
+    """The reduction `op` of tensors [N] in the order of ranks, in their own type; the bits are the same on every rank.
+
+    As NCCL does it: a sum of booleans is their maximum, and an average multiplies before it adds, but for integers.
+    """
+    dtype = pieces[0].dtype
+    if dtype is torch.bool:
+        pieces, op = [x.to(torch.uint8) for x in pieces], "max" if op == "sum" else op
+    if op == "avg" and dtype.is_floating_point:
+        pieces = [x * (1 / len(pieces)) for x in pieces]
+    total = functools.reduce(_OPERATORS[op], pieces)
+    if op == "avg" and not dtype.is_floating_point:
+        total = torch.div(total, len(pieces), rounding_mode="trunc")
+    return total.to(dtype)

@@ -1,0 +1,136 @@
+"""Who waits for whom: whether a wait can ever end, from the states of all ranks, and the sentences that say so.
+
+A state is what a rank says of itself: `progress`, which grows with all that it does; `ended`; `threads`, what each of
+the threads that have launched something waits for, (communicator, place in its queue), or None for one that runs; and
+for each communicator the launches in its queue and how many parts of each channel have started.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+State = dict[str, Any]
+_SHOWN = 4  # launches of a queue
+ENDED: State = {"progress": 0, "ended": True, "threads": [], "communicators": {}}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A launch in the queue of a rank's communicator, or (without communicator) the rank's program."""
+
+    rank: int
+    communicator: str = ""
+    place: int = 0
+
+
+class Waits:
+    """What waits for what, between all ranks. A program that runs may launch anything; all else has to follow."""
+
+    def __init__(self, states: dict[int, State]):
+        self._states = states
+        self._ends: set[Node] = set()  # what can go on
+        nodes = [Node(rank) for rank in states]
+        nodes += [
+            Node(rank, name, place)
+            for rank, state in states.items()
+            for name, communicator in state["communicators"].items()
+            for place in range(len(communicator["queue"]))
+        ]
+        self.nodes = nodes
+        while found := {node for node in nodes if node not in self._ends and not self.waits_for(node)}:
+            self._ends |= found
+
+    def stuck(self, node: Node) -> bool:
+        return node not in self._ends
+
+    def waits_for(self, node: Node) -> list[Node]:
+        """The nodes that have to go on before `node` does. The node itself where nothing can help it."""
+        return [needed for needed in self._needs(node) if needed not in self._ends]
+
+    def _needs(self, node: Node) -> list[Node]:
+        state = self._states[node.rank]
+        if not node.communicator:
+            if state["ended"]:
+                return [node]
+            waiting = [wait for wait in state["threads"] if wait is not None]
+            if len(waiting) < len(state["threads"]) or not waiting:
+                return []
+            places = [Node(node.rank, name, place) for name, place in waiting]
+            return places if all(place not in self._ends for place in places) else []
+        if node.place:
+            return [Node(node.rank, node.communicator, node.place - 1), *self._meetings(node)]
+        return self._meetings(node)
+
+    def _meetings(self, node: Node) -> list[Node]:
+        needed = []
+        for part in self._states[node.rank]["communicators"][node.communicator]["queue"][node.place]["parts"]:
+            for peer in part["needs"]:
+                meeting = self._meeting(peer, node.communicator, part["theirs"], part["number"])
+                needed += [meeting] if meeting is not None else []
+        return needed
+
+    def _meeting(self, peer: int, name: str, channel: str, number: int) -> Node | None:
+        """What rank `peer` needs to come to part `number` of `channel`, None if it has come."""
+        state = self._states[peer]
+        communicator = state["communicators"].get(name)
+        if communicator is not None:
+            if communicator["started"].get(channel, 0) > number:
+                return None
+            for place, launch in enumerate(communicator["queue"]):
+                if any(part["mine"] == channel and part["number"] == number for part in launch["parts"]):
+                    return Node(peer, name, place - 1) if place else None
+        return Node(peer)
+
+    def circle(self, start: Node) -> list[Node]:
+        """From `start` on, each node waits for the next one; the last one waits for one that was met before, and only
+        what comes after that one is given: the circle. What has ended stands at the end of its list."""
+        path: list[Node] = []
+        node = start
+        while node not in path:
+            path.append(node)
+            node = self.waits_for(node)[0]
+        if node == path[-1]:  # a rank that has ended
+            return path
+        return path[path.index(node) :]
+
+
+def stuck_ranks(states: dict[int, State]) -> list[int]:
+    waits = Waits(states)
+    return [rank for rank in states if waits.stuck(Node(rank))]
+
+
+def report(states: dict[int, State], start: int) -> str | None:
+    """Why rank `start` waits forever, None if it does not: the circle, then the queues of every rank in it."""
+    waits = Waits(states)
+    if not waits.stuck(Node(start)):
+        return None
+    circle = waits.circle(Node(start))
+    ranks = sorted({node.rank for node in circle})
+    ended = [rank for rank in ranks if states[rank]["ended"]]
+    if ended:
+        names = " and ".join(f"rank {rank}" for rank in ended)
+        lines = [f"hang: {names} ended while others wait for it, which on GPUs would last for good."]
+    else:
+        lines = ["hang: these ranks wait for each other in a circle, which on GPUs would last for good."]
+    for rank in [*ranks, *sorted(set(states) - set(ranks))]:
+        if waits.stuck(Node(rank)):
+            lines += _describe(rank, states[rank])
+    return "\n".join(lines)
+
+
+def _describe(rank: int, state: State) -> list[str]:
+    if state["ended"]:
+        return [f"rank {rank} has ended"]
+    lines = [f"rank {rank}"]
+    for wait in state["threads"]:
+        name, place = wait
+        launch = state["communicators"][name]["queue"][place]
+        lines.append(f"  its program waits for {launch['what']} on communicator {name}")
+    for name, communicator in state["communicators"].items():
+        queue = communicator["queue"]
+        if queue:
+            lines.append(
+                f"  communicator {name} (ranks {', '.join(map(str, communicator['ranks']))}), in launch order:"
+            )
+            lines += [f"    {'runs' if not i else 'next'}  {launch['what']}" for i, launch in enumerate(queue[:_SHOWN])]
+            lines += [f"    and {len(queue) - _SHOWN} more"] if len(queue) > _SHOWN else []
+    return lines

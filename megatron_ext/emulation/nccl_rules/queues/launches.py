@@ -1,0 +1,103 @@
+"""What a rank launches on a communicator: collectives and messages, described so that the queues can run them."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Payloads = dict[int, memoryview]
+
+_NOT_THE_CALLER = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen")
+_LINES = 3  # of the caller, innermost first
+MADE = "made"  # the channel on which a communicator's ranks meet to make it
+
+
+@dataclass(eq=False)
+class Part:
+    """One collective, or one message, of a launch. Peers are ranks of the transport, without this one unless it sends
+    to itself.
+
+    A message belongs to a channel of its communicator and has a number there: the n-th that this rank sends under
+    `mine` meets the n-th of each peer under `theirs`. A collective has the channel "all"; messages from rank 0 to rank
+    1 have "0>1 send" and "0>1 recv".
+    """
+
+    agree: str  # what must be the same on all of its ranks
+    finish: Callable[[Payloads], None]  # called with what the peers have sent, once it is complete
+    sends: dict[int, Any]  # bytes for each peer, empty where the peer is only told that this rank has come
+    expects: dict[int, int]  # bytes from each peer
+    needs: frozenset[int]  # the peers that must have come before this part is complete
+    mine: str = "all"
+    theirs: str = "all"
+    number: int = -1  # given at launch
+    received: Payloads = field(default_factory=dict)
+    unsent: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.unsent == 0 and self.needs <= self.received.keys()
+
+    @property
+    def name(self) -> str:
+        """The same on all of its ranks."""
+        return f"{self.mine.split(' ')[0]} {self.number}"
+
+
+@dataclass(eq=False)
+class Launch:
+    """Parts that one call launches at once: they have no order among each other, and complete together."""
+
+    what: str  # "all_reduce of float32 [4, 8]"
+    parts: list[Part]
+    communicator: "Communicator"
+    where: list[str]  # lines of the program, innermost first
+    number: int = -1  # among all launches of this rank
+    before: dict[int, list[tuple[str, str]]] = field(default_factory=dict)  # by peer: what was under way at launch
+    started: bool = False
+    done: bool = False
+    waited_for: bool = False
+    error: Exception | None = None
+    when_done: list[Callable[[], None]] = field(default_factory=list)
+
+    def describe(self) -> str:
+        return f"{self.what} at {' < '.join(self.where) or 'an unknown line'}"
+
+
+class Communicator:
+    """Runs launches one after the other, in the order in which they were launched, on every one of its ranks."""
+
+    def __init__(self, name: str, ranks: list[int]):
+        self.name, self.ranks = name, ranks
+        self.queue: list[Launch] = []  # the first one runs
+        self.made = False
+        self.launched: dict[str, int] = {}  # how many parts, by `mine`
+        self.started: dict[str, int] = {}  # likewise
+        self.finished: dict[str, int] = {}  # by `theirs`
+
+    def number(self, launch: Launch) -> None:
+        for part in launch.parts:
+            part.number = self.launched.get(part.mine, 0)
+            self.launched[part.mine] = part.number + 1
+
+
+def lines_of_caller() -> list[str]:
+    """The lines of code that the program is at, outside torch and this backend, innermost first."""
+    frame: Any = sys._getframe(1)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _LINES:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_CALLER):
+            lines.append(f"{_short(file)}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def _short(file: str) -> str:
+    """From the package on: the folder that is imported from says nothing."""
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        if file.startswith(folder + "/"):
+            return file[len(folder) + 1 :]
+    return file

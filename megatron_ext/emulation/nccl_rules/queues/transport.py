@@ -1,0 +1,202 @@
+"""Messages between all ranks of a world: a TCP connection for each pair, and one thread of each rank that reads.
+
+gloo's own messages would not do. They move when the receiver asks for them, while here a rank has to learn at any time
+what another one waits for.
+"""
+
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+_PREFIX = struct.Struct("<IQ")  # bytes of the header, and of what follows it
+_ALIGNMENT = 16  # the payload starts at a multiple of it, so that a tensor can be made of it where it lies
+
+_CLOSE_S = 5.0
+
+Header = dict[str, Any]
+Receive = Callable[[int, Header, memoryview], None]
+Gone = Callable[[int], None]
+
+
+class Transport:
+    """The connections of rank `rank` with all others of a world of `size`, which meet by `store`.
+
+    `lock` guards everything; `receive(peer, header, payload)` and `gone(peer)` are called with it held, by the thread
+    of this object, and `send` is called with it held by anyone.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, lock: Any, receive: Receive, gone: Gone):
+        self.rank, self.size = rank, size
+        self._lock, self._receive, self._gone = lock, receive, gone
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        for peer, connected in _meet(store, rank, size).items():
+            self._connections[peer] = _Connection(peer, connected)
+            self._selector.register(connected, selectors.EVENT_READ, self._connections[peer])
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._closing, self._flushed = False, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nccl-rules", daemon=True)
+        self._thread.start()
+
+    def send(self, peer: int, header: Header, payload: Any = b"", sent: Callable[[], None] | None = None) -> None:
+        """Send `header` and the bytes of `payload`; `sent()` is called once they have left and may be changed."""
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + _PREFIX.size) % _ALIGNMENT)
+        connection = self._connections.get(peer)
+        if connection is None:
+            return  # the peer has ended: whoever waits for it is told so
+        connection.out.append(
+            (memoryview(_PREFIX.pack(len(text), len(payload)) + text), None if len(payload) else sent)
+        )
+        if len(payload):
+            connection.out.append((memoryview(payload), sent))
+        if connection.writes_all:
+            self._flush(connection)
+
+    def close(self) -> None:
+        """Send what is left, then tell all peers that no more will come. Returns once that is done."""
+        self._closing = True
+        self._wake.send(b"x")
+        self._flushed.wait(_CLOSE_S)
+
+    def _flush(self, connection: "_Connection") -> None:
+        try:
+            done = connection.flush()
+        except OSError:  # it no longer reads; what it has sent is still to be read
+            connection.out.clear()
+            done = True
+        if done != connection.writes_all:
+            connection.writes_all = done
+            events = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
+            self._selector.modify(connection.socket, events, connection)
+
+    def _drop(self, connection: "_Connection") -> None:
+        if self._connections.pop(connection.peer, None) is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            self._gone(connection.peer)
+
+    def _run(self) -> None:
+        while self._connections or not self._closing:
+            for key, events in self._selector.select():
+                connection = key.data
+                if connection is None:
+                    self._woken.recv(1)
+                    continue
+                with self._lock:
+                    if events & selectors.EVENT_WRITE and connection.peer in self._connections:
+                        self._flush(connection)
+                    if events & selectors.EVENT_READ and connection.peer in self._connections:
+                        self._read(connection)
+            if self._closing and not self._flushed.is_set():
+                self._say_goodbye()
+        self._flushed.set()
+        self._selector.close()
+
+    def _say_goodbye(self) -> None:
+        """Peers that have more to send find this rank reading until they close as well."""
+        with self._lock:
+            if all(connection.writes_all for connection in self._connections.values()):
+                for connection in self._connections.values():
+                    with suppress(OSError):
+                        connection.socket.shutdown(socket.SHUT_WR)
+                self._flushed.set()
+
+    def _read(self, connection: "_Connection") -> None:
+        try:
+            frame = connection.read()
+        except (OSError, EOFError):
+            self._drop(connection)
+            return
+        if frame is not None:
+            self._receive(connection.peer, *frame)
+
+
+class _Connection:
+    """A socket that never blocks, what is still to be sent on it, and what has come of the frame that is being read."""
+
+    def __init__(self, peer: int, connected: socket.socket):
+        self.peer, self.socket = peer, connected
+        self.out: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        self.writes_all = True
+        self._header_bytes = -1  # not known yet
+        self._wanted = memoryview(bytearray(_PREFIX.size))
+        self._filled = 0
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def flush(self) -> bool:
+        """Send what the system takes now. Returns whether that was all."""
+        while self.out:
+            data, sent = self.out[0]
+            try:
+                n = self.socket.send(data)
+            except BlockingIOError:
+                return False
+            if n < len(data):
+                self.out[0] = (data[n:], sent)
+                continue
+            self.out.popleft()
+            if sent is not None:
+                sent()
+        return True
+
+    def read(self) -> tuple[Header, memoryview] | None:
+        """Read on; returns a frame once it is whole."""
+        while True:
+            while self._filled < len(self._wanted):
+                try:
+                    n = self.socket.recv_into(self._wanted[self._filled :])
+                except BlockingIOError:
+                    return None
+                if n == 0:
+                    raise EOFError
+                self._filled += n
+            frame, self._filled = self._wanted, 0
+            if self._header_bytes < 0:
+                self._header_bytes, payload_bytes = _PREFIX.unpack(frame)
+                # The prefix is part of what is aligned.
+                self._wanted = memoryview(bytearray(_PREFIX.size + self._header_bytes + payload_bytes))
+                self._filled = _PREFIX.size
+                continue
+            end = _PREFIX.size + self._header_bytes
+            self._header_bytes, self._wanted = -1, memoryview(bytearray(_PREFIX.size))
+            return json.loads(bytes(frame[_PREFIX.size : end])), frame[end:]
+
+
+def _meet(store: dist.Store, rank: int, size: int) -> dict[int, socket.socket]:
+    """A connection with every other rank. Those of one host meet on its loopback interface."""
+    name = socket.gethostname()
+    if rank == 0:
+        store.set("key", secrets.token_hex(16))
+    key = store.get("key")
+    store.set(f"host of {rank}", name)
+    local = all(store.get(f"host of {r}") == name.encode() for r in range(size))
+    address = "127.0.0.1" if local else socket.gethostbyname(name)
+    connections = {}
+    with socket.create_server((address, 0), backlog=size) as listener:
+        store.set(f"address of {rank}", f"{address} {listener.getsockname()[1]}")
+        for peer in range(rank):
+            host, port = store.get(f"address of {peer}").decode().split()
+            connected = socket.create_connection((host, int(port)))
+            connected.sendall(key + b"%8d" % rank)
+            connections[peer] = connected
+        while len(connections) < size - 1:
+            connected, _ = listener.accept()
+            said = connected.recv(len(key) + 8, socket.MSG_WAITALL)
+            if len(said) == len(key) + 8 and hmac.compare_digest(said[: len(key)], key):
+                connections[int(said[len(key) :])] = connected
+            else:  # not one of us
+                connected.close()
+    return connections
