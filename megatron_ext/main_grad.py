@@ -9,8 +9,6 @@ On GPUs Apex's kernels do the addition where they are installed, and Transformer
 imported, as in Megatron; PyTorch does both elsewhere, with as many matmuls.
 """
 
-import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
+
+from megatron_ext.optional_packages import optional_module
 
 # torch before 2.13 cannot trace a product that is added with `out_dtype`.
 _FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"
@@ -70,12 +70,8 @@ def _apex_kernel(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> Callable[
     return _apex().wgrad_gemm_accum_fp16 if out_ND.dtype == left_TN.dtype and out_ND.itemsize == 2 else None
 
 
-@functools.cache
 def _apex() -> Any:
-    try:
-        return importlib.import_module("fused_weight_gradient_mlp_cuda")
-    except ImportError:
-        return None
+    return optional_module("fused_weight_gradient_mlp_cuda", instead="PyTorch adds weight gradients into main_grad")
 
 
 def promise(weight: Tensor) -> None:
@@ -97,7 +93,7 @@ def finish(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         weight.grad_added_to_main_grad = True
     zero = bool(getattr(weight, "zero_out_wgrad", False))
     lend = getattr(sys.modules.get("transformer_engine.pytorch.module.base"), "get_dummy_wgrad", None)
-    if lend is not None and weight.is_cuda and not torch.compiler.is_compiling():
+    if lend is not None and weight.is_cuda and weight.dim() == 2 and not torch.compiler.is_compiling():
         return lend(list(weight.shape), dtype, zero=zero)
     make = torch.zeros if zero else torch.empty
     return make(weight.shape, dtype=dtype, device=weight.device, requires_grad=False)

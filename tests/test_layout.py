@@ -26,6 +26,7 @@ ROOMS = [
     "sequence",
     "distributed",
     "main_grad",
+    "optional_packages",
     "reference",
 ]
 MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "emulation"}

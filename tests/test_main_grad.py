@@ -12,6 +12,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megatron_ext import main_grad
+from megatron_ext.optional_packages import optional_module
 from tests.devices import GPU
 
 T, N, D = 5, 3, 4
@@ -33,9 +34,9 @@ def apex(monkeypatch):
 
     module.wgrad_gemm_accum_fp32, module.wgrad_gemm_accum_fp16 = kernel("fp32"), kernel("fp16")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    main_grad._apex.cache_clear()
+    optional_module.cache_clear()
     yield module
-    main_grad._apex.cache_clear()
+    optional_module.cache_clear()
 
 
 def add(operand, out, device="cuda", strided=False):
@@ -71,11 +72,11 @@ def test_what_apex_does_not_take_is_pytorchs(apex):
 def test_without_apex():
     """The normal case: it is looked for once, and PyTorch's matmul does as well."""
     assert "fused_weight_gradient_mlp_cuda" not in sys.modules
-    main_grad._apex.cache_clear()
+    optional_module.cache_clear()
     add(torch.bfloat16, torch.bfloat16)
     add(torch.bfloat16, torch.bfloat16)
     assert main_grad._apex() is None
-    assert main_grad._apex.cache_info().misses == 1
+    assert optional_module.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -95,6 +96,18 @@ def test_transformer_engine_lends_the_dummy(monkeypatch, zero):
         assert main_grad.finish(weight, torch.bfloat16) == "the one buffer"
     assert weight.grad_added_to_main_grad
     assert asked == [([N, D], torch.bfloat16, zero)]
+
+
+def test_transformer_engine_is_asked_for_matrices_alone(monkeypatch):
+    """Its 2.11 asserts two dims, and a weight may have others: a convolution's, or one that was flattened."""
+    module = ModuleType("transformer_engine.pytorch.module.base")
+    module.get_dummy_wgrad = lambda shape, dtype, zero=False: pytest.fail(f"asked for {shape}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with FakeTensorMode():
+        for shape in ((N,), (2, N, D)):
+            weight = torch.empty(shape, device="cuda")
+            weight.grad_added_to_main_grad = False
+            assert main_grad.finish(weight, torch.bfloat16).shape == shape
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Which ranks hold the pieces of a tensor. The only reader of Megatron's global state.
 
-A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". Megatron's groups are looked up in
+A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". What has its methods `size()` and `rank()`
+passes for one, as in Megatron: more is asked of it only where something is sent. Megatron's groups are looked up in
 `megatron.core.parallel_state` if somebody has imported it; we never import it ourselves, since a `parallel_state` that
 nobody imported cannot have been initialised.
 """
@@ -20,16 +21,22 @@ UNSHARDED: Any = "unsharded"
 
 def group_size(group: Group) -> int:
     """Number of ranks in `group`; 1 for None."""
-    return 1 if group is None else dist.get_world_size(group)
+    if group is None:
+        return 1
+    return dist.get_world_size(group) if isinstance(group, ProcessGroup) else group.size()
 
 
 def group_rank(group: Group) -> int:
     """This rank's place in `group`; 0 for None."""
-    return 0 if group is None else dist.get_rank(group)
+    if group is None:
+        return 0
+    return dist.get_rank(group) if isinstance(group, ProcessGroup) else group.rank()
 
 
 def is_registered(group: ProcessGroup) -> bool:
     """Whether `group` was not destroyed."""
+    if not isinstance(group, ProcessGroup):
+        return True
     try:
         dist.get_rank(group)
     except ValueError:  # also where torch.distributed was shut down as a whole
@@ -45,17 +52,22 @@ def check_group(group: Group, argument: str = "tp_group") -> Group:
     """
     if group is None:
         return None
-    if group is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(group, ProcessGroup) and dist.get_rank(group) < 0):
+    looks_like_one = callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (looks_like_one and group_rank(group) < 0):
         raise ValueError(
-            f"{argument} does not hold this rank (global rank {dist.get_rank()}): every caller must be a member; "
+            f"{argument} does not hold this rank (global rank {_global_rank()}): every caller must be a member; "
             f"pass the group that new_group() returned on this rank's own member list"
         )
-    if not isinstance(group, ProcessGroup):
+    if not looks_like_one:
         raise ValueError(
             f"{argument} is a {type(group).__name__}: it must be a torch.distributed.ProcessGroup or None; "
             f"pass for instance parallel_state.get_tensor_model_parallel_group()"
         )
     return group
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def parallel_state() -> ModuleType | None:

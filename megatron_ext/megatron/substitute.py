@@ -23,7 +23,8 @@ from megatron_ext.distributed.groups import is_registered
 from megatron_ext.megatron import versions
 from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel._random.process_tracker import Process
+from megatron_ext.tensor_parallel._random.process_tracker import Kind, Process
+from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
 
 _THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
 _MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
@@ -256,19 +257,27 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
         )
 
 
+def _kind(tracker: Any) -> dict[str, bool]:
+    """The arguments of `initialize_rng_tracker`, of either package, that make a tracker like this one."""
+    if is_te_tracker(tracker):
+        return {"use_te_rng_tracker": True}
+    return {
+        "inference_rng_tracker": tracker.is_inference_rng_tracker,
+        "use_cudagraphable_rng": tracker.use_cudagraphable_rng,
+    }
+
+
 def _carry_streams(source: Any, target: Any) -> None:
-    """Have the RNG tracker of the module `target` go on where the tracker `source` stands."""
+    """Have the RNG tracker of the module `target` go on where the tracker `source` stands, with its own class.
+
+    A tracker of the same kind that is there stays, since others may hold it; it is what they look at after `restore`.
+    """
     if source is None or not source.is_initialized():
         return
-    if not type(source).__module__.startswith((_THEIRS, _OURS)):  # Transformer Engine's, which both packages use
-        target._CUDA_RNG_STATE_TRACKER = source
-        return
-    target.initialize_rng_tracker(
-        inference_rng_tracker=source.is_inference_rng_tracker,
-        use_cudagraphable_rng=source.use_cudagraphable_rng,
-        force_reset=True,
-    )
-    target.get_cuda_rng_tracker().set_states(source.get_states())
+    there = target._CUDA_RNG_STATE_TRACKER
+    if there is None or _kind(there) != _kind(source):
+        target.initialize_rng_tracker(**_kind(source), force_reset=True)
+    target._CUDA_RNG_STATE_TRACKER.set_states(source.get_states())
 
 
 class _Active(NamedTuple):
@@ -277,7 +286,7 @@ class _Active(NamedTuple):
     report: Substitution
     swap: _Swap
     known: set[str]  # modules that were loaded before
-    tracker: Any  # of our own package, before
+    tracker: tuple[Any, Kind]  # of our own package, before
 
 
 _active: _Active | None = None
@@ -301,7 +310,7 @@ def substitute_tensor_parallel() -> Substitution:
         return _active.report
     pairs, _ = _pairs()
     _refuse_half_way(pairs)
-    before, known = Process.tracker, {module.__name__ for module in _loaded_modules()}
+    before, known = (Process.tracker, Process.kind), {module.__name__ for module in _loaded_modules()}
     swap = _Swap(pairs.values())
     try:
         for module in _loaded_modules():
@@ -311,9 +320,11 @@ def substitute_tensor_parallel() -> Substitution:
                 swap.in_dataclass(holder)
         for subclass in swap.subclasses():
             swap.in_bases(subclass)
+        Process.tracker = None
         _carry_streams(_their_random()._CUDA_RNG_STATE_TRACKER, our_random)
     except BaseException:
         swap.take_back()
+        Process.tracker, Process.kind = before
         raise
     report = Substitution(megatron.core.__version__, tuple(pairs), tuple(dict.fromkeys(swap.places)))
     _active = _Active(report, swap, known, before)
@@ -344,7 +355,7 @@ def restore_tensor_parallel() -> Substitution | None:
             back.in_bases(subclass)
     swap.take_back()
     _carry_streams(Process.tracker, _their_random())
-    Process.tracker = tracker
+    Process.tracker, Process.kind = tracker
     _active = None
     return report
 

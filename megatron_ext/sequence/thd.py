@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.optional_packages import optional_module
 from megatron_ext.sequence.zigzag import check_cu_seqlens, demand, thd_partition_indices
 
 
@@ -72,16 +73,14 @@ def partition_indices(cu_seqlens: Tensor, total: int, ranks: int, rank: int) -> 
     """`zigzag.thd_partition_indices`, by Transformer Engine's own kernel where it is installed and the tensor on CUDA.
 
     Raises:
-        ValueError: as there; Transformer Engine itself checks nothing.
+        ValueError: as there. Of all that Transformer Engine itself demands int32 alone, which it is given.
     """
     if cu_seqlens.is_cuda:
-        try:
-            from transformer_engine_torch import thd_get_partitioned_indices
-        except ImportError:
-            pass
-        else:
+        slower = "PyTorch finds the places of packed tokens, in several kernels"
+        engine = optional_module("transformer_engine_torch", after="transformer_engine", instead=slower)
+        if engine is not None:
             check_cu_seqlens(cu_seqlens, total, multiple=2 * ranks, argument="cu_seqlens_padded")
-            return thd_get_partitioned_indices(cu_seqlens, total, ranks, rank)
+            return engine.thd_get_partitioned_indices(cu_seqlens.to(torch.int32), total, ranks, rank)
     return thd_partition_indices(cu_seqlens, total, ranks, rank)
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.gpt import model_parallel
 from tests.ranks import ranks
@@ -76,3 +78,25 @@ def test_expert_row_without_bias_needs_no_skip_bias_add():
     with model_parallel(tp=1, ep=1):
         _, down = expert_layers(Config(expert_model_parallel_size=2), skip_bias_add=False)
         down(torch.randn(S, N))
+
+
+@ranks(2)
+def test_experts_that_are_cut_otherwise_than_dense_layers_have_their_own_data_parallel_group():
+    """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    with megatron_on_cpu(), model_parallel(tp=2, expert_tensor_parallel_size=1):
+        sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+        config = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, **sizes)
+        experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
+        assert [p.allreduce for p in experts.parameters()] == [False] * 3
+        assert ColumnParallelLinear(D, N, config=config, init_method=init).weight.allreduce is True
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), experts)
+        up, down = experts
+        x = [numbers(S, D, seed=rank) for rank in range(2)]
+        down(up(x[dist.get_rank()])[0])[0].sum().backward()
+        model.finish_grad_sync()
+        weights = [numbers(N, D, seed=7).requires_grad_(), numbers(D, N, seed=7).requires_grad_()]
+        sum(F.linear(F.linear(own, weights[0]), weights[1]).sum() for own in x).backward()
+        for layer, weight in zip((up, down), weights, strict=True):
+            torch.testing.assert_close(layer.weight.main_grad, weight.grad, rtol=1e-5, atol=1e-4)

@@ -425,3 +425,35 @@ def test_without_a_tracker_none_is_made():
         x = numbers(3, seed=0).requires_grad_()
         checkpoint(lambda x: F.dropout(x, 0.5), False, x).sum().backward()
         assert random._CUDA_RNG_STATE_TRACKER is None
+
+
+@ranks(2)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
+    """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole."""
+    with model_parallel(tp=2):
+        given = numbers(3, 4, seed=1).requires_grad_()
+        other = numbers(3, 4, seed=2).requires_grad_()
+        expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
+        given.grad = other.grad = None
+        x = given if leaf else given.exp()
+        part = x.detach().flatten().chunk(2)[world().rank()].clone()
+        out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
+        assert torch.equal(x.detach(), part)
+        assert x.untyped_storage().nbytes() == part.nbytes
+        out.sum().backward()
+        assert_equal([out.detach(), given.grad, other.grad], expected)
+
+
+@ranks(2)
+def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
+    with model_parallel(tp=2):
+        whole = numbers(3, 4, seed=1).requires_grad_()
+        view = whole[:2]
+        twice = checkpoint(lambda x, y: x * y, True, whole, whole)
+        same = checkpoint(lambda x: x, True, view)
+        assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
+        (twice.sum() + same.sum()).backward()
+        expected = 2 * whole.detach()
+        expected[:2] += 1
+        assert torch.equal(whole.grad, expected)

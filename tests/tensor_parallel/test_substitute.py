@@ -4,13 +4,17 @@ import gc
 import importlib
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_ext.emulation import megatron_on_cpu
 from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
+from tests.tensor_parallel.rng import drawn, no_tracker
 
 LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 
@@ -205,3 +209,111 @@ assert "substitute_tensor_parallel" in megatron_ext.__all__
     )
     with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'nothing'"):
         importlib.import_module("megatron_ext").nothing  # noqa: B018
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Transformer Engine's RNG tracker, and Megatron's class around it, over the CPU's generator."""
+
+    class Tracker:
+        def __init__(self):
+            self.reset()
+
+        def reset(self):
+            self.states_, self.seeds_ = {}, set()
+
+        def get_states(self):
+            return dict(self.states_)
+
+        def set_states(self, states):
+            self.states_ = states
+
+        def add(self, name, seed):
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextmanager
+        def fork(self, name="model-parallel-rng"):
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    class TECudaRNGStatesTracker(Tracker):
+        is_inference_rng_tracker = False
+
+        def __init__(self, is_inference_rng_tracker=False):
+            super().__init__()
+
+        def is_initialized(self):
+            return bool(self.states_)
+
+    for name, tracker in {
+        "transformer_engine": None,
+        "transformer_engine.pytorch": None,
+        "transformer_engine.pytorch.distributed": Tracker,
+        "megatron.core.extensions.transformer_engine": TECudaRNGStatesTracker,
+    }.items():
+        module = ModuleType(name)
+        if tracker is not None:
+            setattr(
+                module, "TECudaRNGStatesTracker" if name.startswith("megatron") else "CudaRNGStatesTracker", tracker
+            )
+        monkeypatch.setitem(sys.modules, name, module)
+    return TECudaRNGStatesTracker
+
+
+def test_the_tracker_of_transformer_engine_goes_on_in_ours_and_stays_megatrons(engine, monkeypatch):
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    with megatron_on_cpu(), no_tracker():
+        from megatron.core import tensor_parallel
+        from megatron.core.tensor_parallel import random as theirs
+
+        def draw(x):
+            with tensor_parallel.get_cuda_rng_tracker().fork():
+                return x * torch.rand(4)
+
+        tracker = engine()
+        tracker.add("model-parallel-rng", 5)
+        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER", tracker)
+        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
+        expected = drawn(5, 4, 4, 4)
+        one = torch.ones(4, requires_grad=True)
+        got = [draw(one)]
+        substitute_tensor_parallel()
+        try:
+            assert isinstance(tensor_parallel.get_cuda_rng_tracker(), engine)
+            got.append(tensor_parallel.checkpoint(draw, False, one))
+            got[-1].sum().backward()
+        finally:
+            restore_tensor_parallel()
+        assert theirs._CUDA_RNG_STATE_TRACKER is tracker
+        got.append(draw(one))
+    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=0, atol=0)
+    assert torch.equal(one.grad, expected[1])
+
+
+def test_a_tracker_of_transformer_engine_that_was_made_in_ours_is_one_in_megatrons(engine, monkeypatch):
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    with megatron_on_cpu(), no_tracker():
+        from megatron.core import tensor_parallel
+        from megatron.core.tensor_parallel import random as theirs
+
+        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER", None)
+        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+        monkeypatch.setattr(theirs, "HAVE_TE", True)
+        monkeypatch.setattr(theirs, "is_te_min_version", lambda *args: True, raising=False)
+        substitute_tensor_parallel()
+        try:
+            tensor_parallel.get_cuda_rng_tracker(use_te_rng_tracker=True).add("model-parallel-rng", 5)
+        finally:
+            restore_tensor_parallel()
+        found = tensor_parallel.get_cuda_rng_tracker()
+        assert type(found) is engine
+        with found.fork():
+            assert torch.equal(torch.rand(4), drawn(5, 4)[0])

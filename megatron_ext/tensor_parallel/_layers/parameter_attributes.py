@@ -72,7 +72,7 @@ def param_is_not_tensor_parallel_duplicate(
     if getattr(param, "tensor_model_parallel", False):
         return True
     group = expert_tp_group if expert_tp_group is not None and not getattr(param, "allreduce", True) else tp_group
-    return group_rank(require_tensor_parallel_group(group)) == 0
+    return group_rank(require_tensor_parallel_group() if group is None else group) == 0
 
 
 def param_is_not_gtp_duplicate(param: Tensor) -> bool:

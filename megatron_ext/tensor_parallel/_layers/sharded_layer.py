@@ -157,9 +157,16 @@ class ParallelLayer(ShardedLayer):
             torch.nn.init.zeros_(self.bias)
 
     def _mark_for_gradient_sums(self) -> None:
-        """`allreduce=False` keeps experts out of the data-parallel sums: other ranks hold other experts."""
+        """`allreduce=False` has experts' gradients summed over the ranks that hold the same part of the same experts.
+
+        Those are others than the dense layers' data-parallel ranks where ranks hold other experts (expert parallelism),
+        and where experts are cut into more or fewer parts than dense layers are.
+        """
+        dense = option(self.config, "tensor_model_parallel_size", 1)
+        cut_alike = option(self.config, "expert_tensor_parallel_size") in (None, dense)
+        elsewhere = self.is_expert and (self.expert_parallel or not cut_alike)
         for parameter in self.parameters(recurse=False):
-            parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+            parameter.allreduce = not elsewhere  # type: ignore[attr-defined]
 
     def _mark_for_offloading(self, x: Tensor) -> None:
         """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""

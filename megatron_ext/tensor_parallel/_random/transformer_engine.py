@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -10,7 +11,14 @@ from typing import Any
 
 from torch import Generator
 
-from megatron_ext.tensor_parallel._random.generator_state import capturing, generator_of, get_rng_state, set_rng_state
+from megatron_ext.optional_packages import why_not_loaded
+from megatron_ext.tensor_parallel._random.generator_state import (
+    capturing,
+    generator_of,
+    get_rng_state,
+    set_rng_state,
+    value_of,
+)
 
 MEGATRON_SIDE = "megatron.core.extensions.transformer_engine"
 
@@ -26,14 +34,19 @@ def transformer_engine(module: str, needed_for: str) -> ModuleType:
     """`transformer_engine.pytorch.<module>`.
 
     Raises:
-        ImportError: it is missing.
+        ImportError: it is missing, or its installation is broken: then it raises a RuntimeError or a FileNotFoundError.
     """
     try:
         return import_module(f"transformer_engine.pytorch.{module}")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ImportError(
-            f"{needed_for} needs Transformer Engine, which cannot be imported ({error}): "
+            f"{needed_for} needs Transformer Engine, which is not installed ({error}): "
             f"pip install transformer-engine[pytorch], or do without {needed_for}"
+        ) from error
+    except Exception as error:
+        raise ImportError(
+            f"{needed_for} needs Transformer Engine, and {why_not_loaded('transformer_engine', error)}: "
+            f"install the build for this torch and this CUDA, or do without {needed_for}"
         ) from error
 
 
@@ -74,7 +87,7 @@ def make_te_tracker() -> Any:
                 return None
             in_use = get_rng_state(self.device, graph_safe=True)
             assert isinstance(in_use, Generator)
-            named = {name: state.get_state() for name, state in self.states_.items()}
+            named = {name: value_of(state).clone() for name, state in self.states_.items()}
             return in_use, in_use.get_state(), named
 
         def go_to(self, moment: Any) -> None:
@@ -83,11 +96,22 @@ def make_te_tracker() -> Any:
                 return
             in_use, value, named = moment
             for name, state in named.items():
-                self.states_[name].set_state(state)
+                if isinstance(self.states_[name], Generator):
+                    self.states_[name].set_state(state)
+                else:  # where generators cannot share states
+                    self.states_[name] = state.clone()
             set_rng_state(in_use, self.device, graph_safe=True)
             in_use.set_state(value)
 
     return TECudaRNGStatesTracker()
+
+
+def _quantization() -> ModuleType:
+    """Where the settings of fp8 live: in `quantization`; before Transformer Engine 2.8 in `fp8`."""
+    try:
+        return import_module("transformer_engine.pytorch.quantization")
+    except ModuleNotFoundError:
+        return transformer_engine("fp8", needed_for="fp8")
 
 
 class Fp8Recompute:
@@ -99,10 +123,13 @@ class Fp8Recompute:
 
     def __init__(self) -> None:
         self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
-        fp8 = transformer_engine("fp8", needed_for="fp8")
-        self._autocast = fp8.fp8_autocast
-        self._enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
-        self._recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if self._enabled else None
+        fp8 = _quantization()
+        enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
+        recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+        if hasattr(fp8, "autocast"):  # which deprecates the other one
+            self._autocast = partial(fp8.autocast, enabled=enabled, recipe=recipe)
+        else:
+            self._autocast = partial(fp8.fp8_autocast, enabled=enabled, fp8_recipe=recipe)
 
     def first(self) -> contextlib.AbstractContextManager[Any]:
         """Around the first run."""
@@ -111,6 +138,6 @@ class Fp8Recompute:
     @contextlib.contextmanager
     def second(self) -> Iterator[None]:
         """Around the second."""
-        with self._autocast(enabled=self._enabled, fp8_recipe=self._recipe):
+        with self._autocast():
             with self._phase(activation_recompute=True, recompute_phase=True):
                 yield

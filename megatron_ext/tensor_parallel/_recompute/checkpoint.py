@@ -35,7 +35,9 @@ def checkpoint(
         function: Anything that takes and returns tensors, also inside tuples, lists, dicts and named tuples, and any
             other objects among them. Tensors inside other objects pass through, without gradient.
         distribute_saved_activations: Keep only this rank's part of the first argument, a tensor of any shape that is
-            equal on all tensor-parallel ranks (so not under sequence parallelism).
+            equal on all tensor-parallel ranks (so not under sequence parallelism). As in Megatron the caller's tensor
+            itself becomes that part, flat, and the memory of the rest is free: do not read it after this call. It stays
+            whole where it is a view, and where the function has it as another argument too.
 
     Gradients flow to tensor arguments and to parameters that the function holds, also where only the latter need any.
     With gradients off this is the plain call.
@@ -75,8 +77,11 @@ class CheckpointFunction(torch.autograd.Function):
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         ctx.group = require_tensor_parallel_group() if distribute_saved_activations else None
         if group_size(ctx.group) > 1:
-            ctx.distributed_shape = tensors[0].shape
-            tensors[0] = split_tensor_into_1d_equal_chunks(tensors[0].detach(), new_buffer=True, tp_group=ctx.group)
+            whole, ctx.distributed_shape = tensors[0], tensors[0].shape
+            tensors[0] = split_tensor_into_1d_equal_chunks(whole.detach(), new_buffer=True, tp_group=ctx.group)
+            if not whole._is_view() and all(tensor is not whole for tensor in tensors[1:]):
+                whole.data = tensors[0]
+                ctx.cut_leaf = whole if whole.is_leaf else None
         ctx.save_for_backward(*tensors)
         return results
 
@@ -88,6 +93,8 @@ class CheckpointFunction(torch.autograd.Function):
         if group_size(ctx.group) > 1:
             shape = ctx.distributed_shape
             tensors[0] = gather_split_1d_tensor(tensors[0], tp_group=ctx.group)[: shape.numel()].view(shape)
+            if getattr(ctx, "cut_leaf", None) is not None:  # whose gradient must have its shape
+                ctx.cut_leaf.data = tensors[0]
         with checkpointing():
             inputs, results = ctx.rerun.second(tensors, ctx.needs_input_grad[2:])
             return None, None, *backpropagate(results, args, inputs)
