@@ -17,6 +17,7 @@ import weakref
 from typing import Any
 
 import megatron.core.utils
+import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
@@ -109,6 +110,7 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
         if (
             patch_points.region(type(self)) != name
             or not (with_labels or multi_token_prediction.takes_losses_without_labels(self))
+            or not isinstance(self, torch.nn.Module)  # a stand-in for a model, of which nothing is known
             or patch_points.output_layer(self) is None
             or is_promising(self)
             or must_stay_stock(self, settings)

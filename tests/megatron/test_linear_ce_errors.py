@@ -1,6 +1,7 @@
 """What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,8 +135,29 @@ def custom_loss(model):
     return "compute_language_model_loss of its own"
 
 
+def function_layer(model):
+    layer = model.output_layer
+    del model.output_layer
+    model.output_layer = lambda *args, **kwargs: layer(*args, **kwargs)
+    return "its output layer is a function and no torch.nn.Module"
+
+
+def rounded_logits(model):
+    model.output_layer.output_dtype = torch.bfloat16
+    return r"rounds logits to torch.bfloat16 .logit_dtype.*set logit_dtype to None or float32"
+
+
+def mxfp8_layer(model):
+    """Which names a softcap, as the advice for linear layers of one's own has it: that must not bring it in."""
+    model.output_layer.__class__ = type("TELMHeadColumnParallelLinear", (type(model.output_layer),), {"softcap": None})
+    return r"multiplies in MXFP8 .fp8_output_proj.*set fp8_output_proj=False"
+
+
 @ranks(2)
-@pytest.mark.parametrize("change", [custom_layer, layer_with_hooks, instance_forward, custom_loss])
+@pytest.mark.parametrize(
+    "change",
+    [custom_layer, layer_with_hooks, instance_forward, custom_loss, function_layer, rounded_logits, mxfp8_layer],
+)
 def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
     from megatron_ext.megatron.fusion_report import reset_fusion_report
 
@@ -156,6 +178,58 @@ def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(chan
         with patched():
             log_probs = run(model, ids, return_logprobs_for_linear_ce_fusion=True)
         torch.testing.assert_close(log_probs, -run(model, ids.roll(-1, 1))[:, :-1])
+
+
+@ranks(1)
+def test_the_loss_stays_a_method_of_the_model():
+    """Whoever is handed it during a forward, as output processors are, finds the model by it."""
+    with model_parallel():
+        model, labels, seen = one_gpt(), batch()[1], []
+        kind = type(model)
+
+        def _postprocess(self, *args, **kwargs):
+            seen.append(self.compute_language_model_loss.__self__)
+            return kind._postprocess(self, *args, **kwargs)
+
+        model.__class__ = type("Curious", (kind,), {"_postprocess": _postprocess})
+        with patched():
+            run(model, labels)
+        assert seen == [model]
+
+
+@ranks(1)
+def test_a_stand_in_for_a_model_is_left_alone():
+    """As tests of a class's `forward` call it: no module, with a function for an output layer."""
+    with model_parallel():
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+
+        class Model(LanguageModule):
+            def forward(self, hidden, labels=None):
+                return self.compute_language_model_loss(labels, self.output_layer(hidden)[0])
+
+        fake = SimpleNamespace(
+            output_layer=lambda hidden: (2 * hidden, None),
+            compute_language_model_loss=lambda labels, logits: logits - labels,
+        )
+        with patched():
+            assert Model.forward(fake, torch.tensor(3), labels=torch.tensor(1)).item() == 5
+
+
+@ranks(1)
+def test_deterministic_mode_asks_for_no_free_memory(monkeypatch):
+    from megatron_ext.megatron.fused_loss import fused_region
+
+    caches, fused = [], fused_region.linear_training_loss
+    monkeypatch.setattr(
+        fused_region, "linear_training_loss", lambda *a, **k: caches.append(k["cache"]) or fused(*a, **k)
+    )
+    with model_parallel():
+        model, labels = one_gpt(), batch()[1]
+        with patched(cache="auto"):
+            for model.config.deterministic_mode in (False, True):
+                run(model, labels)
+        model.config.deterministic_mode = False
+    assert caches == ["auto", "bounded"]
 
 
 @ranks(2)

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ext.head.engine.options import Cache
 from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
 from megatron_ext.megatron.fused_loss import multi_token_prediction, patch_points, z_loss_log
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
@@ -47,7 +49,8 @@ def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
 def is_promising(model: Any) -> bool:
     """Whether its output layer promises logits already: in a call of the model further up the stack, or always."""
     layer = patch_points.output_layer(model)
-    return getattr(layer, "promises", False) or getattr(vars(layer).get(patch_points.FORWARD), "promises", False)
+    own_forward = getattr(layer, "__dict__", {}).get(patch_points.FORWARD)
+    return getattr(layer, "promises", False) or getattr(own_forward, "promises", False)
 
 
 class Region:
@@ -58,6 +61,9 @@ class Region:
 
     def __init__(self, model: Any, settings: HeadSettings):
         self.model, self.settings = model, settings
+        # "auto" keeps what fits into free memory: the gradients' last bits depend on it.
+        repeatable = getattr(model.config, "deterministic_mode", False)
+        self.cache: Cache = "bounded" if repeatable and settings.cache == "auto" else settings.cache
         self.layer = patch_points.output_layer(model)
         self.counters: ModelFusion = counters_of(model)
         self.stock_forward = self.layer.forward
@@ -78,10 +84,13 @@ class Region:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.promise(*args, **kwargs)
 
+        def loss(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+            return self.loss(*args, **kwargs)
+
         forward.promises = True  # type: ignore[attr-defined]
         with (
             calling(self.layer, forward, self.other_hooks),
-            attribute(self.model, patch_points.LOSS, self.loss),
+            attribute(self.model, patch_points.LOSS, MethodType(loss, self.model)),  # a method of the model, as before
         ):
             yield self
         if self.faults:
@@ -139,7 +148,7 @@ class Region:
                 labels.transpose(0, 1),
                 hidden_layout="sequence" if layer.sequence_parallel else "replicated",
                 bias=None if layer.skip_bias_add else layer.bias,
-                cache=settings.cache,
+                cache=self.cache,
                 hits=self.hits,
                 fuse_main_grad=terms.adds_to_main_grad(weight),
                 softcap=softcap,

@@ -14,7 +14,8 @@ class HeadSettings:
         chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
         chunk_tokens: the same in tokens, positions times batch size.
         cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
-            least memory, "bounded" no more than the weight and its fp32 gradient, "auto" looks at what is free.
+            least memory, "bounded" no more than the weight and its fp32 gradient, "auto" looks at what is
+            free, under Megatron's `deterministic_mode` it is "bounded".
         z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
             as Megatron's lm loss is without those of experts and of multi-token prediction: see `z_loss_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.

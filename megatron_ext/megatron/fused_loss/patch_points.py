@@ -20,6 +20,7 @@ FORWARD = "forward"
 POSTPROCESS = "_postprocess"
 LOSS = "compute_language_model_loss"
 OUTPUT_PROCESSOR = "output_processor"
+MXFP8_HEAD = "TELMHeadColumnParallelLinear"  # Megatron's output layer for `fp8_output_proj`, since 0.20
 LABELS = ("labels", "lm_labels")
 
 
@@ -121,6 +122,19 @@ def why_not_fused(model: Any) -> str | None:
 
 def why_not_linear(layer: Any) -> str | None:
     """Why what an output layer makes of hidden states is not known, or None if it is."""
+    if not isinstance(layer, torch.nn.Module):
+        return f"its output layer is a {type(layer).__name__} and no torch.nn.Module"
+    if any(kind.__name__ == MXFP8_HEAD for kind in type(layer).__mro__):
+        return (
+            f"its output layer is a {MXFP8_HEAD}, which multiplies in MXFP8 (fp8_output_proj), and the fused head "
+            f"multiplies in the dtype of the hidden states; for the fused head set fp8_output_proj=False"
+        )
+    rounded, operands = getattr(layer, "output_dtype", None), layer_dtype(layer)
+    if rounded not in (None, operands, torch.float32):
+        return (
+            f"its output layer rounds logits to {rounded} (logit_dtype), and the fused head takes its loss from those "
+            f"of {operands} operands in fp32; for the fused head set logit_dtype to None or float32"
+        )
     forward = type(layer).forward
     plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
         ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
@@ -135,6 +149,12 @@ def why_not_linear(layer: Any) -> str | None:
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
     return None
+
+
+def layer_dtype(layer: Any) -> torch.dtype | None:
+    """The dtype that an output layer multiplies in, by its own weight or, where it borrows one, by its config."""
+    weight = getattr(layer, "weight", None)
+    return getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
 
 
 def check_supported(model: Any) -> None:
