@@ -16,6 +16,7 @@ import io
 import json
 import platform
 import sys
+import textwrap
 import time
 import warnings
 from typing import Any
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
+from megatron_ext.optional_packages import why_not_importable
 
 PACKAGES = {
     "Triton": "triton",
@@ -35,6 +37,12 @@ PACKAGES = {
     "Ray": "ray",
 }
 TOKENS, WIDTH, VOCAB = 256, 128, 4096
+_TE_USE = (
+    "RNG tracker and FP8 recomputation where asked for, packed tokens of context parallelism, dummy weight gradients. "
+    "The patch's head takes the lm head's place (not that of fp8_output_proj); gpt_layer_spec's layers, norms and "
+    "attention take TE's; a substitution leaves TE's layers where they are"
+)
+_APEX_USE = "adds weight gradients into main_grad; PyTorch does it elsewhere, with as many matmuls"
 
 
 def report() -> dict[str, Any]:
@@ -42,7 +50,8 @@ def report() -> dict[str, Any]:
     imported = megatron()
     named = versions()
     named["Megatron-Core"] = imported["version"] or named["Megatron-Core"]
-    return {"versions": named, "megatron": imported, "kernels": kernels(), "self_test": self_test()}
+    found = {"versions": named, "megatron": imported, "kernels": kernels(), "engines": engines(named)}
+    return found | {"self_test": self_test()}
 
 
 def versions() -> dict[str, str | None]:
@@ -126,7 +135,6 @@ def kernels() -> list[dict[str, Any]]:
     gpu = torch.cuda.is_available()
     no_gpu = "no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
     has_triton = importlib.util.find_spec("triton") is not None
-    has_te = importlib.util.find_spec("transformer_engine") is not None
     flash = gpu and torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
     rows = [
         (
@@ -153,9 +161,26 @@ def kernels() -> list[dict[str, Any]]:
             "why": "with gradient_accumulation_fusion and our layers; needs no Apex",
         }
     )
-    te = "present: its RNG tracker and FP8 recompute are used when asked for" if has_te else "not installed; not needed"
-    found.append({"name": "Transformer Engine", "active": has_te, "why": te})
     return found
+
+
+def engines(named: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Transformer Engine and Apex, which are loaded to find out: {"name", "version", "why_not", "use"}.
+
+    "why_not": why they cannot be used, by us or by the Megatron-Core that is imported; None where they can. "use": what
+    of theirs we use, and what of ours takes the place of theirs.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        te = why_not_importable("transformer_engine.pytorch")
+        apex = why_not_importable("fused_weight_gradient_mlp_cuda")
+        if te is None:
+            with contextlib.suppress(ImportError):  # no Megatron-Core, which has a section of its own
+                from megatron_ext.megatron import versions as megatron_versions
+
+                te = megatron_versions.why_not_with_transformer_engine(named["Transformer Engine"])
+    rows = (("Transformer Engine", te, _TE_USE), ("Apex", apex, _APEX_USE))
+    return [{"name": name, "version": named[name], "why_not": why, "use": use} for name, why, use in rows]
 
 
 def self_test() -> dict[str, Any]:
@@ -219,6 +244,13 @@ def screen(found: dict[str, Any]) -> str:
         lines += [f"  {'no' if reason else 'ok'} {name:<34}{reason or ''}".rstrip()]
     lines += ["", "Kernels and fusions"]
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
+    lines += ["", "Transformer Engine and Apex, both optional"]
+    for engine in found["engines"]:
+        version = engine["version"] or ""
+        lines += [f"  {'no' if engine['why_not'] else 'ok'} {engine['name']} {version}".rstrip()]
+        lines += textwrap.wrap(
+            engine["why_not"] or engine["use"], 116, initial_indent=5 * " ", subsequent_indent=5 * " "
+        )
     lines += ["", f"Self-test of the head on {found['self_test']['device']}: {TOKENS} x {WIDTH} x {VOCAB}"]
     lines += [
         f"  {'ok  ' if r['passed'] else 'FAIL'} {r['dtype']:<10}error {r['error']:.1e}, plain PyTorch "

@@ -30,7 +30,7 @@ def test_the_program_prints_json():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() == {"versions", "megatron", "kernels", "self_test"}
+    assert found.keys() == {"versions", "megatron", "kernels", "engines", "self_test"}
     assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
     imported = found["megatron"]
@@ -115,7 +115,6 @@ def test_without_optional_packages(monkeypatch):
     assert doctor.megatron() == NO_MEGATRON
     active = {kernel["name"]: kernel["active"] for kernel in doctor.kernels()}
     assert not active["head: Triton row passes"]
-    assert not active["Transformer Engine"]
     assert active["weight gradients into main_grad"]
 
 
@@ -125,6 +124,49 @@ def test_a_megatron_that_cannot_be_imported_is_a_finding(monkeypatch):
     found = doctor.megatron()
     assert found["version"] is None
     assert found["note"].startswith(("ModuleNotFoundError: ", "ImportError: "))
+
+
+def engine(monkeypatch, te, version="2.20.2"):
+    """What the doctor says of Transformer Engine where importing its module is `te()`."""
+    real = importlib.import_module
+
+    def import_module(name, *args):
+        return te() if name.startswith("transformer_engine") else real(name, *args)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    return doctor.engines({"Transformer Engine": version, "Apex": None})[0]
+
+
+def raising(error):
+    raise error
+
+
+def test_engines_that_are_missing_or_broken_are_told_apart(monkeypatch):
+    missing = engine(monkeypatch, lambda: raising(ModuleNotFoundError("No module named 'transformer_engine'")), None)
+    assert missing["why_not"] == "transformer_engine is not installed (No module named 'transformer_engine')"
+    broken = engine(monkeypatch, lambda: raising(FileNotFoundError("Could not find: x.so\nmore")))
+    assert broken["why_not"] == (
+        "transformer_engine is installed and cannot be loaded (FileNotFoundError: Could not find: x.so)"
+    )
+    assert "  no Transformer Engine 2.20.2\n     transformer_engine is installed and cannot" in doctor.screen(
+        {"versions": {}, "megatron": NO_MEGATRON, "kernels": [], "engines": [broken]}
+        | {"self_test": {"device": "cpu", "results": []}}
+    )
+
+
+def test_a_transformer_engine_that_megatron_does_not_declare_is_said(monkeypatch):
+    from megatron_ext.megatron import versions
+
+    there = importlib.import_module("megatron.core.extensions.transformer_engine")
+    monkeypatch.setattr(there, "HAVE_TE", True)
+    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: versions.megatron_version())
+    wants = ["torch", 'transformer-engine[pytorch]>=2.9.0a0,<2.12.0; extra == "dev"']
+    monkeypatch.setattr(versions.importlib.metadata, "requires", lambda name: wants)
+    refused = engine(monkeypatch, types.SimpleNamespace)["why_not"]
+    assert refused.endswith("declares transformer-engine<2.12.0,>=2.9.0a0, and 2.20.2 is installed")
+    assert engine(monkeypatch, types.SimpleNamespace, "2.11.0")["why_not"] is None
+    monkeypatch.setattr(there, "HAVE_TE", False)
+    assert "could not import it and goes without" in engine(monkeypatch, types.SimpleNamespace)["why_not"]
 
 
 def test_the_other_apex(monkeypatch):

@@ -5,14 +5,18 @@ patch, the layer specs and the substitution. We look at what is there, so that a
 its signatures; the versions in the table say what to expect, and what to advise where something is missing.
 """
 
+import contextlib
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import megatron.core
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -56,6 +60,34 @@ def warn_if_untested() -> None:
 def _minor(version: str) -> tuple[int, int]:
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+# ---- Transformer Engine
+
+
+def why_not_with_transformer_engine(version: str | None) -> str | None:
+    """Why this Megatron-Core does not run on the Transformer Engine that is installed; None where it does, or may.
+
+    Which versions Megatron-Core declares stands in pip's metadata, where those are of the version that is imported.
+    """
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    if not getattr(engine, "HAVE_TE", True):
+        return (
+            f"Megatron-Core {megatron_version()} could not import it and goes without; import {engine.__name__} to see"
+        )
+    declared = _declared("transformer-engine")
+    if version is None or declared is None or declared.contains(version, prereleases=True):
+        return None
+    return f"Megatron-Core {megatron_version()} declares transformer-engine{declared}, and {version} is installed"
+
+
+def _declared(package: str) -> SpecifierSet | None:
+    """The versions of a package that pip's metadata of the imported Megatron-Core ask for; None where they ask none."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("megatron-core") == megatron_version():
+            wanted = map(Requirement, importlib.metadata.requires("megatron-core") or [])
+            return next((one.specifier for one in wanted if one.name == package and one.specifier), None)
+    return None
 
 
 # ---- seams: the table, and how it is asked

@@ -232,21 +232,22 @@ def outcomes(file, ranks, *, ours, chosen=None, log, patience_s):
 def both_ways(file, known, sizes, **options):
     """Run what is not known yet of a file's tests. Keeps in `known`:
 
-    "tests": {id: {"ranks", "stock", "ours", "why"}}, "tried": the numbers of ranks, "broken": why there are no tests.
+    "tests": {id: {"ranks", "stock", "ours", "why"}}, "broken": why there are no tests,
+    "ran": which tests ran on how many ranks. Ours run in the same company, since some pass by what others leave.
     """
-    tests = known["tests"]
-    for ranks in sizes:
-        if ranks not in known["tried"]:
-            chosen = {name for name, test in tests.items() if asks_for_ranks(test)} if known["tried"] else None
+    tests, ran = known["tests"], known["ran"]
+    for ranks in map(str, sizes):
+        if ranks not in ran:
+            chosen = {name for name, test in tests.items() if asks_for_ranks(test)} if ran else None
             if chosen is None or chosen:
-                stock, known["broken"] = outcomes(file, ranks, ours=False, chosen=chosen, **options)
+                stock, known["broken"] = outcomes(file, int(ranks), ours=False, chosen=chosen, **options)
                 for name, (outcome, why) in stock.items():
-                    tests[name] = {"ranks": ranks, "stock": outcome, "why": why}
-            known["tried"].append(ranks)
-        chosen = {name for name, test in tests.items() if test["ranks"] == ranks and wants_ours(test)}
-        if chosen:
-            ours, broken = outcomes(file, ranks, ours=True, chosen=chosen, **options)
-            for name in chosen:
+                    tests[name] = {"ranks": int(ranks), "stock": outcome, "why": why}
+            ran[ranks] = list(tests if chosen is None else chosen)
+        wanted = {name for name in ran[ranks] if tests[name]["ranks"] == int(ranks) and wants_ours(tests[name])}
+        if wanted:
+            ours, broken = outcomes(file, int(ranks), ours=True, chosen=set(ran[ranks]), **options)
+            for name in wanted:
                 outcome, why = ours.get(name, ("not collected", broken))
                 tests[name] |= {"ours": outcome, "why": why}
 
@@ -341,7 +342,7 @@ def main(argv=None):
     with contextlib.ExitStack() as emulation:
         prepare(tree, emulation)
         for file in test_files(tree, options.files):
-            known, started = found.setdefault(file, {"tests": {}, "tried": [], "broken": ""}), time.monotonic()
+            known, started = found.setdefault(file, {"tests": {}, "ran": {}, "broken": ""}), time.monotonic()
             if options.again:
                 for test in filter(differs, known["tests"].values()):
                     del test["ours"]
