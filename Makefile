@@ -13,6 +13,10 @@ export TOKENIZERS_PARALLELISM = false
 # Other versions than the pinned ones, each in an environment of its own, .venvs/PACKAGE-VERSION, that takes the rest from
 # .venv; and what else has to be older there.
 MEGATRONS := megatron-core-0.14.0 megatron-core-0.15.3
+# The Python part of Transformer Engine, without its kernels, in the version that the pinned Megatron-Core takes.
+ENGINE := transformer_engine-2.11.0
+WITH_transformer_engine-2.11.0 := onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 \
+	importlib-metadata==10.2.0 zipp==4.1.2
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
@@ -33,12 +37,18 @@ $(VENV)/.ready: requirements-dev.txt setup.py
 demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png
 	$(PY) examples/demo.py $(ARGS)
 
-test: $(VENV)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
+test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) $(PYTEST) -m "not slow and not gpu"
+	$(ON_ENGINE) -m "not slow"
 
-test-all: $(VENV)/.ready  ## all CPU tests, the slow matrices and the other versions too
+test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow matrices and the other versions too
 	$(PY) $(PYTEST) -m "not gpu"
+	$(ON_ENGINE)
 	$(MAKE) test-versions
+
+# Transformer Engine's tests have an environment of their own: without its kernels it cannot be imported, and Megatron
+# imports whatever is there.
+ON_ENGINE := .venvs/$(ENGINE)/bin/python $(PYTEST) tests/transformer_engine
 
 # The environment's own packages come first; pip must not see the others, it would replace them.
 .venvs/%/.ready: $(VENV)/.ready

@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if not options.linear_ce and _settings(options):
         given = ", ".join("--" + name.replace("_", "-") for name in _settings(options))
         parser.error(f"settings of the fused head are given ({given}), and the head is not: add --linear-ce")
+    if options.transformer_engine and not options.cpu:
+        parser.error("--transformer-engine is given without --cpu: on GPUs Megatron itself takes its layers; add --cpu")
     try:
         with io.open_code(options.script) as file:
             source = file.read()
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
     if options.cpu:
-        _emulate()
+        _emulate(parser, options.transformer_engine)
     if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
         _change_megatron(parser, options)
     if before is not None:
@@ -56,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_ext.run", description="Run a Megatron script unmodified.", allow_abbrev=False
     )
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
+    parser.add_argument(
+        "--transformer-engine", action="store_true", help="with --cpu: Transformer Engine's layers, without its kernels"
+    )
     parser.add_argument("--linear-ce", action="store_true", help="language models take their loss from the fused head")
     parser.add_argument("--chunk-tokens", type=_tokens, metavar="N", help="tokens per chunk of the fused head")
     parser.add_argument("--cache", type=_cache, metavar="X", help="what the head keeps: 0 to 1, bytes, bounded or auto")
@@ -92,12 +97,15 @@ def _cache(text: str) -> Any:
     raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, bounded or auto")
 
 
-def _emulate() -> None:
+def _emulate(parser: argparse.ArgumentParser, transformer_engine: bool) -> None:
     """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
     from megatron_ext.emulation import megatron_on_cpu
 
     emulation = ExitStack()
-    emulation.enter_context(megatron_on_cpu())
+    try:
+        emulation.enter_context(megatron_on_cpu(transformer_engine=transformer_engine))
+    except ModuleNotFoundError as missing:
+        parser.error(f"--transformer-engine: {missing}")
     atexit.register(emulation.close)
 
 

@@ -7,7 +7,7 @@ first needed, serve all processes of a run (pytest-xdist's workers too), and end
 
 import contextlib
 import fcntl
-import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
 _PRELOAD = [
+    # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
+    *(["tests.transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
     "torch.distributed.tensor",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",

@@ -91,10 +91,11 @@ def test_a_folder_can_be_read_at_a_glance(folder):
     assert len(modules) < 2 or '"""' in (folder / "__init__.py").read_text(), f"{folder}/__init__.py says what is in it"
 
 
-# Signatures that are others' (Megatron's, NeMo-RL's, TRL's, transformers', Mamba's), or that users call by keywords as
-# they call torch.nn.functional's.
+# Signatures that are others' (Megatron's, Transformer Engine's, NeMo-RL's, TRL's, transformers', Mamba's), or that
+# users call by keywords as they call torch.nn.functional's.
 THEIRS = [
     *("emulation/state_space.py", "integrations/trl.py", "model_utils/*", "tensor_parallel/*", "megatron/attention.py"),
+    "emulation/transformer_engine/*",
     *("megatron/pipeline/schedule.py", "dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
 ]
 BY_KEYWORDS = [

@@ -9,17 +9,20 @@ from typing import Any
 
 import torch
 
-from megatron_ext.emulation.megatron_modules import MODULES, AfterImport
+from megatron_ext.emulation import transformer_engine as engine
+from megatron_ext.emulation.megatron_modules import MODULES, AfterImport, Modules
+from megatron_ext.emulation.random_numbers import two_generators
 from megatron_ext.emulation.redirections import redirections
 
 _ABSENT = object()
 _lock = threading.Lock()
 _entered = 0  # how many `with megatron_on_cpu()` are open in this process
 _undo = ExitStack()
+_with_engine = False  # whether the outermost one emulates Transformer Engine
 
 
 @contextmanager
-def megatron_on_cpu() -> Iterator[None]:
+def megatron_on_cpu(transformer_engine: bool = False) -> Iterator[None]:
     """Megatron-Core runs on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
 
     For laptops, CI and debuggers: what Megatron would do on CUDA device 0 it does on the CPU, unmodified. It may be
@@ -27,18 +30,34 @@ def megatron_on_cpu() -> Iterator[None]:
     counts); it holds for all threads of the process. On leaving, also by an exception, every attribute that was
     replaced is the original object again. Models and optimizers built inside belong inside.
 
-    Megatron needs its local layers here (no Apex, no Transformer Engine): `transformer_impl="local"`, no gradient
-    accumulation fusion, no persistent layer norm, no masked softmax fusion. Compiled functions run as plain Python
-    inside; what `torch.compile` decorates there compiles as soon as it is called outside. Mamba layers train in plain
-    PyTorch where `mamba_ssm` is not installed (Megatron asks for `einops`), without packed sequences.
+    Without `transformer_engine` Megatron needs its local layers (no Apex, no Transformer Engine):
+    `transformer_impl="local"`, no gradient accumulation fusion, no persistent layer norm, no masked softmax fusion.
+    Compiled functions run as plain Python inside; what `torch.compile` decorates there compiles as soon as it is
+    called outside. Mamba layers train in plain PyTorch where `mamba_ssm` is not installed (Megatron asks for `einops`),
+    without packed sequences.
+
+    The device draws random numbers from a generator of its own, as a GPU does; what draws from the host's, such as a
+    data loader, leaves it alone. On leaving, the host's goes on where it stands.
+
+    Args:
+        transformer_engine: Transformer Engine's own Python code runs too, over plain PyTorch in the place of its
+            compiled module: `transformer_impl="transformer_engine"`, and gradient accumulation fusion. Its Python
+            package has to be installed. Once imported, it stays as it is for the process, and so does Megatron.
 
     Raises:
-        RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda".
+        RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
+            Megatron was imported before without it, its compiled module is loaded, or an emulation without it is open.
+        ModuleNotFoundError: `transformer_engine` is asked for, and its Python package is not installed.
     """
-    global _entered, _undo
+    global _entered, _undo, _with_engine
     with _lock:
         if _entered == 0:
-            _undo = _enter()
+            _undo, _with_engine = _enter(transformer_engine), transformer_engine
+        elif transformer_engine and not _with_engine:
+            raise RuntimeError(
+                "megatron_on_cpu(transformer_engine=True) was entered inside of megatron_on_cpu() without it; ask for "
+                "Transformer Engine in the outermost one"
+            )
         _entered += 1
     try:
         yield
@@ -49,13 +68,15 @@ def megatron_on_cpu() -> Iterator[None]:
                 _undo.close()
 
 
-def _enter() -> ExitStack:
+def _enter(transformer_engine: bool) -> ExitStack:
     """Make all replacements; closing the stack takes them back, the last one first."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
             "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
         )
+    if transformer_engine:
+        engine.check()
     # torch and its compiler list torch's functions at first use. Listed inside, they would be our replacements for good
     # (and the compiler stumbles over two of them being one).
     with torch.device("cpu"):
@@ -64,8 +85,12 @@ def _enter() -> ExitStack:
     undo = ExitStack()
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        _replace(redirections(), undo)
-        _replace_in_megatron(undo)
+        _replace(redirections(*undo.enter_context(two_generators())), undo)
+        modules = MODULES
+        if transformer_engine:
+            _replace(engine.redirections(), undo)
+            modules = MODULES | engine.MODULES
+        _replace_in(modules, undo)
     except BaseException:
         undo.close()
         raise
@@ -80,15 +105,15 @@ def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack) -> Non
             _put(owner, name, new)
 
 
-def _replace_in_megatron(undo: ExitStack) -> None:
-    """In its modules that are imported, and in each of the others as soon as it is."""
+def _replace_in(modules: Modules, undo: ExitStack) -> None:
+    """In those that are imported, and in each of the others as soon as it is."""
 
     def replace(module: ModuleType) -> None:
-        _replace(MODULES[module.__name__](module), undo)
+        _replace(modules[module.__name__](module), undo)
 
-    for name in [name for name in MODULES if name in sys.modules]:
+    for name in [name for name in modules if name in sys.modules]:
         replace(sys.modules[name])
-    finder = AfterImport(MODULES, then=replace)
+    finder = AfterImport(modules, then=replace)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
 

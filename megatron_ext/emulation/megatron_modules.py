@@ -5,7 +5,6 @@ Here runs what Megatron falls back to without Transformer Engine and Apex, on pa
 
 import importlib.machinery
 import importlib.util
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,13 +18,6 @@ Replacements = Iterator[tuple[Any, dict[str, Any]]]
 def _legacy_fused_kernels(module: ModuleType) -> Replacements:
     """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
     yield module, {"load": lambda *args, **kwargs: None}
-
-
-def _random_numbers(module: ModuleType) -> Replacements:
-    """It warns of each draw of dropout that the CPU's generator moved; here that is the GPU's as well."""
-    log = logging.getLogger(module.__name__)
-    passes = log.filter
-    yield log, {"filter": lambda record: "CPU RNG state changed" not in record.getMessage() and passes(record)}
 
 
 def _inference_layers(module: ModuleType) -> Replacements:
@@ -134,10 +126,10 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
         )
 
 
-MODULES: dict[str, Callable[[ModuleType], Replacements]] = {
+Modules = dict[str, Callable[[ModuleType], Replacements]]
+MODULES: Modules = {
     "megatron.legacy.fused_kernels": _legacy_fused_kernels,
     "megatron.training.arguments": _architecture,
-    "megatron.core.tensor_parallel.random": _random_numbers,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18

@@ -1,7 +1,8 @@
 """What megatron_on_cpu() replaces in torch, and with what: one table, and the few stand-ins that it needs.
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
-its random numbers are those of the CPU generator, its one stream is the program itself, and ranks talk over gloo.
+its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and
+ranks talk over gloo.
 
 Functions are replaced, rather than intercepted by a `TorchFunctionMode`. A mode costs every torch call and every
 `tensor.shape` about a microsecond (a training step of a small GPT took 13 to 26 % longer under one) and holds for one
@@ -23,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
+
+from megatron_ext.emulation.random_numbers import DeviceGenerator, on_host
 
 _CPU = torch.device("cpu")
 
@@ -222,9 +225,8 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
     )
 
 
-def _cuda() -> dict[str, Any]:
+def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
     """The functions of `torch.cuda`."""
-    generator = torch.default_generator
     stream = Stream()
     return {
         # the device: one, ready, of a generation with bf16 and without fp8
@@ -241,7 +243,7 @@ def _cuda() -> dict[str, Any]:
         "get_device_capability": _answer((8, 0)),
         "get_device_name": _answer("CPU"),
         "is_bf16_supported": _answer(True),
-        # random numbers: the CPU generator's (not torch.manual_seed, which itself calls torch.cuda.manual_seed_all)
+        # random numbers: the device's own (not torch.manual_seed, which itself calls torch.cuda.manual_seed_all)
         "default_generators": (generator,),
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
@@ -305,12 +307,14 @@ def _distributed() -> dict[str, Any]:
     }
 
 
-def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
+def redirections(device: DeviceGenerator, host: torch.Generator) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced.
+
+    `device` and `host` are the generators of the emulated device and of the program beside it.
 
     Nothing here knows Megatron: it may not be imported yet. `megatron_modules.py` has what must be replaced there.
     """
-    cuda = _cuda()
+    cuda = _cuda(device)
     yield torch.cuda, cuda
     for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
         yield module, {name: new for name, new in cuda.items() if name in vars(module)}
@@ -325,3 +329,4 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed()
+    yield from on_host(host)

@@ -15,11 +15,11 @@ from torch._dynamo import trace_rules
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
 
-from megatron_ext.emulation import context, megatron_on_cpu, redirections
+from megatron_ext.emulation import context, megatron_on_cpu, random_numbers, redirections
 from tests.ranks import TIMEOUT_S
 
 OWNERS = [torch, torch.cuda, torch.cuda.random, torch.cuda.memory, torch.cuda.streams, torch.cuda.nvtx, torch.jit]
-OWNERS += [trace_rules, torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
+OWNERS += [torch.random, trace_rules, torch.accelerator, torch.autocast, DeviceContext, Tensor, torch.nn.Module, dist]
 OWNERS += [DeviceMesh, os.environ, sys.modules]
 
 
@@ -53,7 +53,8 @@ def untouched():
 
 
 def test_owners_are_all_that_is_replaced():
-    assert {id(owner) for owner, _ in redirections.redirections()} <= {id(owner) for owner in OWNERS}
+    rows = redirections.redirections(random_numbers.DeviceGenerator(), torch.Generator())
+    assert {id(owner) for owner, _ in rows} <= {id(owner) for owner in OWNERS}
 
 
 @pytest.mark.usefixtures("untouched")
@@ -82,7 +83,7 @@ def test_restores_after_an_exception():
 
 @pytest.mark.usefixtures("untouched")
 def test_restores_what_a_failed_entry_had_replaced(monkeypatch):
-    def broken():
+    def broken(device, host):
         yield torch.cuda, {"is_available": lambda: True}
         raise OSError("no such thing")
 
@@ -178,21 +179,74 @@ def test_tensor_types_are_named_as_on_cuda():
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
-def test_random_numbers_are_those_of_the_cpu_generator():
+def test_the_device_has_a_generator_of_its_own():
+    """Seeded alike, both give the same numbers; what one gives is not missing from the other."""
     torch.manual_seed(7)
     expected = torch.rand(3)
     with megatron_on_cpu():
-        torch.cuda.manual_seed(7)
-        state = torch.cuda.get_rng_state()
-        assert torch.equal(torch.rand(3, device="cuda"), expected)
-        torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(3), expected)
         torch.manual_seed(7)  # which seeds all CUDA devices too
         assert torch.equal(torch.rand(3), expected)
+        assert torch.equal(torch.rand(3, device="cuda"), expected)
+        torch.cuda.manual_seed(7)
+        state = torch.cuda.get_rng_state()
+        assert torch.equal(torch.rand(3, device=torch.device("cuda", 0)), expected)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.empty(3).uniform_(), expected)  # what an operator draws is the device's
         with torch.random.fork_rng(devices=[0]):
+            torch.rand(5, device="cuda")
             torch.rand(5)
         torch.cuda.default_generators[torch.cuda.current_device()].set_state(state)
-        assert torch.equal(torch.rand(3), expected)
+        assert torch.equal(torch.rand(3, device="cuda"), expected)
+        torch.cuda.manual_seed(8)
+        assert torch.initial_seed() == torch.default_generator.initial_seed() == 7 != torch.cuda.initial_seed()
+
+
+def test_a_data_loader_leaves_the_devices_numbers_alone():
+    data = torch.utils.data.TensorDataset(torch.arange(5))
+    with megatron_on_cpu():
+        torch.manual_seed(7)
+        host, device = torch.get_rng_state(), torch.cuda.get_rng_state()
+        list(torch.utils.data.DataLoader(data, shuffle=True))
+        torch.randperm(4)
+        assert torch.equal(torch.cuda.get_rng_state(), device)
+        assert not torch.equal(torch.get_rng_state(), host)
+        host = torch.get_rng_state()
+        torch.nn.functional.dropout(torch.ones(4))
+        torch.randn_like(torch.ones(4))
+        assert torch.equal(torch.get_rng_state(), host)
+        assert not torch.equal(torch.cuda.get_rng_state(), device)
+
+
+def test_outside_random_numbers_go_on_where_the_hosts_stand():
+    torch.manual_seed(7)
+    torch.rand(2)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with megatron_on_cpu():
+        torch.rand(2)
+        torch.rand(9, device="cuda")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_states_that_are_referred_to():
+    """As CUDA graphs want them: the device draws from whichever state it was given, and that one moves."""
+    with megatron_on_cpu():
+        torch.manual_seed(7)
+        device = torch.cuda.default_generators[0]
+        first = device.graphsafe_get_state()
+        second = device.clone_state()
+        second.manual_seed(8)
+        expected = [torch.rand(4, generator=torch.Generator().manual_seed(seed)) for seed in (7, 8)]
+        assert torch.equal(torch.rand(2, device="cuda"), expected[0][:2])
+        device.graphsafe_set_state(second)
+        assert torch.equal(torch.rand(2, device="cuda"), expected[1][:2])
+        device.graphsafe_set_state(first)
+        assert torch.equal(torch.rand(2, device="cuda"), expected[0][2:])
+        device.graphsafe_set_state(second)
+        assert torch.equal(torch.rand(2, device="cuda"), expected[1][2:])
+        assert torch.equal(second.get_state(), torch.cuda.get_rng_state())
+        assert first.initial_seed() == 7
+        assert second.initial_seed() == torch.cuda.initial_seed() == 8
 
 
 def test_scripts_find_a_device():

@@ -1,0 +1,133 @@
+"""The random numbers of the emulated device, and those of the host: two generators, as beside a GPU.
+
+torch's operators on CPU tensors, dropout among them, all draw from its one default generator. Inside the emulation that
+one is the device's, and the host has another, which goes on where the default one stood. From the host's draw factories
+that do not name the device (`torch.rand(2)`), and `Tensor.random_`, with which data loaders and samplers make their
+seeds. So a run that resumes from a checkpoint, and makes its data loaders after it, goes on as it was.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HOST_FACTORIES = "rand randn randint randperm"
+
+
+class _State(torch.Generator):
+    """The state of the device's generator at some time, or the one that it has now: a reference, not a copy.
+
+    What Megatron and Transformer Engine keep of a generator where they record CUDA graphs.
+    """
+
+    _device: "DeviceGenerator"
+
+    def get_state(self) -> Tensor:
+        return self._device.get_state() if self._is_current else super().get_state()
+
+    def set_state(self, new_state: Tensor) -> torch.Generator:
+        return self._device.set_state(new_state) if self._is_current else super().set_state(new_state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return self._device.manual_seed(seed) if self._is_current else super().manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return self._device.initial_seed() if self._is_current else super().initial_seed()
+
+    def clone_state(self) -> torch.Generator:
+        return self._device.state_with(self.get_state())
+
+    def park(self, state: Tensor) -> None:
+        """Keep `state` until this one is the device's again."""
+        super().set_state(state)
+
+    @property
+    def _is_current(self) -> bool:
+        return self._device.graphsafe_get_state() is self
+
+
+class DeviceGenerator(torch.Generator):
+    """`torch.cuda.default_generators[0]`: torch's default generator, with states that can be referred to."""
+
+    def __init__(self) -> None:
+        self._torchs = torch.default_generator
+        self._current = self.state_with(self._torchs.get_state())
+
+    def state_with(self, state: Tensor) -> _State:
+        """One that is not in use yet."""
+        made = _State()
+        made._device = self
+        made.park(state)
+        return made
+
+    def get_state(self) -> Tensor:
+        return self._torchs.get_state()
+
+    def set_state(self, new_state: Tensor) -> torch.Generator:
+        return self._torchs.set_state(new_state)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return self._torchs.manual_seed(seed)
+
+    def seed(self) -> int:
+        return self._torchs.seed()
+
+    def initial_seed(self) -> int:
+        return self._torchs.initial_seed()
+
+    def clone_state(self) -> torch.Generator:
+        return self.state_with(self.get_state())
+
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self._current
+
+    def graphsafe_set_state(self, state: Any) -> torch.Generator:
+        if state is not self._current:
+            new = state.get_state()
+            self._current.park(self.get_state())
+            self._current = state
+            self.set_state(new)
+        return self
+
+
+@contextmanager
+def two_generators() -> Iterator[tuple[DeviceGenerator, torch.Generator]]:
+    """(the device's, the host's); in the end torch's default generator stands where the host's does."""
+    default = torch.default_generator
+    host = torch.Generator()
+    host.set_state(default.get_state())
+    try:
+        yield DeviceGenerator(), host
+    finally:
+        default.set_state(host.get_state())
+
+
+def on_host(host: torch.Generator) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Rows of replacements: (owner, {name: replacement})."""
+    for module in torch, torch.random:
+        yield module, {"default_generator": host}
+    yield torch, {name: _drawing_from(getattr(torch, name), host) for name in _HOST_FACTORIES.split()}
+    yield Tensor, {"random_": _seed_from(Tensor.random_, host)}
+
+
+def _drawing_from(factory: Callable[..., Any], host: torch.Generator) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        device = torch.get_default_device() if device is None else device
+        if kwargs.get("generator") is None and str(device).split(":")[0] == "cpu":
+            kwargs["generator"] = host
+        return factory(*args, **kwargs)
+
+    return draw
+
+
+def _seed_from(random_: Callable[..., Any], host: torch.Generator) -> Callable[..., Any]:
+    @functools.wraps(random_)
+    def draw(*args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+        return random_(*args, generator=host if generator is None else generator, **kwargs)
+
+    return draw

@@ -1,0 +1,58 @@
+"""Transformer Engine on a CPU: its Python code as it is, over plain PyTorch in the place of its compiled module.
+
+`compiled_module.py` puts `transformer_engine_torch` together from the files beside it, by what they hold;
+`python_modules.py` has the few places of the Python code that have to give way, `apex.py` what Megatron calls of Apex.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.emulation.transformer_engine import apex, compiled_module
+from megatron_ext.emulation.transformer_engine.python_modules import MODULES
+
+__all__ = ["MODULES", "check", "redirections"]
+
+_MARK = "emulated"
+
+
+def check() -> None:
+    """Refuses where it cannot be: see `megatron_on_cpu`."""
+    loaded = sys.modules.get(compiled_module.NAME)
+    if loaded is not None and getattr(loaded, "__version__", None) != _MARK:
+        raise RuntimeError(
+            f"{compiled_module.NAME}, the compiled module of Transformer Engine, is loaded in this process: it cannot "
+            "be emulated any more; enter megatron_on_cpu(transformer_engine=True) before Transformer Engine is imported"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ModuleNotFoundError(
+            "megatron_on_cpu(transformer_engine=True) runs the Python part of Transformer Engine, which is not "
+            "installed: pip install --no-deps 'transformer_engine>=2.9,<2.12' onnx onnxscript onnx_ir ml_dtypes "
+            "importlib-metadata zipp"
+        )
+    layers = sys.modules.get("megatron.core.extensions.transformer_engine")
+    if layers is not None and not layers.HAVE_TE:
+        raise RuntimeError(
+            "megatron.core was imported before megatron_on_cpu(transformer_engine=True) was entered, and found no "
+            "Transformer Engine; enter it first"
+        )
+
+
+def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields (owner, {name: replacement}). The stand-ins for compiled modules stay: what imported them holds them."""
+    for name, make in (compiled_module.NAME, compiled_module.compiled_module), (apex.NAME, apex.compiled_module):
+        if name not in sys.modules:
+            sys.modules[name] = make()
+    # With this set, the Python part does not look for CUDA's libraries when it is imported.
+    yield os.environ, {"NVTE_PROJECT_BUILDING": "1"}
+    yield Tensor, {"is_cuda": property(_is_cuda)}
+
+
+def _is_cuda(tensor: Any) -> bool:
+    """Transformer Engine refuses tensors that are not on CUDA: to it, all are."""
+    asking = sys._getframe(1).f_globals.get("__name__", "")
+    return asking.startswith("transformer_engine.") or tensor.device.type == "cuda"

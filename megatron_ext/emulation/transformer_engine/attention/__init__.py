@@ -1,0 +1,1 @@
+"""Attention: fused, its softmax, rotary embeddings, and packed sequences under context parallelism."""

@@ -1,0 +1,111 @@
+"""Sequences as attention takes them: out of the layouts of queries, keys and values, and back into them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.emulation.transformer_engine.enums import NVTE_QKV_Layout
+
+# Cumulated lengths, where each sequence starts (None: where the one before it ends), and the largest length.
+Lengths = tuple[Tensor, Tensor | None, int]
+
+
+@dataclass
+class Pack:
+    """Sequences of one length, `[B, H, S, D]` in fp32: a whole batch, or one of the packed ones.
+
+    `q_lengths` and `kv_lengths`, `[B]`, count the positions that are no padding. Keys have as many heads as queries.
+    """
+
+    index: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_lengths: Tensor
+    kv_lengths: Tensor
+    groups: int
+    packed: bool
+    q_order: str
+    kv_order: str
+    q_rows: Any = None
+    kv_rows: Any = None
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        """`x`, laid out as the queries."""
+        return _heads_first(x[self.q_rows][None] if self.packed else x, self.q_order)
+
+    def statistics(self, x: Tensor) -> Tensor:
+        """`[B, H, S, 1]` of what forward gave for each row."""
+        return x[self.q_rows].view(-1, x.shape[1], 1).transpose(0, 1)[None] if self.packed else x
+
+    def ungrouped(self, gradient: Tensor) -> Tensor:
+        """Summed over the query heads that share a head of keys."""
+        batch, heads, length, width = gradient.shape
+        return gradient.view(batch, self.groups, heads // self.groups, length, width).sum(2)
+
+
+def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: Lengths) -> list[Pack]:
+    """One for each packed sequence, or one for all.
+
+    Raises:
+        NotImplementedError: the layout is of a paged cache, or mixes packed and other sequences.
+    """
+    q_order, kv_order = _orders(layout)
+    if q_order != "thd":
+        q, (k, v) = _heads_first(Q, q_order), (_repeated(_heads_first(t, kv_order), Q) for t in (K, V))
+        return [Pack(0, q, k, v, of_q[0].diff(), of_kv[0].diff(), _groups(K), False, q_order, kv_order)]
+    packs = []
+    starts = [cu if padded is None else padded for cu, padded, _ in (of_q, of_kv)]
+    for i in range(of_q[0].numel() - 1):
+        rows = [
+            slice(int(start[i]), int(start[i]) + int(cu[i + 1] - cu[i]))
+            for start, (cu, _, _) in zip(starts, (of_q, of_kv), strict=True)
+        ]
+        q = _heads_first(Q[rows[0]][None], "bshd")
+        k, v = (_repeated(_heads_first(t[rows[1]][None], "bshd"), Q) for t in (K, V))
+        q_length, kv_length = torch.tensor([q.shape[2]]), torch.tensor([k.shape[2]])
+        packs.append(Pack(i, q, k, v, q_length, kv_length, _groups(K), True, "bshd", "bshd", *rows))
+    return packs
+
+
+def written(packs: list[Pack], rows: list[Any], parts: Any, full: Tensor) -> Tensor:
+    """`parts`, `[B, H, S, D]` each, in `full`, which has the layout of queries or keys."""
+    for pack, where, part in zip(packs, rows, parts, strict=True):
+        if pack.packed:
+            full[where] = part[0].transpose(0, 1).to(full.dtype)
+        else:
+            order = pack.q_order if part.shape[1] == pack.q.shape[1] and full.shape[-2] == part.shape[1] else None
+            full.copy_(_heads_back(part, order or pack.kv_order))
+    return full
+
+
+def _orders(layout: Any) -> tuple[str, str]:
+    name = NVTE_QKV_Layout(layout).name.removeprefix("NVTE_")
+    parts = [part.lower().replace("3", "").replace("2", "") for part in name.split("_")]
+    orders = parts[0], parts[-1]
+    if "paged" in orders or ("thd" in orders and orders[0] != orders[1]):
+        raise NotImplementedError(
+            f"qkv_layout is {name}: fused attention of the CPU emulation of Transformer Engine has neither paged "
+            "caches nor packed queries with keys that are not; use the unfused backend (NVTE_FUSED_ATTN=0)"
+        )
+    return orders
+
+
+def _heads_first(x: Tensor, order: str) -> Tensor:
+    x = x.detach().float()
+    return x.permute(1, 2, 0, 3) if order == "sbhd" else x.permute(0, 2, 1, 3)
+
+
+def _heads_back(x: Tensor, order: str) -> Tensor:
+    return x.permute(2, 0, 1, 3) if order == "sbhd" else x.permute(0, 2, 1, 3)
+
+
+def _groups(K: Tensor) -> int:
+    return K.shape[-2]
+
+
+def _repeated(x: Tensor, Q: Tensor) -> Tensor:
+    """A head of keys or values for each head of queries."""
+    return x.repeat_interleave(Q.shape[-2] // x.shape[1], dim=1)

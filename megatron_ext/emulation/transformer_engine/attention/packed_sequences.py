@@ -1,0 +1,127 @@
+"""Packed sequences (THD): halves of each under context parallelism, and their way to a padded batch and back.
+
+A rank has two chunks of each sequence, so its halves are chunks. `cu_seqlens` here are this rank's.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
+    """The numbers of this rank's tokens, `[total_tokens / world_size]` int32; lengths divide by 2 `world_size`."""
+    if cu_seqlens.dtype != torch.int32:
+        raise RuntimeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be torch.int32; convert it")
+    parts = []
+    ends = cu_seqlens.tolist()
+    for start, end in pairwise(ends):
+        chunk = (end - start) // (2 * world_size)
+        for place in (rank, 2 * world_size - rank - 1):
+            parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk, dtype=torch.int32))
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+
+
+def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
+    """The first or second half of every sequence, of `[T, ...]` or of two such in one, `[2, T, ...]`."""
+    dim = 0 if tensor.dim() == 3 else 1
+    return tensor.index_select(dim, _half(cu_seqlens, half_idx))
+
+
+def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
+    """Adds what a step found for the second halves to the log-sum-exp, in place."""
+    for where, step in _second_halves(lse, lse_per_step, cu_seqlens, lse_packed):
+        where.copy_(torch.logaddexp(where, step.to(where.dtype)))
+
+
+def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
+    """The log-sum-exp of second halves, `[H, T/2]` or `[B, H, second_half_lse_seqlen]`."""
+    shape = (lse.shape[0], second_half_lse_seqlen) if lse_packed else (*lse.shape[:2], second_half_lse_seqlen)
+    found = lse.new_zeros(shape)
+    for where, step in _second_halves(lse, found, cu_seqlens, lse_packed):
+        step.copy_(where)
+    return found
+
+
+def thd_out_correction(
+    out: Tensor,
+    out_per_step: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """Adds the output of a step, `[T, H, D]`, to that of all, weighted by their log-sum-exps, in place."""
+    rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(int(cu_seqlens[-1]))
+    whole = _by_token(lse, cu_seqlens, lse_packed)[rows]
+    lengths = cu_seqlens // 2 if only_second_half else cu_seqlens
+    weight = (_by_token(lse_per_step, lengths, lse_packed) - whole).exp()
+    out[rows] += (out_per_step[: len(rows)].float() * weight[..., None]).to(out.dtype)
+
+
+def thd_grad_correction(
+    grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
+) -> None:
+    """Puts the gradient of a step in that of all, in place: each half is added, copied, or left ("none").
+
+    Where one is left, the step has the other alone.
+    """
+    dim = 0 if grad.dim() == 3 else 1
+    taken = [i for i, what in enumerate((first_half, second_half)) if what != "none"]
+    for i in taken:
+        rows = _half(cu_seqlens, i)
+        step = grad_per_step.index_select(dim, rows) if len(taken) == 2 else grad_per_step.narrow(dim, 0, len(rows))
+        if (first_half, second_half)[i] == "add":
+            step = grad.index_select(dim, rows) + step
+        grad.index_copy_(dim, rows, step.to(grad.dtype))
+
+
+def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
+    """`[B, max_seq_len, H, D]`, filled up with zeros."""
+    batch = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
+    ends = cu_seqlens.tolist()
+    for row, start, end in zip(batch, ends, ends[1:], strict=False):
+        row[: end - start] = tensor[start:end]
+    return batch
+
+
+def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """`[t, H, D]`, without what was filled up."""
+    packed = tensor.new_zeros(t, *tensor.shape[2:])
+    ends = cu_seqlens.tolist()
+    for row, start, end in zip(tensor, ends, ends[1:], strict=False):
+        packed[start:end] = row[: end - start]
+    return packed
+
+
+def _half(cu_seqlens: Tensor, which: int) -> Tensor:
+    """Token numbers of these halves."""
+    ends = cu_seqlens.tolist()
+    parts = []
+    for start, end in pairwise(ends):
+        middle = start + (end - start) // 2
+        parts.append(torch.arange(start, middle) if which == 0 else torch.arange(middle, end))
+    return torch.cat(parts)
+
+
+def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> list[tuple[Tensor, Tensor]]:
+    """Views of second halves in a log-sum-exp, and where they are in that of second halves alone."""
+    found = []
+    ends = cu_seqlens.tolist()
+    for i, (start, end) in enumerate(pairwise(ends)):
+        half = (end - start) // 2
+        if packed:
+            found.append((lse[:, start + half : end], step[:, start // 2 : start // 2 + half]))
+        else:
+            found.append((lse[i, :, half : end - start], step[i, :, :half]))
+    return found
+
+
+def _by_token(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> Tensor:
+    """`[T, H]` in fp32."""
+    if packed:
+        return lse[:, : int(cu_seqlens[-1])].t().float()
+    ends = cu_seqlens.tolist()
+    rows = [row[:, : end - start].t() for row, start, end in zip(lse, ends, ends[1:], strict=False)]
+    return torch.cat(rows).float()

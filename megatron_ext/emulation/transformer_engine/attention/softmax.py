@@ -1,0 +1,46 @@
+"""Softmax of scaled scores `[B, H, Sq, Skv]`, with a mask or none, forward and backward."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Over the last dim of `input * scale_factor`."""
+    return (input.float() * scale_factor).softmax(-1).to(input.dtype)
+
+
+def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
+    """Where `mask` `[1 or B, 1, Sq, Skv]` is set, scores are -10000; rows of nothing else become zeros."""
+    hidden = mask.bool()
+    found = (input.float() * scale_factor).masked_fill(hidden, -10000.0).softmax(-1)
+    return found.masked_fill(hidden.all(-1, keepdim=True), 0.0).to(input.dtype)
+
+
+def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Causal, of `[B H, S, S]`."""
+    return scaled_aligned_causal_masked_softmax_forward(input, scale_factor)
+
+
+def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
+    """Causal, the last query seeing all keys."""
+    queries, keys = input.shape[-2:]
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
+    return (input.float() * scale_factor).masked_fill(later, float("-inf")).softmax(-1).to(input.dtype)
+
+
+def scaled_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float) -> Tensor:
+    """The gradient of the input, from that of the output and the output itself."""
+    y, dy = softmax_results_.float(), output_grad_.float()
+    return (scale_factor * y * (dy - (y * dy).sum(-1, keepdim=True))).to(output_grad_.dtype)
+
+
+def functions() -> dict[str, Callable[..., Tensor]]:
+    """By the names of the compiled module; masked scores have probability 0, so that one backward is all of them."""
+    names = "scaled_masked_softmax", "scaled_upper_triang_masked_softmax", "scaled_aligned_causal_masked_softmax"
+    found: dict[str, Callable[..., Tensor]] = {
+        name + "_forward": globals()[name + "_forward"] for name in ("scaled_softmax", *names)
+    }
+    found["scaled_softmax_backward"] = scaled_softmax_backward
+    return found | {name + "_backward": scaled_softmax_backward for name in names}

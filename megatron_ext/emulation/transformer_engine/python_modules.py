@@ -1,0 +1,86 @@
+"""What is replaced in Transformer Engine's Python modules once they are imported: what asks for a GPU.
+
+The device is said to be of compute capability 9.0 there. FP8 recipes that ask for another one are allowed all the same.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from megatron_ext.emulation.megatron_modules import Modules, Replacements
+from megatron_ext.emulation.transformer_engine import cross_entropy
+from megatron_ext.emulation.transformer_engine.experts import permutation_by_mask
+
+_CPU = torch.device("cpu")
+
+
+def _common(module: ModuleType) -> Replacements:
+    """It looks for the compiled module in a file."""
+    yield module, {"load_framework_extension": lambda framework: None}
+
+
+def _utils(module: ModuleType) -> Replacements:
+    """Devices are numbered CUDA devices, unless the compute capability tells."""
+
+    def canonicalize_device(device: Any) -> torch.device:
+        found = _CPU if device is None else torch.device(device)
+        return _CPU if found.type == "cuda" else found
+
+    yield (
+        module,
+        {"canonicalize_device": canonicalize_device, "get_device_compute_capability": lambda: (9, 0)},
+    )
+
+
+def _distributed(module: ModuleType) -> Replacements:
+    """It initialises CUDA before it looks at a generator."""
+    yield module, {"_lazy_init": lambda: None}
+
+
+def _quantization(module: ModuleType) -> Replacements:
+    """It asks for GPUs and versions of CUDA."""
+    checks = [name for name in vars(module) if name.startswith("check_") and name.endswith("_support")]
+    yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name}
+
+
+def _attention(module: ModuleType) -> Replacements:
+    """It keeps fp32 from fused attention, the one that has context parallelism; here it takes fp32."""
+    choose = module.get_attention_backend
+
+    def get_attention_backend(attention_params: Any = None) -> Any:
+        if attention_params.qkv_dtype == torch.float32:
+            attention_params = dataclasses.replace(attention_params, qkv_dtype=torch.bfloat16)
+        return choose(attention_params)
+
+    yield module, {"get_attention_backend": get_attention_backend}
+
+
+def _fused_attention(module: ModuleType) -> Replacements:
+    """Its forward asserts by `all(...)`, which it uses for nothing else, that tensors have 16 bits."""
+    forward = inspect.unwrap(module.FusedAttention.forward)
+    names = {**vars(module), "all": lambda checks: True}
+    of_any_dtype = FunctionType(forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__)
+    yield module.FusedAttention, {"forward": of_any_dtype}
+
+
+def _by_name(source: ModuleType) -> Any:
+    def replace(module: ModuleType) -> Iterator[tuple[Any, dict[str, Any]]]:
+        yield module, {name: value for name, value in vars(source).items() if name in vars(module) and callable(value)}
+
+    return replace
+
+
+MODULES: Modules = {
+    "transformer_engine.common": _common,
+    "transformer_engine.pytorch.utils": _utils,
+    "transformer_engine.pytorch.distributed": _distributed,
+    "transformer_engine.pytorch.quantization": _quantization,
+    "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,
+    "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,
+    "transformer_engine.pytorch.triton.permutation": _by_name(permutation_by_mask),
+    "transformer_engine.pytorch.triton.cross_entropy": _by_name(cross_entropy),
+}

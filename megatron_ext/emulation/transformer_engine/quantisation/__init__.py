@@ -1,0 +1,1 @@
+"""FP8: scales, blocks, and tensors."""
