@@ -48,7 +48,7 @@ test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow mat
 
 # Transformer Engine's tests have an environment of their own: without its kernels it cannot be imported, and Megatron
 # imports whatever is there.
-ON_ENGINE := .venvs/$(ENGINE)/bin/python $(PYTEST) tests/transformer_engine
+ON_ENGINE := .venvs/$(ENGINE)/bin/python $(PYTEST) tests/on_transformer_engine
 
 # The environment's own packages come first; pip must not see the others, it would replace them.
 .venvs/%/.ready: $(VENV)/.ready

@@ -48,7 +48,7 @@ def pytest_ignore_collect(collection_path, config):
 
     `-m gpu` imports no file without such tests: a machine with a GPU may have nothing but torch and pytest.
     """
-    if collection_path.name == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+    if collection_path.name == "on_transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         return True
     if config.getoption("markexpr") != "gpu" or collection_path.suffix != ".py":
         return None

@@ -233,7 +233,9 @@ def set_weights(model, seed: int = 0) -> None:
     for shard in nested_values(state):
         if not isinstance(shard, ShardedTensor):
             continue
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(shard.key.encode()))
+        # Before experts Transformer Engine's norm has its own name, Megatron's local one that of a dense layer's.
+        name = shard.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         whole = 0.05 * torch.randn(shard.global_shape, generator=generator)
         if "norm" in shard.key and shard.key.endswith("weight"):
             whole += 1

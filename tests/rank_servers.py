@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
 _PRELOAD = [
     # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
-    *(["tests.transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
+    *(["tests.on_transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
     "torch.distributed.tensor",
     "megatron.core.models.gpt",
     "megatron.core.optimizer",

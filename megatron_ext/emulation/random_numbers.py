@@ -1,9 +1,10 @@
 """The random numbers of the emulated device, and those of the host: two generators, as beside a GPU.
 
-torch's operators on CPU tensors, dropout among them, all draw from its one default generator. Inside the emulation that
-one is the device's, and the host has another, which goes on where the default one stood. From the host's draw factories
-that do not name the device (`torch.rand(2)`), and `Tensor.random_`, with which data loaders and samplers make their
-seeds. So a run that resumes from a checkpoint, and makes its data loaders after it, goes on as it was.
+torch's operators on CPU tensors, dropout among them, all draw from `torch.default_generator`. Inside the emulation that
+one is the device's, and the host has another, which goes on where the default one stood: `torch.manual_seed` seeds
+both, `torch.get_rng_state` is the host's. From the host's draw factories that do not name the device (`torch.rand(2)`),
+and `Tensor.random_`, with which data loaders and samplers make their seeds. So a run that resumes from a checkpoint,
+and makes its data loaders after it, goes on as it was.
 """
 
 import functools
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import dataset
 
 _HOST_FACTORIES = "rand randn randint randperm"
 
@@ -107,9 +109,10 @@ def two_generators() -> Iterator[tuple[DeviceGenerator, torch.Generator]]:
 
 def on_host(host: torch.Generator) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Rows of replacements: (owner, {name: replacement})."""
-    for module in torch, torch.random:
-        yield module, {"default_generator": host}
-    yield torch, {name: _drawing_from(getattr(torch, name), host) for name in _HOST_FACTORIES.split()}
+    yield torch.random, {"default_generator": host}
+    factories = {name: _drawing_from(getattr(torch, name), host) for name in _HOST_FACTORIES.split()}
+    yield torch, factories
+    yield dataset, {"randperm": factories["randperm"]}
     yield Tensor, {"random_": _seed_from(Tensor.random_, host)}
 
 
@@ -118,7 +121,7 @@ def _drawing_from(factory: Callable[..., Any], host: torch.Generator) -> Callabl
     def draw(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         device = torch.get_default_device() if device is None else device
-        if kwargs.get("generator") is None and str(device).split(":")[0] == "cpu":
+        if kwargs.get("generator") in (None, torch.default_generator) and str(device).split(":")[0] == "cpu":
             kwargs["generator"] = host
         return factory(*args, **kwargs)
 

@@ -333,7 +333,8 @@ def test_draws_what_megatrons_tracker_draws():
         """Draws and forks at random, but the same for both modules."""
         generator = torch.Generator().manual_seed(hash(path) % 2**31)
         for i in range(3):
-            out.append(torch.rand(int(torch.randint(1, 4, (), generator=generator))))
+            length = int(torch.randint(1, 4, (), generator=generator))
+            out.append(torch.rand(length, device="cuda"))
             if depth:
                 name = module.get_cuda_rng_tracker().get_states()
                 name = sorted(name)[int(torch.randint(len(name), (), generator=generator))]

@@ -71,7 +71,7 @@ def test_streams_go_on_where_they_are():
 
         def draw():
             with tensor_parallel.get_cuda_rng_tracker().fork():
-                return torch.rand(4)
+                return torch.rand(4, device="cuda")
 
         tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         expected = [draw() for _ in range(3)]

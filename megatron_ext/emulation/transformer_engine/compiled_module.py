@@ -8,7 +8,7 @@ from megatron_ext.emulation.transformer_engine.experts import permutation, route
 from megatron_ext.emulation.transformer_engine.quantisation import scales, tensors
 
 NAME = "transformer_engine_torch"
-_WHOLE_FILES = (device, fused, gemm, norms, optimizers, packed_sequences, permutation, rope, router)
+_WHOLE_FILES = (device, fused, gemm, norms, optimizers, packed_sequences, permutation, rope, router, softmax)
 _OF_TENSORS = "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize fp8_transpose swap_first_dims"
 _OF_SCALES = (
     "compute_amax fused_amax_and_scale_update_after_reduction multi_tensor_compute_scale_and_scale_inv "
@@ -28,6 +28,6 @@ def compiled_module() -> ModuleType:
     for name, value in vars(enums).items():
         if isinstance(value, type) and value.__module__ == enums.__name__:
             names[name] = value
-    names.update(activations.functions() | softmax.functions() | absent.refusals())
+    names.update(activations.functions() | absent.refusals())
     names["__version__"] = "emulated"
     return module

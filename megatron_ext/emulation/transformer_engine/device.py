@@ -40,7 +40,7 @@ def ubuf_built_with_mpi() -> bool:
 
 def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
     """[input with numbers dropped and the rest scaled, the mask]."""
-    keep = torch.rand(input.shape, generator=torch._C.default_generator) >= dropout_probability
+    keep = torch.empty(input.shape).uniform_() >= dropout_probability
     found = (input.float() * keep / (1 - dropout_probability)).to(input.dtype)
     return [found if out is None else out.copy_(found), keep.to(torch.uint8)]
 

@@ -74,9 +74,9 @@ def generic_gemm(
 
 def te_general_grouped_gemm(
     A: Sequence[Any],
-    transA: bool,
+    transa: bool,
     B: Sequence[Any],
-    transB: bool,
+    transb: bool,
     D: Sequence[Tensor] | None,
     D_type: Any,
     m_splits: Sequence[int],
@@ -96,14 +96,14 @@ def te_general_grouped_gemm(
     Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, empty tensors where not
     wanted.
     """
-    outputs = _rows_of(D[0], A, B, transA, transB) if single_output and D is not None else D
+    outputs = _rows_of(D[0], B, transb) if single_output and D is not None else D
     for i, (a, b) in enumerate(zip(A, B, strict=True)):
         out = None if outputs is None else outputs[i]
         if out is not None and out.numel() == 0:
             continue
         with_bias, gelu = bias[i].numel() > 0, pre_gelu_out[i].numel() > 0
         found = generic_gemm(
-            *(a, transA, b, transB, out, None, D_type, bias[i] if with_bias else None, bias_type),
+            *(a, transa, b, transb, out, None, D_type, bias[i] if with_bias else None, bias_type),
             *(gelu, pre_gelu_out[i] if gelu else None, grad, None, 0, accumulate, use_split_accumulator),
         )
         if grad and with_bias:
@@ -120,14 +120,10 @@ def _product(a: Tensor, transpose_a: bool, b: Tensor, transpose_b: bool) -> Tens
     return b.reshape(-1, b.shape[-1]).t() @ right if transpose_b else b @ right
 
 
-def _rows_of(out: Tensor, A: Sequence[Any], B: Sequence[Any], transA: bool, transB: bool) -> Sequence[Tensor]:
+def _rows_of(out: Tensor, B: Sequence[Any], transposed: bool) -> Sequence[Tensor]:
     """The part of `out` that belongs to each product."""
-    rows = [b.shape[-1] if transB else b.shape[:-1].numel() for b in B]
-    return out.view(-1, out.shape[-1]).split(rows) if sum(rows) == out.numel() // max(out.shape[-1], 1) else _fail(rows)
-
-
-def _fail(rows: list[int]) -> Any:
-    raise ValueError(f"D[0] is the output of products with {rows} rows: it must have {sum(rows)} rows")
+    rows = [b.shape[-1] if transposed else b.shape[:-1].numel() for b in B]
+    return out.view(-1, out.shape[-1])[: sum(rows)].split(rows)
 
 
 def _gelu_backward(gradient: Tensor, gelu_in: Tensor | None) -> Tensor:

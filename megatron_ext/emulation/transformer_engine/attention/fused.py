@@ -90,7 +90,7 @@ def fused_attn_fwd(
     With `return_max_logit` the second is the largest score of each row, followed by the sum of exponentials less it.
     """
     rules = Rules(attn_scale, bias_type, attn_mask_type, softmax_type, tuple(window_size), Bias, SoftmaxOffset)
-    seed = torch.randint(2**62, (1,), generator=rng_gen or torch._C.default_generator)
+    seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=rng_gen or torch.default_generator)
     rng_state = torch.cat([seed, torch.zeros_like(seed)])
     q_lengths = (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
     kv_lengths = (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)

@@ -1,7 +1,5 @@
 """Softmax of scaled scores `[B, H, Sq, Skv]`, with a mask or none, forward and backward."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -31,16 +29,19 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: fl
 
 
 def scaled_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float) -> Tensor:
-    """The gradient of the input, from that of the output and the output itself."""
+    """The gradient of the input, from that of the output and the output itself: masked scores have probability 0."""
     y, dy = softmax_results_.float(), output_grad_.float()
     return (scale_factor * y * (dy - (y * dy).sum(-1, keepdim=True))).to(output_grad_.dtype)
 
 
-def functions() -> dict[str, Callable[..., Tensor]]:
-    """By the names of the compiled module; masked scores have probability 0, so that one backward is all of them."""
-    names = "scaled_masked_softmax", "scaled_upper_triang_masked_softmax", "scaled_aligned_causal_masked_softmax"
-    found: dict[str, Callable[..., Tensor]] = {
-        name + "_forward": globals()[name + "_forward"] for name in ("scaled_softmax", *names)
-    }
-    found["scaled_softmax_backward"] = scaled_softmax_backward
-    return found | {name + "_backward": scaled_softmax_backward for name in names}
+scaled_masked_softmax_backward = scaled_softmax_backward
+
+
+def scaled_upper_triang_masked_softmax_backward(
+    output_grads_: Tensor, softmax_results_: Tensor, scale_factor: float
+) -> Tensor:
+    """As `scaled_softmax_backward`."""
+    return scaled_softmax_backward(output_grads_, softmax_results_, scale_factor)
+
+
+scaled_aligned_causal_masked_softmax_backward = scaled_upper_triang_masked_softmax_backward
