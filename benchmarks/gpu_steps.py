@@ -1,12 +1,14 @@
-"""`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the tests and then the measurements.
+"""`python -m benchmarks.gpu_steps`: all that docs/gpu.md has to run on a GPU, the measurements and then the tests.
 
-It ends within `--minutes`. What has passed and what is measured is kept in `--folder`: called again, it goes on there.
+It ends within `--minutes`, and what matters most comes first. What is measured and what has passed is kept in
+`--folder`, which git does not ignore: called again, it goes on there, or where the folder `--resume-from` ended.
 The exit status is 0 when all is done and right, 1 where something failed, 2 where time was short. It installs nothing:
 torch, Triton and pytest have to be there; what else is missing leaves a row or a line that says so.
 """
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,15 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
+ROWS, PASSED = "rows.csv", "passed.txt"
 
 
 def commands(folder: Path, rehearse: bool) -> dict[str, list[str]]:
-    """The steps, in order."""
-    tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / 'passed.txt'}"]
-    measurements = [sys.executable, "-u", "-m", "benchmarks.run", "gpu", "--out", str(folder / "rows.csv")]
+    """The steps, in order: what is measured is compared with fp64 first, so it is right without the tests."""
+    tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}"]
+    measurements = [sys.executable, "-u", "-m", "benchmarks.run", "gpu", "--out", str(folder / ROWS)]
     return {
         name: command + (["--rehearse"] if rehearse else [])
-        for name, command in (("tests", tests), ("measurements", measurements))
+        for name, command in (("measurements", measurements), ("tests", tests))
     }
 
 
@@ -36,6 +39,7 @@ def run(steps: dict[str, list[str]], folder: Path, seconds: float) -> int:
         said = "done" if found == 0 else "no time left, call this again" if found is None else f"exit status {found}"
         print(f"{name}: {said}", flush=True)
         if found is None:
+            forget_ended(folder / ROWS)
             return status or SHORT_OF_TIME
         status = status or (FAILED if found else 0)
     return status
@@ -58,14 +62,33 @@ def _step(command: list[str], log: Path, deadline: float) -> int | None:
                 tee.stdin.close()
 
 
+def forget_ended(rows: Path) -> None:
+    """What was being measured when the deadline came has no finding yet."""
+    from benchmarks import gpu, record
+
+    if rows.exists():
+        record.drop(rows, lambda row: row.unit in (gpu.ENDED, gpu.ENDED_TWICE))
+
+
+def resume(folder: Path, before: Path) -> None:
+    """Goes on with the rows and the names of passed tests of another folder, where this one has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (ROWS, PASSED):
+        if (before / name).exists() and not (folder / name).exists():
+            shutil.copy(before / name, folder / name)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/gpu"), help="for rows and logs (default: %(default)s)"
+        "--folder", type=Path, default=Path("benchmarks/results/gpu"), help="for rows and logs (default: %(default)s)"
     )
+    parser.add_argument("--resume-from", type=Path, metavar="FOLDER", help="of an earlier call")
     parser.add_argument("--minutes", type=float, default=9, help="end within these (default: %(default)s)")
     parser.add_argument("--rehearse", action="store_true", help="the same on a CPU, at toy sizes")
     options = parser.parse_args()
+    if options.resume_from is not None:
+        resume(options.folder, options.resume_from)
     return run(commands(options.folder, options.rehearse), options.folder, 60 * options.minutes)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,16 @@ def whole_inputs(case: Case) -> Inputs:
     w_VD = (torch.randn(case.vocab, case.width, generator=generator) / case.width**0.5).bfloat16()
     labels_T = torch.randint(case.vocab, (case.tokens,), generator=generator)
     return Inputs(x_TD.to(case.device, case.dtype), w_VD.to(case.device, case.dtype), labels_T.to(case.device))
+
+
+def drawn(case: Case, size: float = 1.0) -> Inputs:
+    """Hidden states of size 1 and logits of about `size`, drawn on the device."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    there: dict[str, Any] = {"generator": generator, "device": case.device}
+    x_TD = torch.randn(case.tokens, case.width, **there).to(case.dtype)
+    w_VD = (torch.randn(case.columns, case.width, **there) * (size / case.width**0.5)).to(case.dtype)
+    labels_T = torch.randint(case.columns, (case.tokens,), **there)
+    return Inputs(x_TD.requires_grad_(), w_VD.requires_grad_(), labels_T)
 
 
 def shard_of(whole: Inputs, case: Case, rank: int) -> Inputs:

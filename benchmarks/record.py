@@ -1,6 +1,7 @@
 """One row a number, in one CSV for each kind of machine."""
 
 import csv
+import hashlib
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+MEASURED = ("megatron_ext/**/*.py", "benchmarks/*.py")  # the code whose times and errors rows have
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Origin:
     @classmethod
     def here(cls, device: str) -> "Origin":
         versions = " ".join(f"{name} {_version(name)}" for name in ("torch", "megatron-core", "triton"))
-        return cls(_device(device), versions, _commit(), date.today().isoformat())
+        return cls(_device(device), versions, code(*MEASURED), date.today().isoformat())
 
     def row(self, case: str, impl: str, metric: str, unit: str, values: Sequence[float]) -> Row:
         p20, p50, p80 = percentiles(values)
@@ -85,6 +87,11 @@ def add(path: Path, rows: Iterable[Row]) -> None:
     _replace(path, list(rows), lambda row: (row.case, row.impl))
 
 
+def drop(path: Path, unwanted: Callable[[Row], bool]) -> None:
+    """Takes rows out."""
+    _store(path, [row for row in read(path) if not unwanted(row)])
+
+
 def file_name(device: str) -> str:
     """What a device's file of results is called, without its ending."""
     return re.sub(r"\W+", "-", device.lower())
@@ -93,12 +100,19 @@ def file_name(device: str) -> str:
 def _replace(path: Path, rows: list[Row], key: Callable[[Row], Hashable]) -> None:
     measured = {key(row) for row in rows}
     kept = [row for row in read(path) if key(row) not in measured] if path.exists() else []
+    _store(path, kept + rows)
+
+
+def _store(path: Path, rows: list[Row]) -> None:
+    """All or nothing: a program that is killed meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    beside = path.with_suffix(".new")
+    with beside.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for row in kept + rows:
+        for row in rows:
             writer.writerow(f"{value:.6g}" if isinstance(value, float) else value for value in astuple(row))
+    beside.replace(path)
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -141,15 +155,21 @@ def _cpu_lines() -> list[str]:
     return info.read_text().splitlines() if info.exists() else []
 
 
-def _commit() -> str:
-    """The commit that is checked out, with a + where tracked files of the package or the benchmarks differ from it."""
-    here = Path(__file__).parent.parent
+def code(*patterns: str) -> str:
+    """What was run: the last commit that changed files of these patterns, with a + where tracked ones differ from it.
 
-    if shutil.which("git") is None:
-        return ""
+    Of a copy without git a digest of the files. Results that are committed later leave it as it is.
+    """
+    root = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", here, *arguments], capture_output=True, text=True).stdout.strip()
+        command = ["git", "-C", root, *arguments, "--", *patterns]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "megatron_ext", "benchmarks/*.py")
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    commit = git("log", "-1", "--format=%h") if shutil.which("git") else ""
+    if commit:
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    digest = hashlib.sha1()
+    for path in sorted(path for pattern in patterns for path in root.glob(pattern) if path.is_file()):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return f"files {digest.hexdigest()[:8]}"

@@ -57,6 +57,13 @@ def test_tests_and_measurements_rehearsed(tmp_path):
         assert measured[name, "time"].p50 > 0, name
         assert measured[name, "error / plain"].p50 <= 2.5  # the interpreter cuts 16-bit results off
         assert (name, NOT_MEASURED) not in measured
+    assert {row.case.split()[0] for row in record.read(out)} == {"rehearsal", "numerics"}
+    for name in ("ours, cache 1", "ours, cache 0"):
+        assert measured[name, "dx, error / plain"].p50 <= 2.5
+        assert measured[name, "dW, error / plain"].p50 <= 2.5
+    order = list(dict.fromkeys(row.impl for row in record.read(out)))
+    assert order[0].startswith("product: ")
+    assert order.index("ours, cache 1") < order.index("pytorch chunked") < order.index("ours, cache 0.5")
     assert measured["ours, cache 1", "FLOPs / NVH"].p50 == 6
     assert measured["ours, cache 0", "FLOPs / NVH"].p50 == 8
     for name in ("logits of a chunk", "logits of a block", "dx", "dx of a block", "dW"):
@@ -91,6 +98,85 @@ def failing(message):
         raise RuntimeError(message)
 
     return fails
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from benchmarks import gpu, record
+run = gpu.Run(gpu.Machine(*["cpu", *6 * [lambda: None]]), record.Origin("a", "b", "c", "d"), Path(sys.argv[1]), 0.0)
+case = gpu.REHEARSAL[0]
+for name, seconds in ("quick", 0), ("slow", float(sys.argv[2])):
+    if not run.measured(case, name):
+        run.attempt(case, name, lambda: time.sleep(seconds) or [("time", "ms", [1.0])])
+"""
+
+
+def test_what_is_killed_at_the_deadline_is_measured_by_the_next_call(tmp_path):
+    """However often; what was measured before it stays."""
+    out = tmp_path / "rows.csv"
+
+    def call(sleeping, seconds):
+        command = [sys.executable, "-W", "ignore", "-c", KILLED, str(out), str(sleeping)]
+        began = time.monotonic()
+        while True:  # until the first is measured: the start takes long on a busy machine
+            found = gpu_steps.run({"measurements": command}, tmp_path, seconds)
+            if found == 0 or (out.exists() and ("quick", "time") in rows(out)) or time.monotonic() - began > 120:
+                return found
+
+    for _ in range(2):
+        assert call(60, 20) == gpu_steps.SHORT_OF_TIME
+        assert set(rows(out)) == {("quick", "time")}
+    assert call(0, 60) == 0
+    assert set(rows(out)) == {("quick", "time"), ("slow", "time")}
+
+
+def test_what_ends_the_program_twice_is_left_out(tmp_path):
+    """As a crash does, or whoever kills all of it: once it is measured again, then a row says so."""
+    machine = gpu.Machine("cpu", *6 * [lambda: None])
+    run = gpu.Run(machine, record.Origin("a", "b", "c", "d"), tmp_path / "rows.csv", 0.0)
+    case = gpu.REHEARSAL[0]
+    for measured, said in ((False, gpu.ENDED), (True, gpu.ENDED_TWICE)):
+        with pytest.raises(KeyboardInterrupt):
+            run.attempt(case, "a head", interrupted)
+        assert run.measured(case, "a head") == measured
+        assert [row.unit for row in record.read(run.out)] == [said]
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_results_survive_the_machine(tmp_path):
+    """They lie where git sees them, belong to the code that was measured and not to the commit that adds them, and a
+    call may go on with another folder's."""
+    ignored = subprocess.run(["git", "check-ignore", "benchmarks/results/gpu/rows.csv"], cwd=ROOT)
+    assert ignored.returncode != 0
+    command = ["git", "log", "-1", "--format=%h", "--", *record.MEASURED]
+    last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert record.code(*record.MEASURED).removesuffix("+") == last
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / gpu_steps.ROWS).write_text("rows")
+    gpu_steps.resume(tmp_path / "now", tmp_path / "before")
+    assert (tmp_path / "now" / gpu_steps.ROWS).read_text() == "rows"
+    (tmp_path / "now" / gpu_steps.ROWS).write_text("more rows")
+    gpu_steps.resume(tmp_path / "now", tmp_path / "before")
+    assert (tmp_path / "now" / gpu_steps.ROWS).read_text() == "more rows"
+
+
+def test_without_git_the_code_is_told_by_its_files(monkeypatch):
+    monkeypatch.setattr(record.shutil, "which", lambda name: None)
+    found = record.code("benchmarks/*.py")
+    assert re.fullmatch("files [0-9a-f]{8}", found)
+    assert record.code("benchmarks/*.py") == found != record.code("benchmarks/r*.py")
+
+
+def test_what_matters_most_is_measured_first():
+    from benchmarks.implementations import FUSED, MODELS, OURS, PYTORCH_CHUNKED, UNFUSED
+
+    assert [gpu.stage_of(impl) for impl in OURS] == [0, 2, 2, 2]
+    assert gpu.stage_of(PYTORCH_CHUNKED) == 1
+    assert {gpu.stage_of(impl) for impl in (FUSED, UNFUSED, *MODELS)} == {2}
 
 
 def test_steps_run_in_the_time_there_is(tmp_path):

@@ -1,0 +1,51 @@
+"""Errors of the head's gradients on a GPU, in bf16: many tokens a column and few, small and large logits.
+
+As `tests/head/test_precision.py` has them on a CPU: root mean square, against fp64, over those of plain PyTorch in the
+same type. On a GPU dW is one product, rounded before the labels' terms are added to it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cases import Case
+from benchmarks.implementations import ours
+from benchmarks.measure import Inputs, baselines, drawn, parity, run_once, truth
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Run
+
+SIZES = [(256, 64, 1000), (1024, 32, 300), (64, 128, 4000), (2048, 32, 41), (4096, 512, 32768)]
+LOGITS = (0.05, 1.0, 8.0)
+CACHES = (1, 0)
+REHEARSED = [(8, 16, 40)], (1.0,)
+
+
+def measure(run: "Run", group: dist.ProcessGroup, device: str, rehearse: bool) -> None:
+    """Rows "dx, error / plain" and "dW, error / plain" of each case, as far as `run` lacks them."""
+    for tokens, width, vocab in REHEARSED[0] if rehearse else SIZES:
+        for size in REHEARSED[1] if rehearse else LOGITS:
+            for likeliest in (False, True):
+                name = f"numerics {tokens} x {width} x {vocab}, logits of {size:g}"
+                case = Case(
+                    f"{name}, likeliest labels" if likeliest else name, tokens, width, vocab, 1, torch.bfloat16, device
+                )
+                missing = [cache for cache in CACHES if not run.measured(case, ours(cache).name)]
+                inputs = with_labels(drawn(case, size), likeliest) if missing else None
+                for cache in missing:
+                    run.attempt(case, ours(cache).name, lambda case=case, x=inputs, c=cache: errors(case, x, c, group))
+
+
+def with_labels(inputs: Inputs, likeliest: bool) -> Inputs:
+    """Labels as they are, or each token's largest logit."""
+    if not likeliest:
+        return inputs
+    return inputs._replace(labels_T=(inputs.x_TD.double() @ inputs.w_VD.double().t()).argmax(-1))
+
+
+def errors(case: Case, inputs: Inputs, cache: float, group: dist.ProcessGroup) -> list[tuple[str, str, list[float]]]:
+    true = truth(Inputs(*(x.detach() for x in inputs)))
+    known: Any = baselines(case, true, {None}, inputs)[None]
+    found = parity(run_once(ours(cache).build(case, group), inputs), true, known)
+    return [("dx, error / plain", "1", [found.dx]), ("dW, error / plain", "1", [found.dw])]
