@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.meter import one_rank_of
 from megatron_ext.head.row_passes import dispatch, logit_passes
+from megatron_ext.head.validation import argument_checks
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
@@ -38,6 +39,7 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(dispatch, "_side", kernels_of),
+        mock.patch.object(argument_checks, "has_values", return_value=True),  # checks are launched, as on a GPU
     ):
         yield group
 

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
-from megatron_ext import linear_cross_entropy
+from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
+from megatron_ext.head.engine.chunk_sizes import cached_columns
+from megatron_ext.head.engine.options import HeadOptions
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -39,11 +42,23 @@ class Implementation:
     foreign: bool = False
 
 
-def ours(cache: float) -> Implementation:
-    def build(case: Case, group: Group) -> Head:
-        return lambda x, w, y: linear_cross_entropy(x, w, y, group, cache=cache)
+def ours(cache: float | None) -> Implementation:
+    """`cache` None: as it is by default."""
+    chosen: dict[str, Any] = {} if cache is None else {"cache": cache}
 
+    def build(case: Case, group: Group) -> Head:
+        return lambda x, w, y: linear_cross_entropy(x, w, y, group, **chosen)
+
+    if cache is None:
+        return Implementation("ours, default", build)
     return Implementation(f"ours, cache {cache:g}", build, slow=0 < cache < 1)
+
+
+def kept_by_default(case: Case) -> float:
+    """The fraction of the columns, as the head chooses it."""
+    options = HeadOptions(None, VocabShard(0, case.columns, case.columns))
+    like = torch.empty(0, case.width, dtype=case.dtype)
+    return cached_columns(options, case.tokens, case.columns, like) / case.columns
 
 
 @contextmanager
@@ -132,7 +147,7 @@ def cut_cross_entropy(case: Case, group: Group) -> Head:
     return lambda x, w, y: cce(x, w, y)
 
 
-OURS = [ours(1), ours(0.5), ours(0)]
+OURS = [ours(1), ours(0.5), ours(0), ours(None)]
 MODELS = [
     Implementation("nemo-rl's algorithm", model_of(peers.NemoRL), slow=True),
     Implementation("verl's algorithm", model_of(peers.Verl), slow=True),

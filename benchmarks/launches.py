@@ -17,11 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.fake_cuda import cuda_rank_of
-from megatron_ext.head.row_passes.gpu_properties import Device, product_seconds, waves
+from megatron_ext.head.row_passes.gpu_properties import Device, epilogue_seconds, product_seconds, waves
 
 aten = torch.ops.aten
 # The least that a launch takes: below a few microseconds the next one waits for the host or the start of its blocks.
 LEAST_SECONDS = 2e-6
+# Two loads from memory, the second from where the first says: a step of a program that adds up tokens.
+_STEP_SECONDS = 1.5e-6
+# A kernel's reads, its writes, and how many steps the program takes that takes most.
+Traffic = tuple[int, int, int]
 
 _SEVERAL = {aten.sort: 8}  # launches of an operator, where they are several
 
@@ -45,6 +49,7 @@ class Launch:
     flops: int = 0
     waves: float = 0.0
     seconds: float = 0.0
+    epilogue: float = 0.0  # seconds of them
     is_collective: bool = False
 
 
@@ -69,11 +74,14 @@ class Plan:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what is launched while it is active into `plan`, as part of `phase`."""
+    """Records what is launched while it is active into `plan`, as part of `phase`.
 
-    def __init__(self, plan: Plan, ranks: int):
+    `worst_labels`: see `planned`.
+    """
+
+    def __init__(self, plan: Plan, ranks: int, worst_labels: bool):
         super().__init__()
-        self.plan, self.ranks, self.phase = plan, ranks, "forward"
+        self.plan, self.ranks, self.phase, self.worst_labels = plan, ranks, "forward", worst_labels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,6 +131,7 @@ class Recorder(TorchDispatchMode):
     def _product(self, name: str, args: Any, out: Tensor, read: int, written: int) -> None:
         left, right = [x for x in args if isinstance(x, Tensor)][-2:]
         (m, k), n = left.shape, right.shape[1]
+        result_bytes = _bytes(out) * (2 if name.startswith("addmm") else 1)
         self.plan.launches.append(
             Launch(
                 self.phase,
@@ -132,7 +141,8 @@ class Recorder(TorchDispatchMode):
                 written,
                 2 * m * n * k,
                 waves(self.plan.device, m, n),
-                max(product_seconds(self.plan.device, m, n, k, read + written), LEAST_SECONDS),
+                max(product_seconds(self.plan.device, m, n, k, result_bytes), LEAST_SECONDS),
+                epilogue_seconds(self.plan.device, m, n, k, result_bytes),
             )
         )
 
@@ -140,66 +150,98 @@ class Recorder(TorchDispatchMode):
         name = kernel.__name__
         if name not in KERNELS:
             raise ValueError(f"the plan does not know what the kernel {name} reads and writes: add it to KERNELS")
-        read, written = KERNELS[name](arguments | {"ranks": self.ranks})
+        told = {"ranks": self.ranks, "worst_labels": self.worst_labels}
+        read, written, steps = KERNELS[name](arguments | told)
         tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 2][:2]
-        self._add(name.strip("_"), tensors, read, written, waves=grid[0] / self.plan.device.multiprocessors)
+        waves = grid[0] / self.plan.device.multiprocessors
+        self._add(name.strip("_"), tensors, read, written, least=steps * _STEP_SECONDS, waves=waves)
 
-    def _add(self, name: str, tensors: list[Tensor], read: int, written: int, launches: int = 1, **more: Any) -> None:
+    def _add(
+        self,
+        name: str,
+        tensors: list[Tensor],
+        read: int,
+        written: int,
+        launches: int = 1,
+        least: float = 0.0,
+        **more: Any,
+    ) -> None:
         seconds = 0.0
         if not more.get("is_collective"):
-            seconds = max((read + written) / self.plan.device.bytes_per_s, launches * LEAST_SECONDS)
+            seconds = max((read + written) / self.plan.device.bytes_per_s, launches * LEAST_SECONDS, least)
         shapes = ", ".join(map(_shape, tensors))
         self.plan.launches.append(Launch(self.phase, name, shapes, read, written, seconds=seconds, **more))
 
 
 @contextmanager
-def planned(device: Device, ranks: int) -> Iterator[tuple[Recorder, dist.ProcessGroup | None]]:
-    """A recorder, and the group of one rank of `ranks`; tensors made inside are fake and say that they are on CUDA."""
-    recorder = Recorder(Plan(device), ranks)
+def planned(
+    device: Device, ranks: int, worst_labels: bool = False
+) -> Iterator[tuple[Recorder, dist.ProcessGroup | None]]:
+    """A recorder, and the group of one rank of `ranks`; tensors made inside are fake and say that they are on CUDA.
+
+    Labels differ and are spread over the ranks. `worst_labels`: all are this rank's; what depends on them takes both as
+    many bytes as if they differed and as many steps as if all were one.
+    """
+    recorder = Recorder(Plan(device), ranks, worst_labels)
     with cuda_rank_of(ranks, recorder.kernel) as group:
         yield recorder, group
 
 
-def _whole_rows(given: dict[str, Any]) -> tuple[int, int]:
-    return _bytes(given["z_ptr"]), _bytes(given["exp_ptr"]) * given["HAS_EXP"] + _bytes(given["stats_ptr"])
+def _whole_rows(given: dict[str, Any]) -> Traffic:
+    return _bytes(given["z_ptr"]), _bytes(given["exp_ptr"]) * given["HAS_EXP"] + _bytes(given["stats_ptr"]), 0
 
 
-def _long_rows(given: dict[str, Any]) -> tuple[int, int]:
+def _long_rows(given: dict[str, Any]) -> Traffic:
     """Logits are read again where exponentials are kept of them, unless relative to a sample, which is taken to do."""
     z_TV, again = given["z_ptr"], 0 if given["SAMPLED"] else given["kept_columns"]
-    return _bytes(z_TV) + _bytes(z_TV[:, :again]), _whole_rows(given)[1]
+    return _bytes(z_TV) + _bytes(z_TV[:, :again]), _whole_rows(given)[1], 0
 
 
-def _gradient(given: dict[str, Any]) -> tuple[int, int]:
-    return _bytes(given["source_ptr"]), _bytes(given["out_ptr"])
+def _gradient(given: dict[str, Any]) -> Traffic:
+    return _bytes(given["source_ptr"]), _bytes(given["out_ptr"]), 0
 
 
-def _label_rows(given: dict[str, Any]) -> tuple[int, int]:
-    """Labels are taken to differ, and to be spread over the ranks; every row of dW with label smoothing."""
+def _owned(given: dict[str, Any], tokens: int) -> int:
+    """How many of the tokens have a label of this rank."""
+    return tokens if given["worst_labels"] else -(-tokens // given["ranks"])
+
+
+def _label_parts(given: dict[str, Any]) -> Traffic:
+    """Labels that differ have no parts. Of one label a program adds a window of tokens."""
+    x_TD, parts, window = given["x_ptr"], given["parts_ptr"], given["WINDOW"]
+    if not given["worst_labels"]:
+        return _bytes(given["sorted_ptr"]), 0, 0
+    return _bytes(x_TD), _bytes(parts), -(-min(window, x_TD.shape[0]) // given["AHEAD"])
+
+
+def _label_rows(given: dict[str, Any]) -> Traffic:
+    """A row of dW for each label, or every one with label smoothing. Of one label a program adds all windows' sums."""
     out_VD, x_TD = given["out_ptr"], given["x_ptr"]
-    tokens = -(-x_TD.shape[0] // given["ranks"])
+    tokens = _owned(given, x_TD.shape[0])
     rows = out_VD if given["EVERY_ROW"] else out_VD[:tokens]
-    return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows)
+    longest = max(given["WINDOW"], -(-tokens // given["WINDOW"])) if given["worst_labels"] else 1
+    return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows), -(-min(longest, tokens) // given["AHEAD"])
 
 
-def _finish_dx(given: dict[str, Any]) -> tuple[int, int]:
+def _finish_dx(given: dict[str, Any]) -> Traffic:
     """A row of the weight for each token whose label is this rank's."""
     product_TD, w_VD = given["product_ptr"], given["w_ptr"]
-    rows = -(-product_TD.shape[0] // given["ranks"]) * w_VD.shape[1] * w_VD.element_size()
-    return _bytes(product_TD) + rows, _bytes(given["out_ptr"])
+    rows = _owned(given, product_TD.shape[0]) * w_VD.shape[1] * w_VD.element_size()
+    return _bytes(product_TD) + rows, _bytes(given["out_ptr"]), 0
 
 
-def _of_tokens(given: dict[str, Any]) -> tuple[int, int]:
+def _of_tokens(given: dict[str, Any]) -> Traffic:
     """A few numbers per token: all that it is given is read or written."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     written = sum(_bytes(x) for name, x in tensors.items() if name in ("facts_ptr", "loss_ptr", "out_ptr"))
-    return sum(map(_bytes, tensors.values())) - written, written
+    return sum(map(_bytes, tensors.values())) - written, written, 0
 
 
-KERNELS: dict[str, Callable[[dict[str, Any]], tuple[int, int]]] = {
+KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "whole_row_kernel": _whole_rows,
     "long_row_kernel": _long_rows,
     "_row_gradient_kernel": _gradient,
+    "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
     "_token_results_kernel": _of_tokens,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import UNFUSED, Implementation, ours
+from benchmarks.implementations import UNFUSED, Implementation, kept_by_default, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
@@ -25,6 +25,7 @@ B = Case("B, one rank of 8", 16384, 8192, 152064, 8, torch.bfloat16)
 CASES = [
     A,
     B,
+    Case("32768 x 4096 x 128256", 32768, 4096, 128256, 1, torch.bfloat16),
     Case("16384 x 4096 x 131072, one rank of 8", 16384, 4096, 131072, 8, torch.bfloat16),
     Case("2048 x 4096 x 131072", 2048, 4096, 131072, 1, torch.bfloat16),
     Case("8192 x 5120 x 151936, one rank of 4", 8192, 5120, 151936, 4, torch.bfloat16),
@@ -34,21 +35,25 @@ CASES = [
     Case("8192 x 4096 x 262144", 8192, 4096, 262144, 1, torch.bfloat16),
 ]
 CACHES = (1, 0.5, 0)
+Cache = float | None  # None: as the head has it by default
 PEERS = (UNFUSED,)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
+EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"
 
 Row = tuple[str, str, str, list[float]]  # implementation, metric, unit, values
 
 
-def plan(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> tuple[Plan, int]:
+def plan(
+    case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"], worst_labels: bool = False
+) -> tuple[Plan, int]:
     """Forward and backward of one rank, and the peak of bytes beyond the inputs, both gradients in it.
 
-    `cache`: that of our head, or another head that consists of torch's operations.
+    `cache`: that of our head, None as it is by default, or another head that consists of torch's operations.
     """
-    implementation = cache if isinstance(cache, Implementation) else ours(cache)
+    implementation = _implementation(cache)
     alone = isinstance(cache, Implementation) and case.ranks == 1
-    with _world_of_one() if alone else nullcontext(), planned(device, case.ranks) as (recorder, group):
+    with _world_of_one() if alone else nullcontext(), planned(device, case.ranks, worst_labels) as (recorder, group):
         x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
         w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)
         labels_T = torch.empty(case.tokens, dtype=torch.int64)
@@ -73,9 +78,16 @@ def _world_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def floor_seconds(case: Case, cache: float | Implementation, device: Device) -> float:
+def floor_seconds(case: Case, cache: Cache | Implementation, device: Device) -> float:
     """The products alone at the device's rate: 6 to 8 NVH, 6 where the logits are kept."""
-    return (6 if isinstance(cache, Implementation) else 8 - 2 * cache) * case.nvh / device.flops
+    return products(case, cache) * case.nvh / device.flops
+
+
+def products(case: Case, cache: Cache | Implementation) -> float:
+    """FLOPs over NVH."""
+    if isinstance(cache, Implementation):
+        return 6.0
+    return 8 - 2 * (kept_by_default(case) if cache is None else cache)
 
 
 def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
@@ -84,7 +96,7 @@ def folded(launches: Iterable[Launch]) -> Iterator[tuple[Launch, int]]:
         found = list(same)
         totals = {
             name: sum(getattr(launch, name) for launch in found)
-            for name in ("read", "written", "flops", "waves", "seconds")
+            for name in ("read", "written", "flops", "waves", "seconds", "epilogue")
         }
         yield replace(found[0], **totals), len(found)
 
@@ -97,15 +109,17 @@ def _by_turns(launches: list[Launch]) -> list[Launch]:
     return sorted(launches, key=lambda launch: first[launch.phase, launch.name, launch.shapes])
 
 
-def rows(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> list[Row]:
+def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> list[Row]:
     """What is committed: totals, then a row for each kind of launch, in order."""
     found, peak = plan(case, cache, device)
-    impl, logits = f"{_name(cache)}, {device.name}", case.tokens * case.columns
+    impl, logits = f"{_implementation(cache).name}, {device.name}", case.tokens * case.columns
     floor = floor_seconds(case, cache, device)
     made: list[Row] = [
         (impl, MILLISECONDS, "ms", [found.seconds * 1e3]),
         (impl, FLOOR, "ms", [floor * 1e3]),
         (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
+        (impl, EPILOGUES, "ms", [sum(launch.epilogue for launch in found.launches) * 1e3]),
+        (impl, WORST, "ms", [plan(case, cache, device, worst_labels=True)[0].seconds * 1e3]),
         (impl, BESIDE, "bytes", [found.elementwise_bytes / logits]),
         (impl, PEAK, "bytes", [peak / logits]),
         (impl, LAUNCHES, "1", [float(len(found.launches))]),
@@ -117,15 +131,18 @@ def rows(case: Case, cache: float | Implementation, device: Device = DEVICES["H2
     return made
 
 
-def _name(cache: float | Implementation) -> str:
-    return cache.name if isinstance(cache, Implementation) else ours(cache).name
+def _implementation(cache: Cache | Implementation) -> Implementation:
+    return cache if isinstance(cache, Implementation) else ours(cache)
 
 
-def text(case: Case, cache: float | Implementation, device: Device = DEVICES["H200"]) -> str:
+def text(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H200"]) -> str:
     """The launches of one case, for reading."""
     found, peak = plan(case, cache, device)
     floor = floor_seconds(case, cache, device)
-    lines = [f"{case.name}, {_name(cache)}, {device.name}", "     ms      GB read  written   TFLOP  waves  launch"]
+    lines = [
+        f"{case.name}, {_implementation(cache).name}, {device.name}",
+        "     ms      GB read  written   TFLOP  waves  launch",
+    ]
     for launch, times in folded(found.launches):
         count = f" x{times}" if times > 1 else ""
         lines.append(
@@ -144,15 +161,15 @@ def text(case: Case, cache: float | Implementation, device: Device = DEVICES["H2
 
 def summary(path: Path) -> str:
     """The totals of the rows in `path` as a table in Markdown: the one in docs/head.md."""
-    metrics = (MILLISECONDS, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
+    metrics = (MILLISECONDS, EPILOGUES, WORST, FLOOR, ABOVE, BESIDE, PEAK, LAUNCHES)
     lines = [
-        "| T x D x V | ours by `cache`, or another | ms | floor | above, % | bytes a logit beside products "
-        "| peak bytes a logit | launches |"
+        "| T x D x V | ours by `cache`, or another | ms | of it epilogues | with worst labels | floor | above, % "
+        "| bytes a logit beside products | peak bytes a logit | launches |"
     ]
-    lines.append("|" + "---|" * 8)
+    lines.append("|" + "---|" * 10)
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in record.read(path):
-        head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, cache ")
+        head = row.impl.rsplit(", ", 1)[0].removeprefix("ours, ").removeprefix("cache ")
         found.setdefault((row.case, head), {})[row.metric] = row.p50
     for (case, cache), totals in found.items():
         numbers = [f"{totals[metric]:.2f}" for metric in metrics[:-1]] + [f"{totals[LAUNCHES]:.0f}"]
@@ -160,23 +177,31 @@ def summary(path: Path) -> str:
     return "\n".join(lines)
 
 
+def heads(case: Case) -> list[Cache | Implementation]:
+    """Ours at each cache, by default where that is another than 1, and at A and B what stands beside ours."""
+    found: list[Cache | Implementation] = [*CACHES] if case in (A, B) else [1]
+    if kept_by_default(case) < 1:
+        found.append(None)
+    return [*found, *PEERS] if case in (A, B) else found
+
+
 def main(out: Path | None, device: Device) -> None:
     """Prints the launches of every case, writes their rows (to benchmarks/results/plan.csv for the H200)."""
     out = out or (record.RESULTS / "plan.csv" if device.name == "H200" else None)
     origin = replace(record.Origin.here("cpu"), device=f"planned for {device.name}", commit="", date="")
     for case in CASES:
-        for cache in (*CACHES, *PEERS) if case in (A, B) else CACHES[:1]:
+        for cache in heads(case):
             print(text(case, cache, device) + measured_beside(case, cache, device) + "\n", flush=True)
             if out is not None:
                 record.add(out, [origin.row(case.name, *row) for row in rows(case, cache, device)])
 
 
-def measured_beside(case: Case, cache: float | Implementation, device: Device) -> str:
+def measured_beside(case: Case, cache: Cache | Implementation, device: Device) -> str:
     """What was measured on that device, if it was: its rows are in a file that is named for it."""
     lines = []
     for path in sorted(record.RESULTS.glob(f"*{device.name.lower()}*.csv")):
         for row in record.read(path):
-            if row.impl == _name(cache) and row.metric == "time" and _same_sizes(row.case, case):
+            if row.impl == _implementation(cache).name and row.metric == "time" and _same_sizes(row.case, case):
                 lines.append(f"\nmeasured on {row.device}: {row.p50:.3f} ms")
     return "".join(lines)
 

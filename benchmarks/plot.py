@@ -13,7 +13,7 @@ from benchmarks.record import RESULTS, Row, read
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 OURS, PEERS, TEXT, GRID = "#0b6e4f", "#9aa5b1", "#52606d", "#e6e8eb"
 TIME, MEMORY = "time / unfused", "peak of the allocator"
-PREFIX = "ours, cache "
+PREFIX, DEFAULT = "ours, cache ", "ours, default"
 STYLE = {
     "font.size": 9.5,
     "axes.spines.top": False,
@@ -56,10 +56,13 @@ def cache_figure(rows: list[Row], path: Path = FIGURES / "head_cache.png") -> Pa
 
 def _panel(axes, rows: list[Row], first: bool) -> None:
     own = sorted((float(row.impl.removeprefix(PREFIX)), row) for row in rows if row.impl.startswith(PREFIX))
+    by_default = next((row.p50 for row in rows if row.impl == DEFAULT), None)
     caches = [cache for cache, _ in own]
     middle = [row.p50 for _, row in own]
     axes.fill_between(caches, [row.p20 for _, row in own], [row.p80 for _, row in own], color=OURS, alpha=0.18, lw=0)
     axes.plot(caches, middle, color=OURS, marker="o", linewidth=1.8, label="megatron_ext")
+    if by_default is not None:
+        axes.axhline(by_default, color=OURS, linewidth=1.2, linestyle=":", label="by default")
     for row in rows:
         if row.impl in BESIDE:
             axes.axhline(row.p50, color=PEERS, linewidth=1.2, linestyle="-" if row.impl == MEGATRON else "--")
@@ -112,7 +115,7 @@ PLANNED = ("planned time", "peak / (T V / R)")  # plan.py's names
 def _places(axes, places: dict[str, tuple[float, float]]) -> None:
     seconds, peak = places[MEGATRON]
     for name, (x, y) in places.items():
-        own = name.startswith(PREFIX)
+        own = name.startswith("ours, ")
         label = f"megatron_ext, {name.removeprefix('ours, ')}" if own else BESIDE.get(name, "Megatron fused")
         axes.plot(x / seconds, y / peak, "o", color=OURS if own else PEERS, markersize=8 if own else 6)
         right = x / seconds > 2.5

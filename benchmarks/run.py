@@ -31,7 +31,7 @@ from megatron_ext.head.row_passes.gpu_properties import DEVICES
 def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:
     """FLOPs, bytes and collectives of one rank, exactly, without computing anything."""
     rows = []
-    for impl in [UNFUSED, FUSED, ours(1), ours(0), *MODELS]:  # in between they are linear in `cache`
+    for impl in [UNFUSED, FUSED, ours(1), ours(0), ours(None), *MODELS]:  # in between they are linear in `cache`
         with one_rank_of(case.ranks) as group, megatron_on_cpu():
             x_TD = torch.empty(case.tokens, case.width, dtype=case.dtype, requires_grad=True)
             w_VD = torch.empty(case.columns, case.width, dtype=case.dtype, requires_grad=True)

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import plan, record
 from benchmarks.fake_cuda import cuda_rank_of
-from benchmarks.launches import planned
+from benchmarks.launches import LEAST_SECONDS, planned
 from megatron_ext import linear_log_probs
-from megatron_ext.head.row_passes.gpu_properties import DEVICES, product_seconds, waves
+from megatron_ext.head.row_passes.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
@@ -62,23 +62,27 @@ def test_the_note_shows_the_committed_rows():
     assert plan.summary(record.RESULTS / "plan.csv") in note.read_text()
 
 
-# ms, or percent above the floor, at most.
+# ms, or percent above the floor, at most. Why some are above 8 %: docs/head.md.
+MOST_ABOVE = (8, 11, 11, 8, 10, 16, 23, 8)
 BUDGETS = [
-    (plan.A, 1, plan.MILLISECONDS, 34.5),
-    (plan.A, 0, plan.MILLISECONDS, 46.5),
-    (plan.B, 1, plan.MILLISECONDS, 20.8),
-    (plan.B, 0, plan.MILLISECONDS, 27.5),
-    *((case, 1, plan.ABOVE, most) for case, most in zip(plan.CASES[2:], (12, 12, 12, 16, 20, 25, 12), strict=True)),
+    (plan.A, 1, plan.MILLISECONDS, 35.1),
+    (plan.A, 1, plan.WORST, 35.2),
+    (plan.A, 0, plan.MILLISECONDS, 48.5),
+    (plan.B, 1, plan.MILLISECONDS, 20.5),
+    (plan.B, 1, plan.WORST, 20.8),
+    (plan.B, 0, plan.MILLISECONDS, 30.0),
+    *((case, 1, plan.ABOVE, most) for case, most in zip(plan.CASES[2:], MOST_ABOVE, strict=True)),
 ]
 
 
 @pytest.mark.parametrize("case, cache, metric, most", BUDGETS, ids=lambda x: getattr(x, "name", str(x)))
 def test_budgets(case, cache, metric, most):
-    """And the products take hardly more than they would alone: chunks and blocks fill waves, W is read seldom."""
+    """And the products take hardly more than they would alone, but for epilogues: chunks and blocks fill waves, W is
+    read seldom."""
     rows = committed(case, cache)
     assert rows[metric] <= most
     products = sum(value for name, value in rows.items() if " @ " in name)
-    assert products <= (1.03 if cache == 1 else 1.02) * rows["floor"]
+    assert products - rows[plan.EPILOGUES] <= (1.03 if cache == 1 else 1.02) * rows["floor"]
 
 
 def test_a_step_is_shorter_than_recomputing_everything_at_the_best_reported_rates():
@@ -155,4 +159,34 @@ def test_waves():
     full = product_seconds(H200, 132 * 128, 16 * 256, 4096, 0)
     assert full == pytest.approx(2 * 132 * 128 * 16 * 256 * 4096 / 790e12)
     assert product_seconds(H200, 132 * 128, 256, 4096, 0) * 1.9 < product_seconds(H200, 133 * 128, 256, 4096, 0)
-    assert product_seconds(H200, 128, 256, 64, 43 * 10**9) == pytest.approx(0.01)
+    assert product_seconds(H200, 128, 256, 64, 43 * 10**9) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_epilogues():
+    """What a product writes beyond what the rate was measured with adds to its time; none is faster than that."""
+    square, logits = (8192, 8192, 8192), (1024, 128256, 4096)
+    assert epilogue_seconds(H200, *square, 2 * 8192**2) == 0
+    assert epilogue_seconds(H200, *square, 4 * 8192**2) == pytest.approx(2 * 8192**2 / H200.bytes_per_s)
+    assert epilogue_seconds(H200, *logits, 4 * 1024 * 128256) == pytest.approx(3 * 1024 * 128256 / H200.bytes_per_s)
+    assert epilogue_seconds(H200, 8192, 4096, 128256, 4 * 8192 * 4096) == 0
+    silent, written = (product_seconds(H200, *logits, each) for each in (0, 4 * 1024 * 128256))
+    assert written == silent + epilogue_seconds(H200, *logits, 4 * 1024 * 128256)
+
+
+@pytest.mark.parametrize("ranks, assertions", [(1, 1), (8, 4)])
+def test_checks_are_launches_too(ranks, assertions):
+    """Of labels, and with several ranks of refusals, of shards, and of the same columns on each."""
+    case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
+    names = [launch.name for launch in plan.plan(case, 1)[0].launches]
+    assert names.count("_assert_async") == assertions
+
+
+def test_one_label_for_all_tokens_takes_bounded_time():
+    """In two passes of at most a window of tokens, and of windows, one after the other."""
+    case = replace(plan.A, tokens=131072, width=2048, vocab=8192)
+    usual, worst = (plan.plan(case, 1, worst_labels=worst)[0] for worst in (False, True))
+    times = [{launch.name: launch.seconds for launch in one.launches} for one in (usual, worst)]
+    assert times[0]["label_parts_kernel"] == pytest.approx(LEAST_SECONDS)
+    assert 40e-6 < times[1]["label_parts_kernel"] < 200e-6
+    assert times[1]["label_rows_kernel"] < 400e-6
+    assert worst.seconds < usual.seconds + 400e-6

@@ -49,8 +49,9 @@ class Product(NamedTuple):
 
     def seconds(self, device: Device) -> float:
         """An estimate; also for sizes that are bound by arithmetic, less traffic is better."""
+        seconds = product_seconds(device, self.m, self.n, self.k, self.result_bytes)
         nbytes = 2 * (self.m + self.n) * self.k + self.result_bytes
-        return product_seconds(device, self.m, self.n, self.k, nbytes) + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
+        return seconds + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
 
 
 def chunks(span: slice, chunk_tokens: int | None, columns: int, kept_on_cpu: bool = False) -> list[slice]:

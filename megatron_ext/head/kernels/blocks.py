@@ -12,8 +12,9 @@ GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
 # Rows of hidden size, 8 elements a thread.
 WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))
 
-# Widest row that is read once; narrower with sums for smoothing, entropy or hits, a bias or a softcap: more registers.
-_WHOLE_ROW, _WHOLE_ROW_AND_MORE = 40960, 16384
+# Widest row that is kept in registers; narrower with sums for smoothing, entropy or hits, a bias or a softcap, which
+# take more of them. Wider ones need 32 warps: an SM has registers for one such program, and waits for its row.
+_WHOLE_ROW, _WHOLE_ROW_AND_MORE = 20480, 16384
 _SMALLEST = 1024  # columns, by 4 warps
 
 

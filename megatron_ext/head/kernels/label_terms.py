@@ -4,6 +4,8 @@ Every number is summed by one program in an order that the labels decide, so res
 and nothing is read back to the host.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,74 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import rowwise
+
+# Tokens that one program adds up one after the other. A label that more of them have is summed in two passes: at 128k
+# tokens of one label 256 in the first and 512 sums in the second.
+_WINDOW = 256
+
+
+@triton.jit
+def _add_tokens(
+    total,
+    order_ptr,
+    x_ptr,
+    value_ptr,
+    first,
+    stop,
+    columns,
+    inside,
+    x_stride,
+    DTYPE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """`total` and `value * x` of the tokens at the places `first` to `stop`, in their order."""
+    for start in range(first, stop, AHEAD):
+        for ahead in tl.static_range(AHEAD):  # independent loads, on their way together
+            there = start + ahead < stop
+            token = tl.load(order_ptr + start + ahead, mask=there, other=0).to(tl.int64)
+            value = tl.load(value_ptr + token, mask=there, other=0.0)
+            x = tl.load(x_ptr + token * x_stride + columns, mask=inside & there, other=0.0)
+            total += value * x.to(DTYPE)
+    return total
+
+
+@triton.jit
+def _label_parts_kernel(
+    parts_ptr,
+    x_ptr,
+    sorted_ptr,
+    order_ptr,
+    value_ptr,
+    x_stride,
+    tokens,
+    width,
+    WINDOW: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """A window's part of a run of equal labels that lies in several: of the one that comes from the window before, in
+    the first of its two rows of `parts`, and of the one that begins here and goes on, in the second."""
+    at = tl.program_id(0)
+    goes_on = at % 2 == 1
+    start = at // 2 * WINDOW
+    stop = tl.minimum(start + WINDOW, tokens)
+    row = tl.load(sorted_ptr + tl.where(goes_on, stop - 1, start))
+    before = tl.load(sorted_ptr + start - 1, mask=start > 0, other=-1)
+    after = tl.load(sorted_ptr + stop, mask=stop < tokens, other=-1)
+    if (row < 0) | ((before == row) == goes_on) | (goes_on & (after != row)):
+        return
+    places = start + tl.arange(0, WINDOW)
+    equal = tl.load(sorted_ptr + places, mask=places < stop, other=-1) == row
+    count = tl.sum(equal.to(tl.int32), 0)
+    first = tl.where(goes_on, stop - count, start)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < width
+    total = tl.zeros([BLOCK_D], DTYPE)
+    total = _add_tokens(
+        total, order_ptr, x_ptr, value_ptr, first, first + count, columns, inside, x_stride, DTYPE, AHEAD
+    )
+    tl.store(parts_ptr + at.to(tl.int64) * width + columns, total, mask=inside)
 
 
 @triton.jit
@@ -21,6 +91,7 @@ def _label_rows_kernel(
     order_ptr,
     bounds_ptr,
     value_ptr,
+    parts_ptr,
     common_ptr,
     counted_ptr,
     out_stride,
@@ -28,11 +99,16 @@ def _label_rows_kernel(
     x_stride,
     width,
     EVERY_ROW: tl.constexpr,
+    IN_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One row of `out` and some of its columns: that of a run of equal labels, or with EVERY_ROW any."""
+    """One row of `out` and some of its columns: that of a run of equal labels, or with EVERY_ROW any.
+
+    The tokens of a run that lies in one window are added here, else the sums of its parts in each (IN_PARTS).
+    """
     at = tl.program_id(0)
     if EVERY_ROW:
         row, first, stop = at, tl.load(bounds_ptr + at), tl.load(bounds_ptr + at + 1)
@@ -48,13 +124,16 @@ def _label_rows_kernel(
     if EVERY_ROW:
         common = tl.load(common_ptr + columns, mask=inside, other=0.0)
         total += tl.load(counted_ptr + at) * common
-    for start in range(first, stop, AHEAD):
-        for ahead in tl.static_range(AHEAD):  # independent loads, on their way together
-            there = start + ahead < stop
-            token = tl.load(order_ptr + start + ahead, mask=there, other=0).to(tl.int64)
-            value = tl.load(value_ptr + token, mask=there, other=0.0)
-            x = tl.load(x_ptr + token * x_stride + columns, mask=inside & there, other=0.0)
-            total += value * x.to(DTYPE)
+    if IN_PARTS:
+        window, last = first // WINDOW, (stop - 1) // WINDOW
+        several = window < last  # of no token the last one lies before the first
+        for start in range(window, tl.where(several, last + 1, window), AHEAD):
+            for ahead in tl.static_range(AHEAD):
+                part = 2 * (start + ahead) + (start + ahead == window).to(tl.int32)
+                there = inside & (start + ahead <= last)
+                total += tl.load(parts_ptr + part.to(tl.int64) * width + columns, mask=there, other=0.0)
+        stop = tl.where(several, first, stop)
+    total = _add_tokens(total, order_ptr, x_ptr, value_ptr, first, stop, columns, inside, x_stride, DTYPE, AHEAD)
     tl.store(out_ptr, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -102,7 +181,8 @@ def add_label_rows(
 ) -> None:
     """At most T rows are read and written, all of them only with `common`. See `row_passes/label_terms.py`.
 
-    A stable sort on the device brings the tokens of a row together, in their own order.
+    A stable sort on the device brings the tokens of a row together, in their own order. However many those are, no
+    program adds up more than a window of them, or of the windows' sums.
     """
     (tokens, width), rows = x_TD.shape, out_VD.shape[0]
     every_row = common_D is not None
@@ -114,13 +194,27 @@ def add_label_rows(
         asked = torch.arange(rows + 1, device=out_VD.device, dtype=torch.int32) if every_row else sorted_T
         bounds = torch.searchsorted(sorted_T, asked, right=not every_row, out_int32=True)
         x_TD, block_d, warps = rowwise(x_TD), *blocks.sizes(blocks.WIDTH, width, value_T.dtype == torch.float64)
+        value_T, windows, parts = value_T.contiguous(), triton.cdiv(tokens, _WINDOW), value_T
+        sizes: dict[str, Any] = {
+            "WINDOW": _WINDOW,
+            "DTYPE": _sum_type(value_T),
+            "BLOCK_D": block_d,
+            "AHEAD": 8,
+            "num_warps": warps,
+        }
+        if windows > 1:
+            parts = value_T.new_empty(2 * windows, width)
+            _label_parts_kernel[(2 * windows, triton.cdiv(width, block_d))](
+                parts, x_TD, sorted_T, order_T, value_T, x_TD.stride(0), tokens, width, **sizes
+            )
         _label_rows_kernel[(programs, triton.cdiv(width, block_d))](
             out_VD,
             x_TD,
             sorted_T,
             order_T,
             bounds,
-            value_T.contiguous(),
+            value_T,
+            parts,
             value_T if common_D is None else common_D.contiguous(),
             value_T if counted_V is None else counted_V.contiguous(),
             out_VD.stride(0),
@@ -128,10 +222,8 @@ def add_label_rows(
             x_TD.stride(0),
             width,
             EVERY_ROW=every_row,
-            DTYPE=_sum_type(value_T),
-            BLOCK_D=block_d,
-            AHEAD=8,
-            num_warps=warps,
+            IN_PARTS=windows > 1,
+            **sizes,
         )
 
 

@@ -33,6 +33,7 @@ DEVICES = {
 TILE_M, TILE_N = 128, 256
 # How full the waves were of the product that the rate was measured with: 32 x 64 tiles on 132 multiprocessors.
 _MEASURED_FILL = 2048 / 132 / 16
+_MEASURED_K, _MEASURED_RESULT_BYTES = 8192, 2
 
 
 def device_of(like: Tensor) -> Device:
@@ -59,15 +60,25 @@ def waves(device: Device, m: int, n: int) -> float:
     return -(-m // TILE_M) * -(-n // TILE_N) / device.multiprocessors
 
 
-def product_seconds(device: Device, m: int, n: int, k: int, nbytes: int) -> float:
-    """Estimate for `[M, K] @ [K, N]` with 16-bit operands, that reads and writes `nbytes` of memory.
+def product_seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
+    """Estimate for `[M, K] @ [K, N]` with 16-bit operands, whose result takes `result_bytes` to write (and to read,
+    where it is added to).
 
-    Arithmetic runs in whole waves; the measured rate stands for waves as full as it was measured with. Memory is read
-    meanwhile, so the longer of the two counts.
+    Arithmetic runs in whole waves; the measured rate stands for waves as full as it was measured with. Operands are
+    read meanwhile, so the longer of the two counts. The result is not: a tile is written when its sums are done.
     """
+    nbytes = 2 * (m + n) * k + result_bytes
     if 0 in (m, n, k):
         return nbytes / device.bytes_per_s
     run = -(-waves(device, m, n) // 1)  # tiles at the edges, and waves that are not full, take as long as others
     made = max(m * n, run * device.multiprocessors * TILE_M * TILE_N * _MEASURED_FILL)
     arithmetic = 2 * k * made / device.flops
-    return max(arithmetic, nbytes / device.bytes_per_s)
+    return max(arithmetic + epilogue_seconds(device, m, n, k, result_bytes), nbytes / device.bytes_per_s)
+
+
+def epilogue_seconds(device: Device, m: int, n: int, k: int, result_bytes: int) -> float:
+    """What writing the result adds to a product's arithmetic: all of it, as if nothing hid it.
+
+    The measured rate has 2 bytes for K = 8192 in it, and for a longer K as many more: none is taken to be faster.
+    """
+    return max(0.0, result_bytes - _MEASURED_RESULT_BYTES / _MEASURED_K * k * m * n) / device.bytes_per_s
