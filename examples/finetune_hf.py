@@ -165,12 +165,16 @@ class Run:
         dist.all_reduce(total, group=self.mesh["dp"].get_group())
         return total / (self.args.global_batch_size * self.args.seq_length)
 
+    def _losses(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        """`[B, S]`: of each token the loss of predicting the next one."""
+        return causal_lm_loss(self.model, tokens_BS, shift_labels=targets_BS)
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss on text that is never trained on."""
         self.model.eval()
         batches = [self._batch(self.held_out, number) for number in range(EVALUATION_BATCHES)]
-        losses = [self._mean(causal_lm_loss(self.model, *batch)) for batch in batches]
+        losses = [self._mean(self._losses(*batch)) for batch in batches]
         return torch.stack(losses).mean().item()
 
     def train_step(self) -> float:
@@ -178,7 +182,7 @@ class Run:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.learning_rate * self._schedule()
-        loss_BS = causal_lm_loss(self.model, *self._batch(self.samples, self.step))
+        loss_BS = self._losses(*self._batch(self.samples, self.step))
         # FSDP2 averages gradients over replicas, which each have as many tokens.
         loss_BS.mean().backward()
         parameters = list(self.model.parameters())

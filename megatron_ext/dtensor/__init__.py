@@ -1,7 +1,9 @@
-"""transformers' models under DTensor tensor parallelism, FSDP2 and context parallelism; the names are NeMo-RL's.
+"""transformers' models under tensor parallelism (DTensor), FSDP2 and context parallelism; their losses without logits.
 
-`_parallelize_model` shards a model, `causal_lm_loss` and `causal_lm_log_probs` go from its tokens to a number for each
-without logits, `get_grad_norm` and `clip_grad_by_total_norm_` follow backward. Importing this needs torch alone.
+`use_fused_loss` is for models as they are, in any trainer. `parallelize` shards a model, `from_pretrained` and
+`save_pretrained` read and write sharded ones; `causal_lm_loss` and `causal_lm_log_probs` go from tokens to a number
+for each without logits, `get_grad_norm` and `clip_grad_by_total_norm_` follow backward. `_parallelize_model` and some
+other names are NeMo-RL's. Importing this needs torch alone.
 """
 
 from collections.abc import Callable
@@ -19,14 +21,18 @@ from megatron_ext.dtensor.causal_lm import (
 )
 from megatron_ext.dtensor.decoder import tie_word_embeddings
 from megatron_ext.dtensor.gradients import clip_grad_by_total_norm_, get_grad_norm, to_local_if_dtensor
+from megatron_ext.dtensor.output.fused_loss import use_fused_loss
 from megatron_ext.dtensor.parallelize import (
     _parallelize_gemma3,
     _parallelize_llama,
     _parallelize_model,
     _parallelize_qwen,
+    parallelize,
     parallelize_functions,
 )
 from megatron_ext.dtensor.plans import get_hf_tp_plan, translate_parallel_style
+from megatron_ext.dtensor.pretrained.loading import from_pretrained
+from megatron_ext.dtensor.pretrained.saving import save_pretrained
 from megatron_ext.dtensor.styles import RotaryEmbedParallel
 
 __all__ = [
@@ -41,13 +47,17 @@ __all__ = [
     "causal_lm_loss",
     "causal_lm_sampled_log_probs",
     "clip_grad_by_total_norm_",
+    "from_pretrained",
     "get_grad_norm",
     "get_hf_tp_plan",
     "get_logprobs_from_vocab_parallel_logits",
+    "parallelize",
+    "save_pretrained",
     "tie_word_embeddings",
     "to_local_if_dtensor",
     "translate_parallel_style",
     "use_attention",
+    "use_fused_loss",
 ]
 
 PARALLIZE_FUNCTIONS: dict[type, Callable[..., nn.Module]]

@@ -7,15 +7,18 @@ which travels through transformers' keyword arguments down to the attention func
 Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S), H heads and D channels of this rank.
 """
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.dtensor.decoder import import_transformers, text_model
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.dtensor.decoder import embedding, import_transformers, text_model
 from megatron_ext.dtensor.layers import Unknown, check_attention
+from megatron_ext.dtensor.output.head_rule import OWN_FORWARD
 from megatron_ext.dtensor.sequence_hook import SequenceHook, SequenceLayout
+from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"
@@ -135,6 +138,10 @@ def use_attention(
             f"{type(model).__name__} has {error}: not known here, it must keep its own attention"
         ) from error
     text = text_model(model)
+    copies: dict[int, Any] = {}
+    for module in model.modules():  # another model may have been made from the same config
+        if "config" in module.__dict__:
+            module.config = copy.deepcopy(module.config, copies)
     for module in text.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME
@@ -174,7 +181,32 @@ def sequence_hook(model: nn.Module) -> SequenceHook | None:
 
 
 def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    return module.__dict__[_HOOK](args, kwargs)
+    tokens = args[0] if args else kwargs.get("input_ids")
+    if tokens is not None and "sequence_layout" not in kwargs:
+        check_token_ids(module, tokens)
+    hook: SequenceHook = module.__dict__[_HOOK]
+    # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
+    takes_labels = OWN_FORWARD in module.__dict__ and group_size(hook.cp_group) == 1
+    labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
+    changed = hook(args, {name: x for name, x in kwargs.items() if name not in labels})
+    return None if changed is None else (changed[0], changed[1] | labels)
+
+
+def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
+    """Raises ValueError if a token id has no row in `model`'s embedding; on CUDA the device stops.
+
+    torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
+    """
+    rows = embedding(model).weight.shape[0]
+    if tokens.numel() == 0 or not has_values(tokens):
+        return
+    smallest, largest = tokens.aminmax()
+    found = "" if tokens.is_cuda else f" ({smallest.item()} to {largest.item()})"
+    raise_if(
+        (smallest < 0) | (largest >= rows),
+        f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
+        f"embedding; use the tokenizer that belongs to the model, and a real token for padding",
+    )
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -12,15 +12,15 @@ W context-parallel ranks.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.dtensor.attention import sequence_hook
-from megatron_ext.dtensor.output_reading import KNOWN, LOGITS, PLAIN, Read, local_shard, read_out
+from megatron_ext.dtensor.attention import check_token_ids, sequence_hook
+from megatron_ext.dtensor.output.reading import KNOWN, LOGITS, PLAIN, Read, local_shard, read_out
 from megatron_ext.head import (
     linear_cross_entropy,
     linear_log_probs,
@@ -34,11 +34,33 @@ from megatron_ext.sequence.next_token import next_tokens
 IGNORE_INDEX = -100
 
 
+class Labels(NamedTuple):
+    """What a caller says of targets, `[B, S]`: labels as they are or shifted, or neither."""
+
+    labels: Tensor | None = None
+    shift_labels: Tensor | None = None
+
+    def targets(self, tokens_BS: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """The target of each position."""
+        if self.shift_labels is not None:
+            return self.shift_labels
+        if self.labels is not None:
+            return next_tokens(self.labels, cu_seqlens)
+        following = next_tokens(tokens_BS, cu_seqlens)
+        if attention_mask is None:
+            return following
+        return following.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+
+
+NEXT_TOKENS = Labels()
+
+
 def causal_lm_loss(
     model: nn.Module,
     tokens_BS: Tensor,
-    labels_BS: Tensor | None = None,
     *,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
@@ -50,10 +72,13 @@ def causal_lm_loss(
     """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
 
     Args:
-        model: what `_parallelize_model` made of a causal LM of transformers; or such a model as it is.
+        model: what `parallelize` made of a causal LM of transformers; or such a model as it is.
         tokens_BS: `[B, S]` token ids, the same on all tensor- and context-parallel ranks. Any S.
-        labels_BS: `[B, S]`, the target of each position, -100 for none. None: the token after it in its sequence or
-            document, none behind padding.
+        labels: `[B, S]` as transformers has them: the tokens themselves, -100 where one is no target. They are shifted
+            here: what is learned at a position is the label behind it in its sequence or document. None: the tokens,
+            but for padding.
+        shift_labels: `[B, S]`, the target of each position, -100 for none; instead of `labels`, for who has shifted
+            them already (transformers' name for that).
         attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.
         cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and the last one
             ends, S. Under context parallelism each document's length must be a multiple of 2W.
@@ -68,7 +93,8 @@ def causal_lm_loss(
     result, backward one reduce-scatter.
 
     Raises:
-        ValueError: arguments that don't fit each other. What the head refuses on one rank is raised on every one.
+        ValueError: arguments that don't fit each other, or token ids outside of the vocabulary (on CUDA these stop the
+            device). What the head refuses on one rank is raised on every one.
 
     Warns:
         Once a class of models: its logits are made, because what its forward does to them is not known here, or
@@ -80,14 +106,15 @@ def causal_lm_loss(
         functools.partial(linear_cross_entropy, cache=cache, **options),
         functools.partial(vocab_parallel_cross_entropy, **options),
     )
-    return _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)[0]
+    return _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)[0]
 
 
 def causal_lm_log_probs(
     model: nn.Module,
     tokens_BS: Tensor,
-    labels_BS: Tensor | None = None,
     *,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
@@ -108,7 +135,7 @@ def causal_lm_log_probs(
         functools.partial(linear_log_probs, cache=cache, **options),
         functools.partial(token_log_probs, **options),
     )
-    found = _on_whole_sequences(model, read, tokens_BS, labels_BS, attention_mask, cu_seqlens)
+    found = _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
 
 
@@ -157,7 +184,7 @@ def causal_lm_sampled_log_probs(
 
     fused, unfused = both(linear_sampled_log_probs, linear_log_probs), both(sampled_log_probs, token_log_probs)
     read = Read(temperature, fused, unfused, 1 + with_plain)
-    return _on_whole_sequences(model, read, tokens_BS, None, None, cu_seqlens, PLAIN)
+    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens, PLAIN)
 
 
 def causal_lm_from_logits(
@@ -185,14 +212,14 @@ def causal_lm_from_logits(
         return read(logits, beside_BP, **shard)
 
     made = Read(1.0, None, of_logits, columns=(columns,))
-    return _on_whole_sequences(model, made, tokens_BS, None, None, cu_seqlens, LOGITS, beside)[0]
+    return _on_whole_sequences(model, made, tokens_BS, NEXT_TOKENS, None, cu_seqlens, LOGITS, beside)[0]
 
 
 def _on_whole_sequences(
     model: nn.Module,
     read: Read,
     tokens_BS: Tensor,
-    labels_BS: Tensor | None,
+    given: Labels,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     fused: str = KNOWN,
@@ -203,11 +230,9 @@ def _on_whole_sequences(
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
-    _check(tokens_BS, labels_BS, attention_mask, cu_seqlens)
-    if labels_BS is None:
-        labels_BS = next_tokens(tokens_BS, cu_seqlens)
-        if attention_mask is not None:
-            labels_BS = labels_BS.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+    _check(tokens_BS, given, attention_mask, cu_seqlens)
+    check_token_ids(model, tokens_BS)
+    labels_BS = given.targets(tokens_BS, attention_mask, cu_seqlens)
 
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
     padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
@@ -223,18 +248,20 @@ def _on_whole_sequences(
         inputs["cu_seqlens"] = cu_seqlens
     tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
     if fused == LOGITS:
-        given = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
-        read = read._replace(logits=functools.partial(read.logits, beside_BP=given))
+        beside_BP = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
+        read = read._replace(logits=functools.partial(read.logits, beside_BP=beside_BP))
     found, fault = read_out(model, read, fused, tokens_BP, labels_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 
-def _check(
-    tokens_BS: Tensor, labels_BS: Tensor | None, attention_mask: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
+def _check(tokens_BS: Tensor, given: Labels, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
     if tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError(f"tokens are {tokens_BS.dtype} {list(tokens_BS.shape)}: they must be integers [batch, tokens]")
-    for name, x in (("labels", labels_BS), ("attention_mask", attention_mask)):
+    if given.labels is not None and given.shift_labels is not None:
+        raise ValueError(
+            "labels and shift_labels are both given: pass one, tokens as labels or targets as shift_labels"
+        )
+    for name, x in (*given._asdict().items(), ("attention_mask", attention_mask)):
         if x is not None and x.shape != tokens_BS.shape:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}: it must be that of the tokens, {list(tokens_BS.shape)}"

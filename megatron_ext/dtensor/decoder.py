@@ -73,8 +73,8 @@ def output_head_path(model: nn.Module) -> str:
 def is_tied(model: nn.Module) -> bool:
     """Whether embedding and head are one parameter, or must become one: on meta devices ties are lost at times."""
     config: Any = model.config
-    embedding, head = _embedding(model).weight, model.get_submodule(output_head_path(model)).weight
-    return embedding is head or (embedding.is_meta and config.get_text_config().tie_word_embeddings)
+    rows, head = embedding(model).weight, model.get_submodule(output_head_path(model)).weight
+    return rows is head or (rows.is_meta and config.get_text_config().tie_word_embeddings)
 
 
 def tie_word_embeddings(model: nn.Module) -> None:
@@ -89,8 +89,9 @@ def tie_word_embeddings(model: nn.Module) -> None:
 
 def tie(model: nn.Module) -> None:
     """Make the head's weight the embedding's."""
-    model.get_submodule(output_head_path(model)).weight = _embedding(model).weight
+    model.get_submodule(output_head_path(model)).weight = embedding(model).weight
 
 
-def _embedding(model: nn.Module) -> Any:
+def embedding(model: nn.Module) -> Any:
+    """The module from token ids to vectors."""
     return model.get_input_embeddings()  # type: ignore[operator]  # transformers is not imported here

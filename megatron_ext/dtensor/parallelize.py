@@ -1,7 +1,7 @@
 """A transformers model made parallel, in place: our attention, a tensor-parallel plan, recomputation, FSDP2."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,17 +9,17 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
-from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import Layout
-from megatron_ext.dtensor.output_head import head_rule
-from megatron_ext.dtensor.output_reading import register
+from megatron_ext.dtensor.output.head_rule import head_rule
+from megatron_ext.dtensor.output.reading import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
+from megatron_ext.dtensor.pretrained.saving import Ranks, keep_ranks, save_as_transformers
+from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model
 
 
 class _Wrapping(NamedTuple):
@@ -145,6 +145,79 @@ def _parallelize_model(
     )
 
 
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    plan: Mapping[str, Any] | str | None = None,
+    expert_parallel: bool = False,
+) -> nn.Module:
+    """Shard a causal language model of transformers over the ranks of `mesh`, in place.
+
+    FSDP2 over "dp", context parallelism over "cp", tensor parallelism over "tp". What a model can have follows from its
+    parts, see docs/hugging_face.md; `causal_lm_loss` and `use_fused_loss` compute its loss without logits,
+    `save_pretrained` writes it as transformers reads it.
+
+    Args:
+        model: a transformers model with an lm head, on any device (also meta), the same on every rank: draw its weights
+            from the same seed, or load them (`from_pretrained`). Parameters keep their dtype, which is the optimizer's:
+            float32 as a rule.
+        mesh: all ranks, with dims named of "dp", "cp" and "tp", those that the job has, in any order. `dp` replicas
+            have different rows; `cp` and `tp` ranks are given the same ones.
+        dtype: of parameters and activations in forward and backward; gradients are reduced in fp32.
+        sequence_parallel: shard the residual stream over "tp" too.
+        activation_checkpointing: keep the inputs of layers only, and compute layers again in backward.
+        cpu_offload: parameters, gradients and optimizer states live on the CPU.
+        plan: module names to parallel styles, or the import path of that, instead of the plan that is found.
+        expert_parallel: each tensor-parallel rank holds whole experts of a mixture, instead of a piece of every one.
+
+    Returns:
+        `model`. `model(input_ids)` gives logits, at several tensor-parallel ranks a DTensor `[B, S, V]` sharded by V.
+
+    Communicates: one small all-gather a dim, which compares model, plan and options; then what sharding the weights
+    takes.
+
+    Raises:
+        ValueError: on every rank: dims of other names; a model that is parallel already, or cannot be as is asked;
+            ranks that differ in model, weights, plan or options.
+    """
+    mesh = _with_all_dims(mesh)
+    return _parallelize_model(
+        model,
+        mesh["dp", "cp"]._flatten("dp_cp"),
+        mesh["tp"],
+        dtype,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        cpu_offload=cpu_offload,
+        custom_parallel_plan=plan,
+        cp_mesh=mesh["cp"],
+        expert_parallel=expert_parallel,
+    )
+
+
+_DIMS = ("dp", "cp", "tp")
+
+
+def _with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank."""
+    names = mesh.mesh_dim_names or ()
+    if not names or any(name not in _DIMS for name in names):
+        raise ValueError(
+            f"mesh has dims {list(names)}: they must be named, of {list(_DIMS)}; make it as "
+            f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp'))"
+        )
+    if tuple(names) == _DIMS:
+        return mesh
+    ordered = mesh.mesh.permute([names.index(name) for name in _DIMS if name in names])
+    sizes = [mesh.size(names.index(name)) if name in names else 1 for name in _DIMS]
+    return DeviceMesh(mesh.device_type, ordered.reshape(sizes), mesh_dim_names=_DIMS)
+
+
 def _parallelize_with(
     model: nn.Module,
     wrapping: _Wrapping,
@@ -159,63 +232,23 @@ def _parallelize_with(
     layout = Layout(tp, cp, sequence_parallel, expert_parallel)
     chosen, fault = Chosen({}, None), None
     try:
-        _refuse_parallel(model)
+        refuse_parallel(model)
         chosen = choose_plan(model, layout, custom_parallel_plan)
     except Exception as error:  # raised below, where the other ranks hear of it
         fault = error
     options = (layout, wrapping.mp_policy, wrapping.offload_policy, wrapping.activation_checkpointing)
-    _require_same_model(model, chosen.plan, options, (tp_mesh, wrapping.dp_mesh), fault)
+    meshes = (tp_mesh, wrapping.dp_mesh)
+    require_same_model(model, chosen.plan, options, meshes, fault)
     if chosen.attends:
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
-    return _shard(model, chosen.plan, tp_mesh, wrapping)
+    _shard(model, chosen.plan, tp_mesh, wrapping)
+    keep_ranks(model, Ranks(*groups_of(meshes)))
+    save_as_transformers(model)
+    return model
 
 
-def _refuse_parallel(model: nn.Module) -> None:
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has parameters that are DTensors: it is parallel already; parallelize a model "
-            f"once, before FSDP2 or any other sharding"
-        )
-
-
-def _require_same_model(
-    model: nn.Module, plan: Plan, options: Any, meshes: Sequence[DeviceMesh | None], fault: Exception | None
-) -> None:
-    """Raise on every rank unless all have the same of these, and none a fault; see `require_same`."""
-    groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
-    kinds = [(name, p.shape, p.dtype, p.requires_grad, p.is_meta) for name, p in model.named_parameters()]
-    facts = {
-        "the model's class or parameters": (type(model).__qualname__, kinds),
-        "the model's weights": _some_weights(model) if fault is None else None,
-        "the plan": [(name, type(style).__qualname__, _settings(style)) for name, style in plan.items()],
-        "the options": options,
-    }
-    devices = [mesh.device_type for mesh in meshes if mesh is not None]
-    require_same("parallelize", facts, groups, (*devices, "cpu")[0], fault)
-
-
-def _settings(value: Any) -> Any:
-    """What tells a parallel style's settings apart, on every rank the same: no addresses of functions and objects."""
-    if isinstance(value, ParallelStyle):
-        return [(name, _settings(setting)) for name, setting in vars(value).items()]
-    if isinstance(value, tuple | list):
-        return [_settings(one) for one in value]
-    plain = value is None or isinstance(value, bool | int | float | str | Placement)
-    return value if plain else type(value).__qualname__
-
-
-def _some_weights(model: nn.Module) -> list[float]:
-    """A few elements of every parameter, evenly spread: enough to tell weights that were drawn from other seeds."""
-    samples = []
-    for parameter in model.parameters():
-        if not parameter.is_meta and parameter.numel():
-            flat = parameter.detach().flatten()
-            samples.append(flat[:: -(-flat.numel() // 8)].double())
-    return torch.cat([sample.cpu() for sample in samples]).tolist() if samples else []
-
-
-def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrapping) -> nn.Module:
+def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrapping) -> None:
     tied, rule = is_tied(model), head_rule(model)
     if tp_mesh.size() > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -236,4 +269,3 @@ def _shard(model: nn.Module, plan: Plan, tp_mesh: DeviceMesh, wrapping: _Wrappin
         fully_shard(layers[i], mp_policy=inner_policy, **where)
     fully_shard(model, mp_policy=wrapping.mp_policy, **where)
     register(model, rule)
-    return model

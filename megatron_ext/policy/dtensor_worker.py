@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor import (
@@ -19,6 +18,8 @@ from megatron_ext.dtensor import (
 )
 from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.plans import choose_plan
+from megatron_ext.dtensor.pretrained.loading import load_whole
+from megatron_ext.dtensor.pretrained.saving import own_weights
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.worker.device_memory import move_buffers
 from megatron_ext.policy.worker.model_factories import model_factories
@@ -73,11 +74,7 @@ class DTensorPolicyWorker(PolicyWorker):
             expert_parallel=settings.expert_parallel,
         )
         self._dp_cp_group, self._tp_group = dp_cp.get_group(), mesh["tp"].get_group()
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, whole, options=options)
-        tie_word_embeddings(model)
-        if settings.cpu_offload:  # what the state dict made lies on the device of the process group
-            model.to("cpu")
+        load_whole(model, whole, "cpu" if settings.cpu_offload else None)
         move_buffers(model, self.device)
         return model
 
@@ -151,11 +148,4 @@ class DTensorPolicyWorker(PolicyWorker):
         return cast(int, cast(Any, self.model).get_input_embeddings().num_embeddings)
 
     def _state(self) -> dict[str, Tensor]:
-        all_names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied = {_plain(name) for name in all_names - {name for name, _ in self.model.named_parameters()}}
-        state = get_model_state_dict(self.model)
-        return {name: x for name, x in state.items() if name not in tied and isinstance(x, Tensor)}
-
-
-def _plain(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
+        return own_weights(self.model)

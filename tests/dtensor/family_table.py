@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from megatron_ext.dtensor.output_head import head_rule
+from megatron_ext.dtensor.output.head_rule import head_rule
 from tests import ranks as pools
 from tests.dtensor.cells import check
 from tests.dtensor.models import FAMILIES, MIXTURES, MORE, NAMES, make

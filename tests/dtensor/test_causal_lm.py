@@ -15,8 +15,8 @@ from megatron_ext.dtensor import (
     use_attention,
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
-from megatron_ext.dtensor.output_head import head_rule, is_hooked
-from megatron_ext.dtensor.output_reading import _say_once
+from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
+from megatron_ext.dtensor.output.reading import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
 from tests.ranks import ranks
@@ -57,7 +57,7 @@ def test_odd_lengths_and_padding_are_nobodys_business():
     assert found[~counts].eq(0).all()
     (found.sum() + 0.7 * found_entropy.sum()).backward()
     check_gradients(model, gradients, tolerance=1e-5)  # an entropy's gradient cancels more
-    given = causal_lm_log_probs(model, tokens, labels, attention_mask=mask, temperature=1.3)
+    given = causal_lm_log_probs(model, tokens, shift_labels=labels, attention_mask=mask, temperature=1.3)
     assert error(given, true) < 3e-6
 
 
@@ -122,7 +122,7 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     model = Squared(plain.config)
     model.load_state_dict(state)
     parallelize(model, mesh, dp_cp, sequence_parallel=True)
-    _say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match="what Squared does to its logits is not known here"):
         loss = causal_lm_loss(model, mine, temperature=1.3, label_smoothing=0.1)
     assert error(loss, true[mesh["dp"].get_local_rank() :: dp]) < 3e-6
@@ -205,7 +205,7 @@ def test_a_label_that_one_context_parallel_rank_holds():
     said = "another rank of cp_group refused" if torch.distributed.get_rank() else r"outside \[0, 97\)"
     for call, more in ((causal_lm_loss, {}), (causal_lm_log_probs, {"return_entropy": True})):
         with pytest.raises(ValueError, match=said):
-            call(model, tokens, labels, **more)
+            call(model, tokens, shift_labels=labels, **more)
     true = _log_probs(reference("llama", False, tokens)[0], next_tokens(tokens))
     assert error(causal_lm_log_probs(model, tokens), true) < 3e-6  # both are still here
 
@@ -223,7 +223,11 @@ def test_logits_on_a_mesh_of_two_dims_are_refused():
     [
         ({"tokens_BS": torch.zeros(4, dtype=torch.int64)}, "batch, tokens"),
         ({"tokens_BS": torch.zeros(1, 4)}, "integers"),
-        ({"labels_BS": _tokens(1, 9)}, "labels has shape"),
+        ({"labels": _tokens(1, 9)}, "labels has shape"),
+        ({"shift_labels": _tokens(1, 9)}, "shift_labels has shape"),
+        ({"labels": _tokens(2, 8), "shift_labels": _tokens(2, 8)}, "labels and shift_labels are both given"),
+        ({"tokens_BS": _tokens(2, 8) + VOCAB}, r"outside of the vocabulary \(\d+ to \d+\): ids must lie in \[0, 97\)"),
+        ({"tokens_BS": _tokens(2, 8) - 3}, r"outside of the vocabulary \(-1 to"),
         ({"attention_mask": torch.ones(2, 9)}, "attention_mask has shape"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, "batch of 2"),
         ({"tokens_BS": _tokens(1, 8), "cu_seqlens": torch.tensor([0, 4, 9])}, "8 rows"),
@@ -233,6 +237,37 @@ def test_bad_arguments(arguments, message):
     model = use_attention(make("llama"))
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(model, **{"tokens_BS": _tokens(2, 8)} | arguments)
+
+
+def test_labels_are_those_of_transformers():
+    """Unshifted, under its name; shifted ones have its name too. Its own loss is the mean over targets."""
+    model, tokens = make("llama"), _tokens(2, 9)
+    labels = tokens.clone()
+    labels[0, :4] = labels[1, 7:] = -100
+    expected = model(input_ids=tokens, labels=labels).loss
+    found = causal_lm_loss(model, tokens, labels=labels)
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert (found != 0).eq(targets != -100).all()
+    torch.testing.assert_close(found.sum() / (targets != -100).sum(), expected)
+    torch.testing.assert_close(causal_lm_loss(model, tokens, shift_labels=targets), found, rtol=0, atol=0)
+    torch.testing.assert_close(causal_lm_log_probs(model, tokens, labels=labels), -found)
+    # In packed documents the label behind a document's end is of the next one.
+    packed, starts = tokens.view(1, -1), torch.tensor([0, 9, 18])
+    both = causal_lm_loss(use_attention(model), packed, labels=labels.view(1, -1), cu_seqlens=starts)
+    torch.testing.assert_close(both.view(2, 9), found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@ranks(2)
+def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
+    mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
+    model, tokens = parallelize(make("llama"), mesh, dp_cp), _tokens(2, 8)
+    wrong = tokens.clone()
+    wrong[1, 3] = VOCAB
+    for call in (causal_lm_loss, causal_lm_log_probs, lambda model, ids: model(input_ids=ids)):
+        with pytest.raises(ValueError, match=r"input_ids are outside of the vocabulary .*\[0, 97\)"):
+            call(model, wrong)
+    assert error(causal_lm_loss(model, tokens), causal_lm_loss(make("llama"), tokens)) < 3e-6
 
 
 def test_models_without_our_attention():
@@ -272,7 +307,7 @@ def test_hooks_are_not_left_out(tp):
     calls = []
     handle = model.lm_head.register_forward_hook(lambda module, given, out: calls.append(1) or 2 * out)
     assert is_hooked(model)
-    _say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match="LlamaForCausalLM or its head has hooks: .* through its logits"):
         doubled = causal_lm_log_probs(model, tokens)
     assert calls == [1]
@@ -292,7 +327,7 @@ def test_hooks_are_not_left_out(tp):
 @ranks(1)
 def test_filters_of_a_capped_head_say_that_logits_are_made():
     model, tokens = make("gemma2"), _tokens(2, 8)
-    _say_once.cache_clear()
+    say_once.cache_clear()
     with pytest.warns(UserWarning, match="lm head of Gemma2ForCausalLM has a bias or caps its logits, which top-k"):
         (found,) = causal_lm_sampled_log_probs(model, tokens, top_k=3, top_p=1.0)
     labels = next_tokens(tokens)

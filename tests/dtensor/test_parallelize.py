@@ -241,6 +241,26 @@ def test_a_model_is_made_parallel_once():
     _check_trains_as(reference("llama", False, _tokens(2, 8)), model, _tokens(2, 8))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_multimodal"])
+@ranks(2)
+def test_a_second_model_of_the_same_config_is_left_alone(name):
+    """A policy and its reference, say: one is made parallel, the other attends as before."""
+    tokens = _tokens(2, 16)
+    mesh, dp_cp = meshes(tp=2)
+    policy = make(name)
+    state, before = policy.state_dict(), policy.config.to_json_string()
+    other = type(policy)(policy.config)
+    other.load_state_dict(state)
+    expected = other(input_ids=tokens).logits
+    config = other.config
+    parallelize(policy, mesh, dp_cp, sequence_parallel=True)
+    assert config.to_json_string() == before
+    assert torch.equal(other(input_ids=tokens).logits, expected)
+    assert error(policy(input_ids=tokens).logits, expected) < 3e-6
+    third = parallelize(type(other)(config), mesh, dp_cp)
+    assert third.config is not config
+
+
 def test_plans_by_name():
     model = make("llama")
     model._tp_plan = {"lm_head": "colwise", "model.layers.*.wire": "rowwise"}

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import MixtralConfig, Qwen3MoeConfig
 
+from megatron_ext.dtensor.pretrained.hub_names import hub_rename
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
-from megatron_ext.policy.refit.hub_names import hub_rename
 from megatron_ext.policy.refit.weight_transfer import send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import SIZES, make

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.decoder import output_head_path, text_model
-from megatron_ext.dtensor.output_head import HeadRule, head_rule, is_hooked
+from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked
 from megatron_ext.head.validation.argument_checks import or_refuse
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
@@ -52,6 +53,16 @@ def register(model: nn.Module, rule: HeadRule | None) -> None:
     register_fsdp_forward_method(model, _HEAD)
 
 
+def is_registered(model: nn.Module) -> bool:
+    """Whether `register` was called for `model`: its head is sharded by vocabulary, or whole in its forward."""
+    return _RULE in model.__dict__
+
+
+def rule_of(model: nn.Module) -> HeadRule | None:
+    """What `model` makes of hidden states at its head; None: something that is not known here."""
+    return model.__dict__[_RULE] if is_registered(model) else head_rule(model)
+
+
 def read_out(
     model: nn.Module, read: Read, fused: str, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
@@ -61,7 +72,7 @@ def read_out(
         fused: `KNOWN`, `PLAIN` or `LOGITS`: which heads `read` has a function of hidden states for.
         inputs: what the model takes beside the tokens.
     """
-    rule = model.__dict__[_RULE] if _RULE in model.__dict__ else head_rule(model)
+    rule = rule_of(model)
     name, reason = type(model).__name__.removeprefix("FSDP"), None
     if rule is None:
         reason = f"what {name} does to its logits is not known here"
@@ -70,7 +81,7 @@ def read_out(
     elif fused == PLAIN and not _is_plain(model, rule):
         reason = f"the lm head of {name} has a bias or caps its logits, which top-k and top-p do not go with"
     if reason is not None and fused != LOGITS:
-        _say_once(reason)
+        say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
         return _through_logits(model, read, tokens_BP, labels_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
@@ -78,7 +89,7 @@ def read_out(
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def say_once(reason: str) -> None:
     warnings.warn(
         f"{reason}: log-probabilities come through its logits, which takes memory of the vocabulary's size for each "
         f"token",
@@ -112,13 +123,19 @@ def _through_head(
     model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
-    text = text_model(model)
-    hidden = text(input_ids=tokens_BP, **inputs)[0]
+    hidden = text_model(model)(input_ids=tokens_BP, **inputs)[0]
+    return read_hidden(model, rule, read, hidden, labels_BP)
+
+
+def read_hidden(
+    model: nn.Module, rule: HeadRule, read: Read, hidden: Tensor, labels_BP: Tensor
+) -> tuple[tuple[Tensor, ...], ValueError | None]:
+    """As `_through_head`, from the hidden states `[B, P, D]` that come to the head, or this rank's slice of them."""
     head: Any = model.get_submodule(output_head_path(model))
     weight, group, vocab = local_shard(head.weight, 0)
     if isinstance(hidden, DTensor):
         hidden = hidden.to_local()
-    in_slices = hidden.shape[1] != tokens_BP.shape[1]
+    in_slices = hidden.shape[1] != labels_BP.shape[1]
     if in_slices and group is UNSHARDED:
         raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
     # The head's "sequence" layout has slices of dim 0.
@@ -129,7 +146,7 @@ def _through_head(
     found, fault = or_refuse(
         lambda: _tuple(
             fused(
-                hidden.to(weight.dtype),
+                hidden if torch.is_autocast_enabled(weight.device.type) else hidden.to(weight.dtype),
                 weight,
                 labels_BP,
                 tp_group=group,

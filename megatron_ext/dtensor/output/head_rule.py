@@ -5,11 +5,12 @@ knowing the names, the forward of the model runs once with a decoder that return
 them on; what comes out says what is done to them.
 """
 
-import copy
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model_path
 
@@ -19,6 +20,7 @@ _PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1
 _TRANSPARENT = ("Gemma3ForConditionalGeneration",)
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OWN_FORWARD = "_megatron_ext_own_forward"  # where a model keeps its forward, when another has taken its place
 _OWN_HOOKS = ("torch.distributed.", "transformers.integrations.", "megatron_ext.")
 
 
@@ -67,15 +69,24 @@ def _module_of(hook: Any) -> str:
 
 def _through(owner: nn.Module, head: str, x: Tensor) -> Tensor:
     """What the forward of `owner` makes of hidden states `x` `[N]`, if its head is the identity."""
-    stub = copy.copy(owner)
-    stub.__dict__["_modules"] = dict(owner._modules)
+    stub = stub_of(owner)
     stub._modules[text_model_path(owner).partition(".")[0]] = _Decoder(x)
     stub._modules[head] = nn.Identity()
     with torch.no_grad():
-        logits: Tensor = stub.forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        forward = functools.partial(vars(owner)[OWN_FORWARD], stub) if OWN_FORWARD in vars(owner) else stub.forward
+        logits: Tensor = forward(input_ids=x.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     if logits.shape != (1, 1, len(x)):
         raise ValueError(f"logits of {list(logits.shape)} for one token")
     return logits[0, 0].double()
+
+
+def stub_of(model: nn.Module) -> Any:
+    """`model` as an object of its own, with a dict of its modules of its own; all else is shared."""
+    # A class that FSDP2 made cannot be copied, nor does a stub want its methods.
+    plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    stub = object.__new__(plain)
+    stub.__dict__.update(model.__dict__, _modules=dict(model._modules))
+    return stub
 
 
 class _Decoder(nn.Module):

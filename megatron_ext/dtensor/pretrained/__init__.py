@@ -1,0 +1,1 @@
+"""Sharded models from and to folders as transformers has them."""

@@ -1,0 +1,76 @@
+"""A model of transformers from a folder or the Hub, sharded at once: no rank but the first ever holds all weights."""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_ext.distributed.same_on_ranks import require_same
+from megatron_ext.dtensor.decoder import import_transformers, tie_word_embeddings
+from megatron_ext.dtensor.parallelize import parallelize
+from megatron_ext.dtensor.same_model import groups_of
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike, mesh: DeviceMesh, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> nn.Module:
+    """A causal language model of transformers, sharded over `mesh`.
+
+    The first rank of the world, which must be in the mesh, reads the files into its host memory, in float32; the others
+    get each weight in its turn, and keep their piece. Parameters are float32, what an optimizer wants.
+
+    Args:
+        name_or_path: a folder, or a name on the Hub, that each rank can read the config of.
+        mesh, dtype: as for `parallelize`.
+        options: the others of `parallelize`, by name.
+
+    Communicates: a broadcast of each weight, and two small all-gathers that compare.
+
+    Raises:
+        ImportError: transformers or accelerate is not installed.
+        ValueError: what `parallelize` refuses; or another rank could not read: that one raises its OSError.
+    """
+    transformers = import_transformers()
+    from accelerate import init_empty_weights
+
+    config, fault, empty = None, None, nn.Module()
+    whole: dict[str, Tensor] = {}
+    auto = transformers.AutoModelForCausalLM
+    try:
+        config = transformers.AutoConfig.from_pretrained(name_or_path)
+        with init_empty_weights():
+            empty = auto.from_config(config).float()
+        tie_word_embeddings(empty)
+        if dist.get_rank() == 0:
+            model = auto.from_pretrained(name_or_path).float()
+            whole, empty.generation_config = model.state_dict(), model.generation_config
+    except Exception as error:  # raised below, where the other ranks hear of it
+        fault = error
+    groups, device = groups_of([mesh])
+    require_same("from_pretrained", {"the config": config and config.to_json_string()}, groups, device, fault)
+    parallelize(empty, mesh, dtype, **options)
+    load_whole(empty, whole, "cpu" if options.get("cpu_offload") else None)
+    for module in empty.modules():  # what no file has, such as the frequencies of rotary embeddings
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+    return empty.train(False)
+
+
+def load_whole(model: nn.Module, whole: dict[str, Tensor], device: str | None = None) -> None:
+    """Weights for a sharded model, which may be on the meta device: rank 0 has them all, the others nothing.
+
+    Args:
+        whole: a state dict, in the dtype that the parameters shall have; {} but on rank 0.
+        device: where the model shall lie; None: where its ranks communicate.
+
+    Communicates: a broadcast of each weight over the world.
+    """
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict[str, Any](whole), options=options)
+    tie_word_embeddings(model)
+    if device is not None:
+        model.to(device)

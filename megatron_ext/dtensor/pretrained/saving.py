@@ -1,0 +1,165 @@
+"""A sharded model as a folder of transformers: whole weights in safetensors, gathered one after the other."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.groups import Group, group_rank
+from megatron_ext.distributed.same_on_ranks import require_same
+from megatron_ext.dtensor.pretrained.hub_names import hub_rename
+
+_RANKS = "_megatron_ext_ranks"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Ranks(NamedTuple):
+    """The groups of the ranks that hold a model together, dims of a grid, and where they communicate."""
+
+    groups: Sequence[Group]
+    device: str
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first of these ranks."""
+        return all(group_rank(group) == 0 for group in self.groups)
+
+
+def keep_ranks(model: nn.Module, ranks: Ranks) -> None:
+    """Note on a sharded model which ranks hold it."""
+    model.__dict__[_RANKS] = ranks
+
+
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by transformers' names, tied ones once; they share the model's memory."""
+    names = [_plain(name) for name, _ in model.named_parameters()]
+    every = [_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)]
+    tied = set(every).difference(names)
+    state = get_model_state_dict(model)
+    return {name: x for name, x in state.items() if name not in tied and isinstance(x, Tensor)}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+@torch.no_grad()
+def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
+    """Write `model` as transformers' `from_pretrained` reads it: config, generation config, whole weights.
+
+    All ranks that hold the model call it, and each weight is gathered in its turn; the first rank writes, and holds one
+    file's weights at a time. A folder that held another model before has the one or the other: the new files get their
+    names when all are written. Weights have the names and the layout of the Hugging Face Hub (each expert by itself),
+    and the dtype of the model's parameters. A model that is not sharded is saved by its own `save_pretrained`.
+
+    Args:
+        model: what `parallelize` made.
+        save_directory: a folder that the first rank can write; it is made if there is none.
+        max_shard_size: bytes of a file at most, or "5GB" and the like; a larger weight has a file of its own.
+
+    Communicates: the all-gathers that make each weight whole, one after the other, and two small ones that compare.
+
+    Raises:
+        ValueError: the ranks hold different weights, or the first rank could not write: then it raises its OSError, and
+            the others say that it did.
+    """
+    if _RANKS not in model.__dict__:
+        model.save_pretrained(save_directory, max_shard_size=max_shard_size)  # type: ignore[operator]
+        return
+    ranks: Ranks = model.__dict__[_RANKS]
+    weights = own_weights(model)
+    sizes = [(name, tuple(x.shape), x.dtype) for name, x in weights.items()]
+    require_same("save_pretrained", {"the model's weights": sizes}, ranks.groups, ranks.device)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    weights = {name: x for name, x in weights.items() if name not in ignored}
+    files, fault = None, None
+    if ranks.first:
+        try:
+            files = _Files(model, Path(save_directory), weights, max_shard_size)
+        except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
+            fault = error
+    for name, x in weights.items():
+        if isinstance(x, DTensor):
+            x = cast(DTensor, x.to(ranks.device)).full_tensor()
+        if files is not None and fault is None:
+            try:
+                files.add(name, x)
+            except Exception as error:
+                fault = error
+    if files is not None and fault is None:
+        try:
+            files.finish()
+        except Exception as error:
+            fault = error
+    require_same("save_pretrained", {}, ranks.groups, ranks.device, fault)
+
+
+class _Files:
+    """A folder under way: weights come in the order of `weights`, and a file is written when it has all of its own."""
+
+    def __init__(self, model: Any, folder: Path, weights: dict[str, Tensor], max_shard_size: int | str):
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model, self.folder, self.rename = model, folder, hub_rename(lambda: model)
+        shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in weights.items()}
+        renamed = {new: x for name, shape in shapes.items() for new, x in self.rename(name, shape)}
+        self.split = split_torch_state_dict_into_shards(
+            renamed, filename_pattern=_FILE.replace(".", "{suffix}."), max_shard_size=max_shard_size
+        )
+        self.waiting = {file: dict.fromkeys(names) for file, names in self.split.filename_to_tensors.items()}
+        self.file_of = {name: file for file, names in self.split.filename_to_tensors.items() for name in names}
+        self.held: dict[str, dict[str, Tensor]] = {}
+
+    def add(self, name: str, whole: Tensor) -> None:
+        from safetensors.torch import save_file
+
+        for new, x in self.rename(name, whole.detach().cpu()):
+            file = self.file_of[new]
+            self.held.setdefault(file, {})[new] = x.contiguous().clone()  # views of one weight are each a tensor
+            del self.waiting[file][new]
+            if not self.waiting[file]:
+                save_file(self.held.pop(file), self._unfinished(file), metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        """Give the files their names, and take away those of a model that was here before."""
+        for file in self.waiting:
+            os.replace(self._unfinished(file), self.folder / file)
+        index = self.folder / _INDEX
+        if self.split.is_sharded:
+            content = {"metadata": self.split.metadata, "weight_map": self.file_of}
+            index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        else:
+            index.unlink(missing_ok=True)
+        for old in sorted(self.folder.glob("model*.safetensors")):
+            if old.name not in self.waiting:
+                old.unlink()
+        config = self.model.config
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        config.dtype = next(self.model.parameters()).dtype
+        config.save_pretrained(self.folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(self.folder)
+
+    def _unfinished(self, file: str) -> Path:
+        return self.folder / f"{file}.unfinished"
+
+
+def save_as_transformers(model: nn.Module) -> None:
+    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`)."""
+
+    def method(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("state_dict") is not None:
+            type(self).save_pretrained(self, save_directory, *args, **kwargs)
+        else:
+            save_pretrained(self, save_directory, max_shard_size=kwargs.get("max_shard_size", "5GB"))
+
+    model.__dict__["save_pretrained"] = MethodType(method, model)

@@ -1,0 +1,244 @@
+"""`model(input_ids, labels=labels).loss` without logits: transformers' own losses and gradients, whatever calls it."""
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from megatron_ext.dtensor import parallelize, use_fused_loss
+from megatron_ext.dtensor.output.reading import say_once
+from tests.dtensor.models import STACKED, VOCAB, check_gradients, error, make, meshes
+from tests.dtensor.test_causal_lm import Squared
+from tests.ranks import ranks
+
+
+def batch(rows=2, tokens=9):
+    ids = torch.randint(2, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, :4] = labels[-1, 7:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor whose last dim is the vocabulary."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.shape[-1:] == (VOCAB,):
+                self.elements = max(self.elements, x.numel())
+        return made
+
+
+KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", [{}, {"num_items_in_batch": torch.tensor(31)}, {"num_items_in_batch": 31}])
+def test_loss_and_gradients_are_those_of_transformers(kind, given):
+    model = make(kind, tied=kind == "llama")
+    aux = {"output_router_logits": True} if kind == "mixtral" else {}
+    expected = model(**batch(), **given, **aux)
+    expected.loss.backward()
+    true = gradients(model)
+    model.zero_grad()
+    assert use_fused_loss(model) is model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = model(**batch(), **given, **aux)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=3e-6, atol=0)
+    assert found.logits is None
+    assert (found.get("aux_loss") is None) == (not aux)
+    found.loss.backward()
+    assert gradients(model).keys() == true.keys()
+    check_gradients(model, true)
+
+
+def test_no_logits_are_made():
+    model = use_fused_loss(make("llama"), cache=0, chunk_tokens=8)
+    with Largest() as found:
+        model(**batch(4, 32)).loss.backward()
+    assert 0 < found.elements <= 32 * VOCAB  # of a chunk, or the weight's transpose
+    with Largest() as found:
+        model.eval()(**batch(4, 32))
+    assert found.elements == 4 * 32 * VOCAB
+
+
+def test_what_else_a_forward_takes_and_gives():
+    model, given = make("llama"), batch()
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, 7:] = 0
+    expected = model(**given, attention_mask=mask, output_hidden_states=True)
+    shifted = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
+    use_fused_loss(model)
+    found = model(given["input_ids"], mask, labels=given["labels"], output_hidden_states=True)
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert len(found.hidden_states) == len(expected.hidden_states)
+    assert all(torch.equal(a, b) for a, b in zip(found.hidden_states, expected.hidden_states, strict=True))
+    torch.testing.assert_close(model(given["input_ids"], mask, shift_labels=shifted).loss, expected.loss)
+    first = model(**given, attention_mask=mask, return_dict=False)[0]
+    torch.testing.assert_close(first, expected.loss)
+    assert torch.equal(model(given["input_ids"], mask).logits, expected.logits)
+    assert torch.equal(model.eval()(**given, attention_mask=mask).logits, expected.logits)
+    assert use_fused_loss(model, in_eval=True)(**given, attention_mask=mask).logits is None
+    assert "num_items_in_batch" in str(inspect.signature(model.forward)) or "kwargs" in str(
+        inspect.signature(model.forward)
+    )
+
+
+def test_options_of_the_head():
+    model, given = make("llama"), batch()
+    logits = model(given["input_ids"]).logits[:, :-1].flatten(0, 1)
+    labels = given["labels"][:, 1:].flatten()
+    counts = labels != -100
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.1)
+    expected = expected + 0.01 * (logits.logsumexp(-1)[counts] ** 2).mean()
+    use_fused_loss(model, label_smoothing=0.1, z_loss=0.01, skip_ignored=True)
+    torch.testing.assert_close(model(**given).loss, expected)
+
+
+def test_a_copy_is_a_model_of_its_own():
+    model, given = use_fused_loss(make("llama")), batch()
+    before = model(**given).loss
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert torch.equal(twin(**given).loss, before)
+    assert not torch.equal(model(**given).loss, before)
+
+
+def _adapted(model):
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model.lm_head.__class__ = Adapted
+    return model
+
+
+def _hooked(model):
+    model.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
+    return model
+
+
+def _other_loss(model):
+    model.loss_function = F.mse_loss
+    return model
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (_adapted, "what LlamaForCausalLM does to its logits is not known here"),
+        (_hooked, "LlamaForCausalLM or its head has hooks"),
+        (lambda model: Squared(model.config), "what Squared does to its logits is not known here"),
+    ],
+)
+def test_what_is_not_understood_keeps_its_logits_and_says_so(change, said):
+    model = change(make("llama"))
+    expected = model(**batch()).loss
+    use_fused_loss(model)
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=said):
+        found = model(**batch())
+    assert found.logits is not None
+    assert torch.equal(found.loss, expected)
+
+
+def test_another_loss_is_left_alone():
+    model = make("llama")
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    expected = model(**batch()).loss
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="the loss of LlamaForCausalLM is <lambda>, which is not known"):
+        assert torch.equal(use_fused_loss(model)(**batch()).loss, expected)
+
+
+def test_models_without_layers_that_are_known():
+    torch.manual_seed(1)
+    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0))
+    expected = model(**batch()).loss
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="what GPT2LMHeadModel does to its logits is not known here"):
+        assert torch.equal(use_fused_loss(model)(**batch()).loss, expected)
+    with pytest.raises(ValueError, match="LlamaModel has no lm head"):
+        use_fused_loss(make("llama").model)
+
+
+def mine(given):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return {name: x.chunk(size)[rank] for name, x in given.items()}
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "parallelize"])
+@ranks(2)
+def test_data_parallel(wrap):
+    """Each rank has its rows; the gradient is that of the mean over all targets."""
+    given, model = batch(4), make("llama", tied=True)
+    count = (given["labels"][:, 1:] != -100).sum()
+    expected = model(**given).loss
+    expected.backward()
+    true = gradients(model)
+    model.zero_grad()
+    if wrap == "ddp":
+        wrapped = DistributedDataParallel(use_fused_loss(model))
+    elif wrap == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        wrapped = use_fused_loss(fully_shard(model))
+    else:
+        mesh, _ = meshes(dp=2)
+        wrapped = use_fused_loss(parallelize(model, mesh, torch.float32))
+    found = wrapped(**mine(given), num_items_in_batch=count)
+    assert found.logits is None
+    loss = found.loss * 2  # gradients are averaged over ranks
+    loss.backward()
+    torch.distributed.all_reduce(found.loss.detach())
+    check_gradients(model, true)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@ranks(2)
+def test_tensor_parallel(sequence_parallel):
+    given, model = batch(2, 10), make("gemma2", tied=True)
+    expected = model(**given).loss
+    expected.backward()
+    true = gradients(model)
+    model.zero_grad()
+    mesh, _ = meshes(tp=2)
+    parallelize(model, mesh, torch.float32, sequence_parallel=sequence_parallel)
+    with pytest.raises(ValueError, match="labels is given, but this model does not take labels"):
+        model(**given)
+    use_fused_loss(model)
+    found = model(**given).loss
+    assert error(found, expected) < 3e-6
+    found.backward()
+    check_gradients(model, true)
+
+
+@ranks(2)
+def test_context_parallel_models_are_told_what_to_call():
+    mesh, _ = meshes(cp=2)
+    model = use_fused_loss(parallelize(make("llama"), mesh, torch.float32))
+    with pytest.raises(ValueError, match="labels: logits are split over ranks; call .*causal_lm_loss"):
+        model(**batch(2, 8))
+
+
+def test_mixtures_are_here():
+    assert "mixtral" in KINDS
+    assert make("mixtral").router_aux_loss_coef > 0 or not STACKED

@@ -1,0 +1,102 @@
+"""The lines of the pages for users of transformers run as they stand, and give what transformers gives."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import TrainingArguments
+
+from tests.dtensor.models import VOCAB, error, make
+from tests.dtensor.test_trainer import rows
+from tests.pages import DOCS, python_blocks
+from tests.ranks import ranks
+
+
+def tokens_of(rows=2, length=8):
+    return torch.arange(rows * length).view(rows, length) * 5 % VOCAB
+
+
+def per_token(model, tokens):
+    """The loss of each position but the last one."""
+    logits = model(input_ids=tokens).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+
+
+def test_trainer_and_lora(tmp_path):
+    arguments = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        max_steps=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        learning_rate=1e-2,
+    )
+    names = {"model": make("llama"), "base": make("llama"), "arguments": arguments, "rows": rows()}
+    before = make("llama").state_dict()
+    plain, adapted = python_blocks((DOCS / "trainer.md").read_text())
+    exec(plain, names)
+    assert all(not torch.equal(p, before[name]) for name, p in names["model"].named_parameters())
+    exec(adapted, names)
+    assert torch.equal(names["base"].lm_head.weight, before["lm_head.weight"])
+    trained = [p for p in names["adapted"].parameters() if p.requires_grad]
+    assert trained
+    assert all(p.grad is None or p.grad.isfinite().all() for p in trained)
+
+
+@ranks(2)
+def test_fsdp2():
+    tokens, plain = tokens_of(), make("llama")
+    expected = per_token(plain, tokens)
+    mine = tokens[dist.get_rank()][None]
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    names = {"torch": torch, "device": "cpu", "ranks": 2, "model": make("llama"), "tokens": mine}
+    names |= {"model_on_every_rank": make("llama"), "folder": Path(folder[0])}
+    by_hand, parallelized = python_blocks((DOCS / "fsdp2.md").read_text())
+    exec(by_hand, names)
+    assert error(names["loss"], expected[dist.get_rank()].mean()) < 3e-6
+    expected.mean().backward()
+    for name, p in names["model"].named_parameters():
+        assert error(p.grad, plain.get_parameter(name).grad) < 1e-5
+    exec(parallelized, names)
+    # In bf16.
+    torch.testing.assert_close(names["loss"][0, :-1], expected[dist.get_rank()].detach(), rtol=0, atol=0.05)
+    for name, p in names["again"].named_parameters():
+        assert torch.equal(p.full_tensor(), plain.get_parameter(name))
+
+
+def test_one_gpu():
+    tokens, plain = tokens_of(), make("llama")
+    masked = tokens.clone()
+    masked[:, :3] = -100
+    torch.manual_seed(0)
+    hidden, head, labels = (
+        torch.randn(2, 6, 8, requires_grad=True),
+        torch.nn.Linear(8, VOCAB, bias=False),
+        tokens[:, :6],
+    )
+    names = {
+        "hidden": hidden,
+        "head": head,
+        "labels": labels,
+        "model": make("llama"),
+        "tokens": tokens,
+        "masked": masked,
+    }
+    own, model = python_blocks((DOCS / "one_gpu.md").read_text())
+    exec(own, names)
+    expected = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(expected, hidden)[0])
+    exec(model, names)
+    loss = plain(input_ids=tokens, labels=masked).loss
+    loss.backward()
+    for name, p in names["model"].named_parameters():
+        assert error(p.grad, plain.get_parameter(name).grad) < 1e-5
+    losses = per_token(plain, tokens)
+    assert error(names["losses"][:, 2:-1], losses[:, 2:]) < 3e-6
+    assert names["losses"][:, :2].eq(0).all()
+    assert error(names["log_probs"][:, :-1], -losses) < 3e-6

@@ -1,0 +1,112 @@
+"""transformers.Trainer with the loss fused by one line: losses and weights are those of the plain model."""
+
+import contextlib
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Trainer, TrainingArguments, set_seed
+
+from megatron_ext.dtensor import use_fused_loss
+from tests.dtensor.models import VOCAB, error, make
+from tests.dtensor.test_fused_loss import Largest
+
+ROWS = 12
+
+
+def rows():
+    """Of several lengths, as padded rows with prompts that are no targets."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for i in range(ROWS):
+        length = 6 + i % 5
+        ids = torch.randint(2, VOCAB, (12,), generator=generator)
+        mask = (torch.arange(12) < length).long()
+        labels = torch.where(mask.bool() & (torch.arange(12) >= i % 4), ids, -100)
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return made
+
+
+def train(model, folder, **arguments):
+    """Losses of all steps, the trained weights, and the evaluated loss."""
+    set_seed(1)
+    arguments = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 0.3,
+        "optim": "sgd",  # which moves weights by as much as gradients err; Adam would by their signs
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        **arguments,
+    }
+    trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows(), eval_dataset=rows())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, trainer.evaluate()["eval_loss"]
+
+
+def lora(model):
+    torch.manual_seed(2)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+
+
+WAYS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "lora": {},
+    "lora_of_all": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "bf16": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_line_before_the_trainer(way, tmp_path):
+    adapt = lora if "lora" in way else (lambda model: model)
+    expected = train(adapt(make("llama", tied=True)), tmp_path, **WAYS[way])
+    model = adapt(use_fused_loss(make("llama", tied=True), cache=0, chunk_tokens=8))
+    if way == "lora":
+        model = use_fused_loss(adapt(make("llama", tied=True)), cache=0, chunk_tokens=8)
+    found = train(model, tmp_path, **WAYS[way])
+    bf16 = "bf16" in WAYS[way]  # in which transformers rounds its logits
+    assert found[0] == pytest.approx(expected[0], abs=5e-3 if bf16 else 2e-4)  # Trainer logs four digits
+    assert len(expected[0]) == 3
+    assert found[2] == pytest.approx(expected[2], rel=1e-3 if bf16 else 1e-5)
+    assert found[1].keys() == expected[1].keys()
+    before = dict(adapt(make("llama", tied=True)).named_parameters())
+    moved = {name: true - before[name] for name, true in expected[1].items() if before[name].requires_grad}
+    assert all(movement.norm() > 0 for movement in moved.values())
+    assert max(error(found[1][name] - before[name], true) for name, true in moved.items()) < (3e-2 if bf16 else 1e-4)
+    assert all(torch.equal(found[1][name], p) for name, p in before.items() if not p.requires_grad)
+
+
+def test_the_trainer_makes_no_logits(tmp_path):
+    """In training; evaluation has them, as metrics want them."""
+    with Largest() as stock:
+        train(make("llama"), tmp_path, max_steps=1, eval_strategy="no")
+    with Largest() as found:
+        model, folder = use_fused_loss(make("llama"), cache=0, chunk_tokens=8), tmp_path
+        set_seed(1)
+        arguments = TrainingArguments(
+            str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+        )
+        Trainer(model, arguments, train_dataset=rows()).train()
+    assert stock.elements >= 2 * 12 * VOCAB
+    assert 0 < found.elements <= 32 * VOCAB
+
+
+def test_an_adapted_head_keeps_its_logits(tmp_path):
+    config = LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    losses = []
+    for fuse in (False, True):
+        torch.manual_seed(2)
+        model = get_peft_model(make("llama"), config)
+        if fuse:
+            use_fused_loss(model)
+        with pytest.warns(UserWarning, match="does to its logits is not known") if fuse else contextlib.nullcontext():
+            losses.append(train(model, tmp_path)[0])
+    assert losses[0] == losses[1]
