@@ -1,6 +1,7 @@
 """transformers.Trainer with the loss fused by one line: losses and weights are those of the plain model."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from megatron_ext.dtensor import use_fused_loss
 from tests.dtensor.models import VOCAB, error, make
 from tests.dtensor.test_fused_loss import Largest
+from tests.programs import python
 
 ROWS = 12
 
@@ -110,3 +112,32 @@ def test_an_adapted_head_keeps_its_logits(tmp_path):
         with pytest.warns(UserWarning, match="does to its logits is not known") if fuse else contextlib.nullcontext():
             losses.append(train(model, tmp_path)[0])
     assert losses[0] == losses[1]
+
+
+SCRIPT = """
+import os
+import sys
+
+from megatron_ext.dtensor import use_fused_loss
+from tests.dtensor.models import make
+from tests.dtensor.test_trainer import train
+
+model = make("llama", tied=True)
+if sys.argv[1] == "fused":
+    use_fused_loss(model, cache=0, chunk_tokens=8)
+losses, weights, evaluated = train(model, sys.argv[2], gradient_accumulation_steps=2, ddp_backend="gloo")
+if os.environ["RANK"] == "0":
+    print("found", *losses, evaluated, sum(w.double().norm().item() for w in weights.values()))
+"""
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path):
+    """Under torchrun the trainer wraps the model in DDP; rows differ by rank, and so do counts of targets."""
+    found = []
+    for way in ("stock", "fused"):
+        done = python("-c", SCRIPT, way, str(tmp_path / way), ranks=2, ignore_warnings=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
+    assert len(found[0]) == 5
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
