@@ -95,12 +95,12 @@ def own_nodes(node):
 
 def iterations(tree, makers: set[str]):
     """The line and text of each iteration over a set whose order shows."""
-    free = {  # generators whose order does not show
-        argument
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and called(node) in WITHOUT_ORDER
-        for argument in node.args
-    }
+    free = set()  # generators, maps and the like whose order does not show
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and called(node) in WITHOUT_ORDER:
+            free.update(node.args)
+        elif isinstance(node, ast.Set):
+            free.update(node.elts)
 
     def visit(node, scope):
         for inner in own_nodes(node):
@@ -118,7 +118,7 @@ def iterations(tree, makers: set[str]):
         elif isinstance(node, ast.Starred):
             if node not in free:
                 yield node.value
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and node not in free:
             plain = isinstance(node.func, ast.Name) and node.func.id in IN_ORDER
             if plain or (isinstance(node.func, ast.Attribute) and node.func.attr in ORDERED_METHODS):
                 yield from node.args
@@ -157,6 +157,7 @@ def test_no_set_is_iterated_over(trees):
         "x = next(iter(set(a)))",
         "self.names = set()\nfor name in self.names: send(name)",
         "f(*{a, b})",
+        "', '.join(map(str, {a, b}))",
         "dict.fromkeys(set(a))",
         "for i, x in enumerate({a, b}): f(i, x)",
         "def names() -> set[str]: ...\nfor name in names(): f(name)",
@@ -177,6 +178,8 @@ def test_iterations_that_are_found(code):
         "{f(x) for x in set(a)}",
         "[x for x in a if x in {1, 2}]",
         "for x in [1, 2]: f(x)",
+        "b = set(a)\nc = {*b, 1}",
+        "b = set(a)\n', '.join(sorted(map(str, b)))",
         "len(set(a))",
         "for x in a.keys(): f(x)",
         "total = sum(f(x) for x in {a, b})",

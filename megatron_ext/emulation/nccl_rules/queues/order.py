@@ -37,7 +37,7 @@ class LaunchOrder:
             if other.communicator is launch.communicator:
                 continue
             for part in other.parts:
-                for peer in part.sends.keys() & {peer for mine in launch.parts for peer in mine.sends}:
+                for peer in sorted(part.sends.keys() & {peer for mine in launch.parts for peer in mine.sends}):
                     launch.before.setdefault(peer, []).append((_name(other, part), other.describe()))
         self._under_way[launch.number] = launch
         if len(self._under_way) > _UNDER_WAY:
