@@ -33,6 +33,7 @@ COLOURS = {
     "forward": "#9aa5b1",
     "backward": "#52606d",
     "head": "#0b6e4f",
+    "head result": "#f7c59f",
     "head weight gradient": "#7cc4a4",
     "embedding": "#d97706",
     "embedding gradient": "#f5c97b",

@@ -1,6 +1,6 @@
 """Timelines of one case under each schedule.
 
-Ours come from `megatron_ext.megatron.pipeline.pass_order`, and so does the order of layers in all of them. In
+Ours come from `megatron_ext.megatron.pipeline.order.pass_order`, and so does the order of layers in all of them. In
 Megatron's own schedules embedding and head are part of the first and last passes of layers: their passes stand directly
 beside these in the same queue.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.pipeline.costs import Setup
-from megatron_ext.megatron.pipeline.pass_order import (
+from megatron_ext.megatron.pipeline.order.pass_order import (
     Kind,
     Pass,
     Run,
@@ -139,7 +139,7 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
 
 
 def ours(setup: Setup, chunks: int) -> Timeline:
-    runs = pass_order(setup.shape(chunks), setup.times(chunks))
+    runs = pass_order(setup.shape(chunks), setup.times(chunks))[: setup.stages]
     sent = chunks * setup.stock_sent_bytes + setup.our_extra_sent_bytes
     return Timeline(setup, runs, even(setup, chunks), shared=True, sent_bytes=sent)
 
@@ -206,7 +206,7 @@ def paper(setup: Setup, algorithm: int) -> Timeline:
     statistics = 3 * 2 * setup.collective(4 * setup.tokens)
     sent = setup.stock_sent_bytes + setup.our_extra_sent_bytes - setup.statistics_bytes + 3 * 2 * 4 * setup.tokens
     if algorithm == 2:
-        runs = pass_order(shape, times._replace(statistics=statistics))
+        runs = pass_order(shape, times._replace(statistics=statistics))[: setup.stages]
     else:
         head = setup.head_seconds(setup.ranks)
         times = times._replace(products=head.statistics, weight=head.product + head.weight, statistics=statistics)
@@ -222,6 +222,8 @@ def _two_barriers(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
         if what.kind is Kind.BACKWARD and stage == last:
             return [(other, Pass(Kind.WEIGHT, what.micro_batch), times.sum) for other in range(shape.stages)]
+        if what.kind is Kind.WEIGHT:
+            return [(last, Pass(Kind.LOSS, what.micro_batch), times.grad_loss)]
         if what.kind is Kind.PRODUCTS:
             return [(last, Pass(Kind.FORWARD, what.micro_batch), times.hidden)]
         return of_ours(stage, what)
@@ -231,7 +233,8 @@ def _two_barriers(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
         layers, *others = stage_queues(stage, shape, extra=2)
         losses = [what for what in layers if what.kind is Kind.LOSS]
         queues.append([[what for what in layers if what.kind is not Kind.LOSS], losses, *others])
-    return simulate(queues, needs, pass_duration(times))
+    results = [[[Pass(Kind.RESULT, n) for n in range(shape.micro_batches)]] for _ in queues]
+    return simulate([*queues, *results], needs, pass_duration(times))[: shape.stages]
 
 
 SCHEDULES: dict[str, Callable[[Setup], Timeline]] = {

@@ -16,7 +16,14 @@ from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
 from benchmarks.plan import plan
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
-from megatron_ext.megatron.pipeline.pass_order import Kind, length, pass_duration, pass_needs, pass_order, simulate
+from megatron_ext.megatron.pipeline.order.pass_order import (
+    Kind,
+    length,
+    pass_duration,
+    pass_needs,
+    pass_order,
+    simulate,
+)
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",

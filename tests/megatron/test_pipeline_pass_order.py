@@ -9,7 +9,7 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-from megatron_ext.megatron.pipeline.pass_order import (
+from megatron_ext.megatron.pipeline.order.pass_order import (
     Kind,
     Pass,
     Shape,
@@ -19,8 +19,8 @@ from megatron_ext.megatron.pipeline.pass_order import (
     pass_duration,
     pass_needs,
     pass_order,
+    queues_of,
     simulate,
-    stage_queues,
 )
 
 KINDS_OF_EACH_STAGE = {Kind.LOOKUP, Kind.PRODUCTS, Kind.WEIGHT, Kind.ROWS}
@@ -40,6 +40,7 @@ SHAPES = [
     for micro_batches in sorted({1, stages - 1, most})
     for forward_only in (False, True)
 ] + [Shape(4, 2, 12, 6), Shape(4, 3, 7, 5), Shape(2, 2, 9, 2)]
+SHAPES += [shape._replace(beside=False) for shape in SHAPES[::5]]
 
 
 def times(shape, head=0.3):
@@ -64,7 +65,8 @@ def times(shape, head=0.3):
 
 @functools.cache
 def runs_of(shape, head=0.3):
-    return pass_order(shape, times(shape, head))
+    """What the stages run, but for what runs beside."""
+    return pass_order(shape, times(shape, head))[: shape.stages]
 
 
 def waits_for(shape, stage, what):
@@ -81,14 +83,18 @@ def waits_for(shape, stage, what):
     if kind is Kind.PRODUCTS:
         return [(last, Pass(Kind.FORWARD, n, shape.chunks - 1), "hidden")]
     if kind is Kind.LOSS:
-        return [(one, Pass(Kind.PRODUCTS, n), "statistics and sum") for one in every]
+        message = "statistics" if shape.forward_only else "statistics and sum"
+        return [(one, Pass(Kind.PRODUCTS, n), message) for one in every]
+    if kind is Kind.RESULT:
+        return [(one, Pass(Kind.PRODUCTS, n), "statistics") for one in every]
     if kind is Kind.BACKWARD and (stage, chunk) == (last, shape.chunks - 1):
         return [(last, Pass(Kind.LOSS, n), None)]
     if kind is Kind.BACKWARD:
         after = (stage + 1, chunk) if stage < last else (0, chunk + 1)
         return [(after[0], Pass(Kind.BACKWARD, n, after[1]), "send"), (stage, Pass(Kind.FORWARD, n, chunk), None)]
     if kind is Kind.WEIGHT:
-        return [(last, Pass(Kind.LOSS, n), "grad_loss"), (stage, Pass(Kind.PRODUCTS, n), None)]
+        back = Pass(Kind.BACKWARD, n, shape.chunks - 1)
+        return [(last, back, "grad_loss"), (stage, Pass(Kind.PRODUCTS, n), None)]
     if kind is Kind.ROWS:
         return [(0, Pass(Kind.BACKWARD, n, 0), "grad_embedding")]
     return []
@@ -112,6 +118,7 @@ def test_every_pass_is_there_once_and_begins_after_what_it_waits_for(head):
         batches = range(shape.micro_batches)
         layers = [Kind.FORWARD] if shape.forward_only else [Kind.FORWARD, Kind.BACKWARD]
         whole = KINDS_OF_EACH_STAGE - ({Kind.WEIGHT, Kind.ROWS} if shape.forward_only else set())
+        whole |= set() if shape.beside else {Kind.RESULT}
         for stage, line in enumerate(runs):
             expected = {Pass(kind, n, chunk) for kind in layers for n in batches for chunk in range(shape.chunks)}
             expected |= {Pass(kind, n) for kind in whole for n in batches}
@@ -210,9 +217,9 @@ def test_the_vocabulary_layers_fill_gaps():
 
 def test_the_best_number_of_extra_forward_passes_is_taken():
     shape = Shape(2, 2, 8, 2)
-    given = Times(((1.0, 1.0),) * 2, ((2.0, 2.0),) * 2, products=0.3, weight=0.15, statistics=0.5, sum=0.5)
+    given = Times(((1.0, 1.0),) * 2, ((2.0, 2.0),) * 2, products=0.3, weight=0.15, statistics=1.0, sum=1.0)
     needs, duration = pass_needs(shape, given), pass_duration(given)
-    tried = [simulate([stage_queues(stage, shape, extra) for stage in range(2)], needs, duration) for extra in (1, 2)]
+    tried = [simulate(queues_of(shape, extra), needs, duration) for extra in (1, 2)]
     assert length(pass_order(shape, given)) == min(map(length, tried)) < max(map(length, tried))
 
 

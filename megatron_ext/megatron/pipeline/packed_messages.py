@@ -41,14 +41,23 @@ class Marks:
 
     def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
         """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
-        if self._error is None:
+        if not self.has_failed:
             try:
                 return compute()
             except Exception as error:
-                traceback.clear_frames(error.__traceback__)
-                self._error, self._before = error, int(self.mark)
-                self.mark.clamp_(min=dist.get_rank() + 1)
+                self.fail(error)
         return otherwise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has."""
+        return self._error is not None
+
+    def fail(self, error: Exception) -> None:
+        """Mark this rank. Waits for the device."""
+        traceback.clear_frames(error.__traceback__)
+        self._error, self._before = error, int(self.mark)
+        self.mark.clamp_(min=dist.get_rank() + 1)
 
     def raise_what_failed(self) -> None:
         """Raises this rank's own error, or a RuntimeError that names another rank. Waits for the device."""

@@ -8,7 +8,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.megatron.fused_loss.module_calls import attribute
-from megatron_ext.megatron.pipeline.pass_order import Run, Shape, Times, pass_order
+from megatron_ext.megatron.pipeline import side_stream
+from megatron_ext.megatron.pipeline.order.pass_order import Run, Times
+from megatron_ext.megatron.pipeline.order.passes import Shape
+from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
 from megatron_ext.megatron.pipeline.vocabulary_sharing import SHARED, Sharing
 
@@ -58,14 +61,16 @@ def forward_backward(
     )
     stages = sharing.groups.stages
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
-    shape = Shape(stages, len(models), num_microbatches, group if len(models) > 1 else num_microbatches, forward_only)
-    order = pass_order(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
+    group = group if len(models) > 1 else num_microbatches
+    beside = not sharing.groups.one_queue and side_stream.has_streams(sharing.output.weight.device)
+    shape = Shape(stages, len(models), num_microbatches, group, forward_only, sharing.output.mtp_layers > 0, beside)
+    programs = stage_programs(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     with _without_timers(config):
-        run = StageRun(call, config, sharing.groups, sharing.embedding, sharing.output)
-        found = run.run([one.what for one in order[sharing.groups.stage]], _recordings[-1] if _recordings else None)
+        run = StageRun(call, shape, config, sharing.groups, sharing.embedding, sharing.output)
+        found = run.run(programs[sharing.groups.stage], _recordings[-1] if _recordings else None)
         if not forward_only:
             _finish(config, models, run)
     if timers is not None:

@@ -1,48 +1,67 @@
-"""Work that runs beside a stage's passes in submission order: on a CUDA stream, on the CPU in a thread."""
+"""Work that runs beside a stage's passes, in the order in which it is begun."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
+def has_streams(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+class Aside(NamedTuple):
+    """What work beside the passes has returned, and when it is there."""
+
+    found: Any
+    done: Any
+
+
 class SideWork:
-    """Begin with `start`, end with `close`. What the work reads must not be changed before it is done."""
+    """On a CUDA stream of its own; on the CPU, which has none, or if it is not `wanted`, on that of the passes.
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "vocabulary") if self._stream is None else None
+    What the work reads must not be changed before it is done.
+    """
 
-    def start(self, work: Callable[[], Any], reads: list[Any]) -> Callable[[], Any]:
-        """Begins `work`, after all that was begun on the current stream. The function returned waits for its result.
+    def __init__(self, device: torch.device, wanted: bool = True):
+        self._stream = torch.cuda.Stream(device) if wanted and has_streams(device) else None
 
-        `reads`: what it reads; what is no tensor does not matter.
+    def now(self) -> Any:
+        """For `run`: what has been begun on the current stream so far."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    def run(self, work: Callable[[], Any], after: Any = None, reads: Iterable[Any] = ()) -> Aside:
+        """Begins `work` after what was begun before, and after what `now` gave.
+
+        `reads`: what it reads and was not made here; what is no tensor does not matter.
         """
-        if self._thread is not None:
-            future: Future = self._thread.submit(work)
-            return future.result
-        stream, main = self._stream, torch.cuda.current_stream()
-        assert stream is not None
-        stream.wait_stream(main)
+        stream = self._stream
+        if stream is None:
+            return Aside(work(), None)
+        if after is not None:
+            stream.wait_event(after)
         with torch.cuda.stream(stream):
             found = work()
             done = stream.record_event()
-        for tensor in reads:
-            if isinstance(tensor, Tensor):
-                tensor.record_stream(stream)
+        _keep(reads, stream)  # the allocator may not give their memory away while this stream reads
+        return Aside(found, done)
 
-        def result() -> Any:
-            torch.cuda.current_stream().wait_event(done)
-            for tensor in tree_leaves(found):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(torch.cuda.current_stream())
-            return found
-
-        return result
+    def take(self, aside: Aside) -> Any:
+        """What the work has returned; the current stream waits for it."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(aside.done)
+            _keep(tree_leaves(aside.found), torch.cuda.current_stream())
+        return aside.found
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        """The current stream waits for all that was begun."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _keep(found: Iterable[Any], stream: Any) -> None:
+    for tensor in found:
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(stream)

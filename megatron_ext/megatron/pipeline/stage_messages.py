@@ -1,4 +1,4 @@
-"""What a stage sends and receives in one step, pass by pass: one message for each, with the mark of a failure in it."""
+"""What a stage sends and receives in one step: one message for each exchange, with the mark of a failure in it."""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent
 from megatron_ext.megatron.pipeline.packed_messages import Form, Marks, empty_parcel
-from megatron_ext.megatron.pipeline.pass_order import Kind, Pass
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 
 
@@ -29,19 +29,12 @@ class Sizes(NamedTuple):
         return self.predictions * self.batch
 
 
-class Message(NamedTuple):
-    """What arrives for a pass: from which stage, in the group for which kind, and what."""
-
-    kind: str
-    source: int
-    forms: list[Form]
-
-
 class StageMessages:
-    """`marks`: see `packed_messages`. `sent`: what is on its way.
+    """A pass puts what it sends with `put`; the stage's program says when `launch` sends and begins to receive it, and
+    `arrived` gives it to the pass that waits for it. `marks`: see `packed_messages`.
 
-    With `config.variable_seq_lengths` the first stage sends the shape of its token ids before them: the stages learn
-    it in the first pass of a micro-batch, `LOOKUP`, which waits for it on the host.
+    With `config.variable_seq_lengths` the first stage sends the shape of its token ids before them: the other stages
+    learn it when they launch `Sent.TOKENS`, and wait for it on the host.
     """
 
     def __init__(
@@ -51,121 +44,106 @@ class StageMessages:
         config: Any,
         embedding: SharedEmbedding,
         output: SharedOutputLayer,
-        chunks: int,
     ):
         """`given`: micro_batch_size and seq_length of the schedule."""
         self.groups, self.config = groups, config
         self.dtype, self.device = output.weight.dtype, output.weight.device
-        self.in_slices, self.last_chunk = embedding.reduce_scatter_embeddings, chunks - 1
+        self.in_slices = embedding.reduce_scatter_embeddings
         self.predictions = 1 + output.mtp_layers
         self.marks = Marks(self.device)
-        self.sent: list[Pending] = []
         batch, sequence = given
         self.given = self._sizes(batch, sequence // parallel_state.get_context_parallel_world_size())
         self.vary = bool(config.variable_seq_lengths)
         self._found: dict[int, Sizes] = {}
-        self._arriving: dict[tuple[Pass, str], Pending] = {}
+        self._put: dict[Exchange, Tensor] = {}
+        self._arriving: dict[Exchange, Pending] = {}
+        self._sent: list[Pending] = []
 
     def _sizes(self, batch: int, sequence: int) -> Sizes:
         ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
         return Sizes(batch, sequence, sequence // ranks, self.config.hidden_size, self.predictions)
 
     def sizes(self, micro_batch: int) -> Sizes:
-        """Known from `LOOKUP` on, on the first stage from `TOKENS`."""
+        """Known once its token ids are launched, on the first stage once they are read."""
         return self._found[micro_batch] if self.vary else self.given
 
-    def messages(self, what: Pass) -> list[Message]:
-        """What arrives for a pass from other stages."""
-        n, kind, groups = what.micro_batch, what.kind, self.groups
-        stage, last = groups.stage, groups.last
-        batch, sequence, piece, width, predictions = sizes = self.sizes(n)
-        activations: list[Form] = [((piece, batch, width), self.config.pipeline_dtype)]
-        if kind is Kind.FORWARD:
-            first = groups.is_first and what.chunk == 0
-            return [] if first else [Message("forward", (stage - 1) % groups.stages, activations)]
-        if kind is Kind.BACKWARD:
-            at_the_end = groups.is_last and what.chunk == self.last_chunk
-            return [] if at_the_end else [Message("backward", (stage + 1) % groups.stages, activations)]
+    def found(self, micro_batch: int, batch: int, sequence: int) -> None:
+        """The shape of a micro-batch's token ids is known."""
+        self._found[micro_batch] = self._sizes(batch, sequence)
+
+    def forms(self, exchange: Exchange) -> list[Form]:
+        """Shapes and dtypes of the tensors in a message."""
+        batch, sequence, piece, width, _ = sizes = self.sizes(exchange.micro_batch)
         tokens, losses = (sizes.sequences, sequence), (sequence, sizes.sequences)
-        found = []
-        if kind is Kind.LOOKUP:
-            found = [Message("tokens", 0, [(tokens, torch.int64)])]
-        elif kind is Kind.PRODUCTS:
-            hidden = (piece, sizes.sequences, width)
-            found = [Message("hidden", last, [(hidden, self.dtype), (losses, torch.int64)])]
-        elif kind is Kind.WEIGHT:
-            found = [Message("grad_loss", last, [(losses, torch.float32)])]
-        elif kind is Kind.ROWS:
-            found = [Message("grad_embedding", 0, [(self.embedding_shape(n, batch), self.dtype)])]
-            if predictions > 1:
-                further = self.embedding_shape(n, sizes.sequences - batch)
-                found.append(Message("grad_further", last, [(further, self.dtype)]))
-        return [message for message in found if message.source != stage]
+        if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
+            return [((piece, batch, width), self.config.pipeline_dtype)]
+        if exchange.kind is Sent.TOKENS:
+            return [(tokens, torch.int64)]
+        if exchange.kind is Sent.HIDDEN:
+            return [((piece, sizes.sequences, width), self.dtype), (losses, torch.int64)]
+        if exchange.kind is Sent.GRAD_LOSS:
+            return [(losses, torch.float32)]
+        sequences = batch if exchange.kind is Sent.GRAD_EMBEDDING else sizes.sequences - batch
+        return [(self.embedding_shape(exchange.micro_batch, sequences), self.dtype)]
 
     def embedding_shape(self, micro_batch: int, sequences: int) -> tuple[int, int, int]:
         """Of the embedding of that many sequences, as the layers get it on this rank."""
         _, sequence, piece, width, _ = self.sizes(micro_batch)
         return (piece, sequences, width) if self.in_slices else (sequences, sequence, width)
 
-    def expect(self, what: Pass) -> None:
-        """Begin to receive what a pass needs, if its shapes are known yet."""
-        if self.vary and what.micro_batch not in self._found:
+    def put(self, exchange: Exchange, *tensors: Tensor) -> None:
+        """What this stage will send, packed now: the pass may let go of the tensors."""
+        self._put[exchange] = self.marks.pack(*(tensor.detach() for tensor in tensors))
+
+    def launch(self, exchange: Exchange) -> None:
+        """Begin to send what was put, or else to receive."""
+        self._sent = [pending for pending in self._sent if not pending.done]
+        kind, n, _, sender = exchange
+        group = self.groups[kind]
+        buffer = self._put.pop(exchange, None)
+        if kind is Sent.TOKENS and self.vary:
+            self._launch_shape(n, group)
+        if kind in (Sent.FORWARD, Sent.BACKWARD):
+            if buffer is not None:
+                step = 1 if kind is Sent.FORWARD else -1
+                target = (sender + step) % self.groups.stages
+                self.sent(collectives.start_send(buffer, group, target))
+            else:
+                self._arriving[exchange] = collectives.start_receive(self._room(exchange), group, sender)
             return
-        for message in self.messages(what):
-            if (what, message.kind) not in self._arriving:
-                self._arriving[what, message.kind] = self._receive(message)
+        source = 0 if kind in (Sent.TOKENS, Sent.GRAD_EMBEDDING) else self.groups.last
+        if buffer is not None:
+            self.sent(collectives.start_broadcast(buffer, group, source))
+        else:
+            self._arriving[exchange] = collectives.start_broadcast(self._room(exchange), group, source)
 
-    def _receive(self, message: Message) -> Pending:
-        buffer, group = empty_parcel(message.forms, self.device), self.groups[message.kind]
-        neighbour = message.kind in ("forward", "backward")
-        receive = collectives.start_receive if neighbour else collectives.start_broadcast
-        return receive(buffer, group, message.source)
+    def _room(self, exchange: Exchange) -> Tensor:
+        return empty_parcel(self.forms(exchange), self.device)
 
-    def wait_for(self, what: Pass) -> None:
-        if self.vary and what.micro_batch not in self._found and what.kind is Kind.LOOKUP:
-            forms: list[Form] = [((2,), torch.int64)]
-            (shape,) = self.marks.unpack(self._receive(Message("tokens", 0, forms)).wait(), forms)
-            self.found(what.micro_batch, *shape.tolist())
-        self.expect(what)
-        for (one, _), pending in self._arriving.items():
-            if one == what:
-                pending.wait()
+    def _launch_shape(self, micro_batch: int, group: Any) -> None:
+        if self.groups.is_first:
+            batch, sequence = self._found[micro_batch][:2]
+            shape = torch.tensor([batch, sequence], device=self.device)
+            self.sent(collectives.start_broadcast(shape, group, 0))
+        else:
+            shape = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self.found(micro_batch, *collectives.start_broadcast(shape, group, 0).wait().tolist())
 
-    def found(self, micro_batch: int, batch: int, sequence: int) -> None:
-        """The shape of a micro-batch's token ids is known."""
-        self._found[micro_batch] = self._sizes(batch, sequence)
+    def wait_for(self, exchange: Exchange) -> None:
+        """The current stream waits for what arrives; nothing does where this stage has sent it."""
+        if exchange in self._arriving:
+            self._arriving[exchange].wait()
 
-    def arrived(self, what: Pass, kind: str) -> list[Tensor] | None:
+    def arrived(self, exchange: Exchange) -> list[Tensor] | None:
         """None: this stage has it, nothing is sent."""
-        pending = self._arriving.pop((what, kind), None)
-        if pending is None:
-            return None
-        (forms,) = (message.forms for message in self.messages(what) if message.kind == kind)
-        return self.marks.unpack(pending.wait(), forms)
+        pending = self._arriving.pop(exchange, None)
+        return None if pending is None else self.marks.unpack(pending.wait(), self.forms(exchange))
 
-    def broadcast_tokens(self, micro_batch: int, ids: Tensor) -> None:
-        """Token ids `[P B, S]` of the first stage, and before them their shape where it may change."""
-        if self.vary:
-            shape = torch.tensor([ids.shape[0] // self.predictions, ids.shape[1]], device=self.device)
-            self.found(micro_batch, *shape.tolist())
-            self.broadcast("tokens", shape)
-        self.broadcast("tokens", ids)
-
-    def broadcast(self, kind: str, *tensors: Tensor) -> None:
-        """This stage's tensors to all the others."""
-        self._forget_what_arrived()
-        self.sent.append(collectives.start_broadcast(self.marks.pack(*tensors), self.groups[kind], self.groups.stage))
-
-    def send(self, kind: str, tensor: Tensor, stage: int) -> None:
-        """Activations or a gradient to another stage (modulo the number of stages)."""
-        self._forget_what_arrived()
-        target = stage % self.groups.stages
-        self.sent.append(collectives.start_send(self.marks.pack(tensor.detach()), self.groups[kind], target))
+    def sent(self, pending: Pending) -> None:
+        """What is on its way is kept."""
+        self._sent.append(pending)
 
     def wait_for_sent(self) -> None:
-        for pending in self.sent:
+        for pending in self._sent:
             pending.wait()
-        self.sent = []
-
-    def _forget_what_arrived(self) -> None:
-        self.sent = [pending for pending in self.sent if not pending.done]
+        self._sent = []

@@ -3,7 +3,8 @@
 Layers, loss and data run by Megatron's own `forward_step` and `backward_step`. What is sent per micro-batch beyond
 Megatron's activations and gradients: token ids (a broadcast), the embedding (a sum on the first stage) and its
 gradient (a broadcast); hidden states with the labels (a broadcast), statistics (an all-gather), the hidden states'
-gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token).
+gradient (a sum on the last stage) and that of the losses (a broadcast of a number per token). Passes send nothing
+themselves: the stage's program says when each message is launched, see `order.stage_programs`.
 
 A pass that fails on one rank: see `packed_messages`.
 
@@ -16,7 +17,7 @@ Legend: B batch, S sequence positions of this context-parallel rank, H hidden si
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,9 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.pass_order import Kind, Pass, Run
+from megatron_ext.megatron.pipeline.order.pass_order import Run
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Pass, Sent, Shape, needed
+from megatron_ext.megatron.pipeline.order.stage_programs import Entry
 from megatron_ext.megatron.pipeline.paused_forward import (
     AskEmbedding,
     AskFurtherEmbeddings,
@@ -54,21 +57,26 @@ class Call(NamedTuple):
 
 
 class StageRun:
-    """Runs `order`, this stage's passes. `embedding` and `output` are its shared layers, `config` is Megatron's."""
+    """Runs a stage's program. `embedding` and `output` are its shared layers, `config` is Megatron's."""
 
     def __init__(
-        self, call: Call, config: Any, groups: PipelineGroups, embedding: SharedEmbedding, output: SharedOutputLayer
+        self,
+        call: Call,
+        shape: Shape,
+        config: Any,
+        groups: PipelineGroups,
+        embedding: SharedEmbedding,
+        output: SharedOutputLayer,
     ):
-        self.call, self.config, self.groups = call, config, groups
+        self.call, self.shape, self.config, self.groups = call, shape, config, groups
         self.embedding, self.output = embedding, output
         self.backward = not call.forward_only
         self.device = output.weight.device
         given = call.micro_batch_size, call.seq_length
-        self.messages = StageMessages(groups, given, config, embedding, output, len(call.model))
+        self.messages = StageMessages(groups, given, config, embedding, output)
         self.marks = self.messages.marks
         self.sync = GradientSync(config)
-        total = call.num_microbatches
-        self.vocabulary = VocabularyPasses(self.messages, embedding, output, self.sync, total, self.backward)
+        self.vocabulary = VocabularyPasses(self.messages, embedding, output, self.sync, shape)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self.data_store: list[Any] = []
         self.paused: dict[int, PausedForward] = {}
@@ -79,13 +87,14 @@ class StageRun:
             Kind.LOOKUP: self.vocabulary.look_up,
             Kind.FORWARD: self.forward,
             Kind.PRODUCTS: self.vocabulary.multiply,
+            Kind.RESULT: self.vocabulary.make_result,
             Kind.LOSS: self.finish_loss,
             Kind.BACKWARD: self.backward_pass,
             Kind.WEIGHT: self.vocabulary.weight_gradient,
             Kind.ROWS: self.vocabulary.embedding_gradient,
         }
 
-    def run(self, order: list[Pass], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
+    def run(self, program: Sequence[Entry], on_pass: Callable[[Run], None] | None = None) -> list[Any]:
         """Megatron's list of what the loss function reported, on the last stage; empty elsewhere.
 
         `on_pass` is told of each pass when it has ended on the host: from when its message had arrived until then, by
@@ -94,21 +103,32 @@ class StageRun:
         Raises:
             RuntimeError: another rank failed. What fails on this rank is raised as it is.
         """
-        try:
-            for what, following in zip(order, [*order[1:], None], strict=True):
-                self.messages.expect(what)
-                if following is not None:
-                    self.messages.expect(following)
-                self.messages.wait_for(what)
-                start = time.perf_counter()
-                self._passes[what.kind](what)
-                if on_pass is not None:
-                    on_pass(Run(what, start, time.perf_counter()))
-            self.messages.wait_for_sent()
-        finally:
-            self.vocabulary.close()
+        for entry in program:
+            if isinstance(entry, Exchange):
+                self.launch(entry)
+                continue
+            for exchange in needed(self.groups.stage, entry, self.shape):
+                self.messages.wait_for(exchange)
+            start = time.perf_counter()
+            self._passes[entry.kind](entry)
+            if on_pass is not None:
+                on_pass(Run(entry, start, time.perf_counter()))
+        self.messages.wait_for_sent()
+        self.vocabulary.finish()
         self.marks.raise_what_failed()
         return self.data_store
+
+    def launch(self, exchange: Exchange) -> None:
+        """This stage's part of an exchange is begun."""
+        of_vocabulary = {
+            Sent.EMBEDDING: self.vocabulary.sum_embedding,
+            Sent.STATISTICS: self.vocabulary.gather_statistics,
+            Sent.SUM: self.vocabulary.sum_dx,
+        }
+        if exchange.kind in of_vocabulary:
+            of_vocabulary[exchange.kind](exchange.micro_batch)
+        else:
+            self.messages.launch(exchange)
 
     def _begin(self, micro_batch: int, chunk: int, input_: Tensor | None) -> PausedForward:
         call = self.call
@@ -153,51 +173,57 @@ class StageRun:
 
         nothing = torch.zeros(expected, dtype=torch.int64, device=self.device)
         ids = self.vocabulary.ids[what.micro_batch] = self.marks.attempt(begin, nothing)
-        self.messages.broadcast_tokens(what.micro_batch, ids)
+        if self.messages.vary:
+            self.messages.found(what.micro_batch, ids.shape[0] // given.predictions, ids.shape[1])
+        self.messages.put(Exchange(Sent.TOKENS, what.micro_batch), ids)
 
     def forward(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
-        first = self.groups.is_first and chunk == 0
         batch, _, piece, width, _ = self.messages.sizes(n)
+        asks_losses = self.shape.is_back(self.groups.stage, what)
         input_ = None
-        if first:
+        if self.shape.is_front(self.groups.stage, what):
             answer = self.vocabulary.embedding_of(n)
             paused = self.paused.pop(n, None)
 
             def go() -> Any:
                 assert paused is not None
                 self._enter_chunk(n, chunk)
-                return paused.go((answer, lambda grad: self.vocabulary.send_embedding_gradient(n, grad)))
+                return paused.go((answer, lambda grad: self.vocabulary.take_embedding_gradient(n, grad)))
         else:
-            (input_,) = self.messages.arrived(what, "forward") or (None,)
-            assert input_ is not None
-            input_ = input_.detach().requires_grad_(self.backward)
+            input_ = self._received(what).detach().requires_grad_(self.backward)
 
             def go() -> Any:
-                if self._asks_losses(chunk):
+                if asks_losses:
                     return self._up_to_losses(n, self._begin(n, chunk, input_), further)
                 return self._begin(n, chunk, input_).go()
 
-        if self._asks_losses(chunk):
+        if asks_losses:
             further = self.vocabulary.further(n) if self.messages.predictions > 1 else None
             self.marks.attempt(go)
             if n not in self.vocabulary.hidden:
                 self.vocabulary.hidden[n] = self.vocabulary.no_hidden(n)
-            self.messages.broadcast("hidden", *self.vocabulary.hidden[n])
+            self.messages.put(Exchange(Sent.HIDDEN, n), *self.vocabulary.hidden[n])
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
             output, tokens = self.marks.attempt(go, ([zeros], 0))
             output = output[0] if isinstance(output, list) else output
             self.tokens += tokens
-            self.messages.send("forward", output, self.groups.stage + 1)
+            self.messages.put(Exchange(Sent.FORWARD, n, chunk, self.groups.stage), output)
             if self.backward:
                 self.outputs[n, chunk] = output
                 schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         if self.backward:
             self.inputs[n, chunk] = input_
 
-    def _asks_losses(self, chunk: int) -> bool:
-        return self.groups.is_last and chunk == len(self.call.model) - 1
+    def _received(self, what: Pass) -> Tensor:
+        """Activations or their gradient, of another stage."""
+        (exchange,) = (
+            one for one in needed(self.groups.stage, what, self.shape) if one.kind in (Sent.FORWARD, Sent.BACKWARD)
+        )
+        found = self.messages.arrived(exchange)
+        assert found is not None
+        return found[0]
 
     def _up_to_losses(self, n: int, paused: PausedForward, further: Any) -> None:
         """Run the last layers, and those of multi-token prediction with the embeddings that they ask for."""
@@ -230,7 +256,7 @@ class StageRun:
 
     def finish_loss(self, what: Pass) -> None:
         n, chunk = what.micro_batch, len(self.call.model) - 1
-        result = self.vocabulary.results[n]() if self.backward else self.vocabulary.results.pop(n)()
+        result, unit_TD = self.vocabulary.result_of(n)
         _, sequence, piece, width, _ = sizes = self.messages.sizes(n)
 
         def go() -> Any:
@@ -238,7 +264,7 @@ class StageRun:
             paused = self.paused.pop(n)
             loss = result.loss_T.view(sequence, sizes.sequences).t().contiguous().float()
             hits = None if result.hits_T is None else result.hits_T.view(sequence, sizes.sequences)
-            unit = None if result.unit_dx_TD is None else result.unit_dx_TD.view(piece, sizes.sequences, width)
+            unit = None if unit_TD is None else unit_TD.view(piece, sizes.sequences, width)
             answer = Losses(loss, hits, unit, lambda which, grad: self.vocabulary.take_loss_gradient(n, which, grad))
             return self._answered(paused, paused.go(answer))
 
@@ -250,7 +276,8 @@ class StageRun:
     def backward_pass(self, what: Pass) -> None:
         n, chunk = what.micro_batch, what.chunk
         batch, _, piece, width, _ = sizes = self.messages.sizes(n)
-        (grad,) = self.messages.arrived(what, "backward") or (None,)
+        is_front, is_back = (is_end(self.groups.stage, what) for is_end in (self.shape.is_front, self.shape.is_back))
+        grad = None if is_back else self._received(what)
         input_, output = self.inputs.pop((n, chunk)), self.outputs.pop((n, chunk))
 
         def go() -> Any:
@@ -260,20 +287,17 @@ class StageRun:
                 return _backward_step(input_, output, grad, model_type, self.config)
 
         input_grad = self.marks.attempt(go)
-        first = self.groups.is_first and chunk == 0
-        asked = batch if first else 0
-        if self._asks_losses(chunk):
-            self.vocabulary.send_loss_gradient(n)  # where backward did not come that far
-            asked = sizes.sequences - batch
-        if asked and n not in self.vocabulary.grad_embeddings:
-            nothing = self.output.weight.new_zeros(self.messages.embedding_shape(n, asked))
-            self.vocabulary.send_embedding_gradient(n, nothing)
-        if first:
+        if is_back:
+            self.vocabulary.put_loss_gradient(n)
+            if self.shape.further:
+                self.vocabulary.put_embedding_gradient(n, sizes.sequences - batch)
+        if is_front:
+            self.vocabulary.put_embedding_gradient(n, batch)
             return
         input_grad = input_grad[0] if isinstance(input_grad, list) else input_grad
         if input_grad is None:
             input_grad = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
-        self.messages.send("backward", input_grad, self.groups.stage - 1)
+        self.messages.put(Exchange(Sent.BACKWARD, n, chunk, self.groups.stage), input_grad)
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

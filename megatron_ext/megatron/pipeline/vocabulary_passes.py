@@ -9,6 +9,7 @@ or with multi-token prediction 1 + its layers (see `multi_token_stage`).
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.engine.options import HeadOptions
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.fused_loss.multi_token_prediction import counts_acceptance
-from megatron_ext.megatron.pipeline.pass_order import Pass
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Pass, Sent, Shape
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
-from megatron_ext.megatron.pipeline.side_stream import SideWork
+from megatron_ext.megatron.pipeline.side_stream import Aside, SideWork
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 
 
@@ -48,13 +49,15 @@ class GradientSync:
 
 
 class VocabularyPasses:
-    """Of one step with `micro_batches` of them, with a backward pass or without.
+    """Of one step.
 
     Attributes:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
+        parts: this stage's part of the embedding, of B sequences and of the others.
         sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
         hidden: hidden states `[S, P B, H]` and labels `[S, P B]`, on the last stage.
-        results: functions that wait for a `linear_steps.Result`.
+        products, statistics: of the head, between its passes.
+        results: `linear_steps.Result` aside; its `unit_dx_TD` goes to `sums_of_dx` on the last stage.
         grad_losses: `[S, P B]`, on the last stage.
         grad_embeddings: on the stages that have `sums`.
     """
@@ -65,11 +68,11 @@ class VocabularyPasses:
         embedding: SharedEmbedding,
         output: SharedOutputLayer,
         sync: GradientSync,
-        micro_batches: int,
-        backward: bool,
+        shape: Shape,
     ):
         self.messages, self.groups, self.marks = messages, messages.groups, messages.marks
-        self.embedding, self.output, self.sync, self.backward = embedding, output, sync, backward
+        self.embedding, self.output, self.sync = embedding, output, sync
+        self.backward, self.beside = not shape.forward_only, shape.beside
         self.options = HeadOptions(
             self.groups.statistics,
             output.vocab,
@@ -79,24 +82,34 @@ class VocabularyPasses:
             fuse_main_grad=output.gradient_accumulation_fusion,
         )
         self.asks_further = self.groups.is_last and messages.predictions > 1
-        self.side = SideWork(output.weight.device)
+        self.side = SideWork(output.weight.device, shape.beside)
         self.ids: dict[int, Tensor] = {}
+        self.parts: dict[int, list[Tensor]] = {}
         self.sums: dict[int, Pending] = {}
         self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
-        self.results: dict[int, Callable[[], Any]] = {}
+        self.products: dict[int, linear_steps.Products] = {}
+        self.statistics: dict[int, Aside] = {}
+        self.results: dict[int, Aside] = {}
+        self.sums_of_dx: dict[int, Aside] = {}
+        self._part_of_dx: Pending | None = None  # on its way to the last stage
         self.grad_losses: dict[int, Tensor] = {}
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
         # How often each parameter will get a gradient yet.
         tied = output.weight is embedding.weight
-        self.left: dict[Tensor, int] = dict.fromkeys((embedding.weight, output.weight), micro_batches * (1 + tied))
+        self.left: dict[Tensor, int] = dict.fromkeys(
+            (embedding.weight, output.weight), shape.micro_batches * (1 + tied)
+        )
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """What was begun aside is waited for."""
+        if self._part_of_dx is not None:
+            self.side.run(self._part_of_dx.wait)
         self.side.close()
 
     def look_up(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(what, "tokens")
+        received = self.messages.arrived(Exchange(Sent.TOKENS, n))
         if received is not None:
             self.ids[n] = received[0].clone()
         ids, vocab = self.ids[n], self.embedding.vocab
@@ -114,14 +127,17 @@ class VocabularyPasses:
         if self.embedding.reduce_scatter_embeddings:
             part = collectives.reduce_scatter(part.transpose(0, 1), self.groups.tp)
         batch, batch_dim = self.messages.sizes(n).batch, 1 if self.embedding.reduce_scatter_embeddings else 0
-        parts = part.split([batch, ids.shape[0] - batch], batch_dim)
-        for stage, own in zip((0, self.groups.last), parts, strict=True):
+        self.parts[n] = [own.contiguous() for own in part.split([batch, ids.shape[0] - batch], batch_dim)]
+
+    def sum_embedding(self, n: int) -> None:
+        """Begin `Sent.EMBEDDING`."""
+        for stage, own in zip((0, self.groups.last), self.parts.pop(n), strict=True):
             if own.numel():
-                pending = collectives.start_reduce(own.contiguous(), self.groups["embedding"], stage)
+                pending = collectives.start_reduce(own, self.groups[Sent.EMBEDDING], stage)
                 if self.groups.stage == stage:
                     self.sums[n] = pending
                 else:
-                    self.messages.sent.append(pending)
+                    self.messages.sent(pending)
 
     def embedding_of(self, n: int) -> Tensor:
         """The embedding that this stage's layers asked for, when all stages have looked up their rows."""
@@ -134,7 +150,7 @@ class VocabularyPasses:
         ids = self.ids[n][self.messages.sizes(n).batch :]
         if not self.backward:
             del self.ids[n]
-        return ids, self.embedding_of(n), lambda grad: self.send_embedding_gradient(n, grad)
+        return ids, self.embedding_of(n), lambda grad: self.take_embedding_gradient(n, grad)
 
     def no_hidden(self, n: int) -> tuple[Tensor, Tensor]:
         """In the place of hidden states and labels of a micro-batch that failed."""
@@ -145,7 +161,7 @@ class VocabularyPasses:
 
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
-        hidden, labels = self.messages.arrived(what, "hidden") or self.hidden.pop(n)
+        hidden, labels = self.messages.arrived(Exchange(Sent.HIDDEN, n)) or self.hidden.pop(n)
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -154,62 +170,95 @@ class VocabularyPasses:
             return linear_steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
 
         found = self.marks.attempt(lambda: self.output(go))
-        weight = self.output.weight.detach()
         if found is None:  # take part in the exchange
             ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
-            found = linear_steps.products(
-                hidden_TD.new_zeros(hidden_TD.shape), weight, ignored_T, self.options, self.backward
-            )
-        statistics = linear_steps.start_exchange(found, self.options)
-        result = self.side.start(lambda: self._result(found, statistics, weight), tree_leaves(found))
+            zeros_TD, weight = hidden_TD.new_zeros(hidden_TD.shape), self.output.weight.detach()
+            found = linear_steps.products(zeros_TD, weight, ignored_T, self.options, self.backward)
+        self.products[n] = found
+
+    def gather_statistics(self, n: int) -> None:
+        """Begin `Sent.STATISTICS`."""
+        found = self.products[n]
+        begin = partial(linear_steps.start_exchange, found, self.options)
+        # Where they are read: there is their memory.
+        self.statistics[n] = self.side.run(begin, self.side.now(), [found.first.stats_KT])
+
+    def make_result(self, what: Pass) -> None:
+        """Beside the passes, or as one of them."""
+        n = what.micro_batch
+        found, statistics = self.products.pop(n), self.statistics.pop(n).found
+        failures: list[Exception] = []
+        result = self.side.run(lambda: self._result(found, statistics, failures), reads=tree_leaves(found))
+        for error in failures:  # marks are of the passes' stream
+            self.marks.fail(error)
         if self.backward or self.groups.is_last:
             self.results[n] = result
 
-    def _result(self, found: linear_steps.Products, statistics: Pending, weight: Tensor) -> Any:
-        """On the side stream: a `linear_steps.Result`; on the last stage its `unit_dx_TD` is summed over all ranks."""
-        stats_RKT = statistics.wait()
-        result = self.marks.attempt(lambda: linear_steps.result(found, stats_RKT, weight, self.options))
+    def _result(self, found: linear_steps.Products, statistics: Pending, failures: list[Exception]) -> Any:
+        """A `linear_steps.Result`; in sequence parallelism its `unit_dx_TD` is that of this rank's tokens."""
+        stats_RKT, weight, result = statistics.wait(), self.output.weight.detach(), None
+        try:
+            if not self.marks.has_failed:
+                result = linear_steps.result(found, stats_RKT, weight, self.options)
+        except Exception as error:
+            failures.append(error)
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
             loss = torch.zeros_like(found.first.shift_T)
             hits = loss.bool() if self.options.hits else None
             result = linear_steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
-        unit = result.unit_dx_TD
-        if unit is not None:
-            if self.output.sequence_parallel:
-                unit = collectives.reduce_scatter(unit, self.groups.tp_aside)
-            unit = collectives.start_reduce(unit.contiguous(), self.groups["sum"], self.groups.last).wait()
-            if self.groups.is_last and not self.output.sequence_parallel:
-                unit = collectives.all_reduce(unit, self.groups.tp_aside, in_place=True)
-        return result._replace(unit_dx_TD=unit if self.groups.is_last else None)
+        if result.unit_dx_TD is not None and self.output.sequence_parallel:
+            group = self.groups.tp_aside if self.beside else self.groups.tp
+            result = result._replace(unit_dx_TD=collectives.reduce_scatter(result.unit_dx_TD, group))
+        return result
+
+    def sum_dx(self, n: int) -> None:
+        """Begin `Sent.SUM`."""
+        result, done = self.results[n]
+        self.results[n] = Aside(result._replace(unit_dx_TD=None), done)
+
+        def begin() -> Pending:
+            if self._part_of_dx is not None:
+                self._part_of_dx.wait()
+            return collectives.start_reduce(result.unit_dx_TD.contiguous(), self.groups[Sent.SUM], self.groups.last)
+
+        pending = self.side.run(begin)
+        if self.groups.is_last:
+            self.sums_of_dx[n] = pending
+        else:
+            self._part_of_dx = pending.found
+
+    def result_of(self, n: int) -> tuple[Any, Tensor | None]:
+        """On the last stage, of all stages: `linear_steps.Result`, and the hidden states' gradient of losses of 1."""
+        if not self.backward:
+            return self.side.take(self.results.pop(n)), None
+        pending, done = self.sums_of_dx.pop(n)
+        unit = self.side.take(Aside(pending.wait(), done))
+        unit = unit if self.output.sequence_parallel else collectives.all_reduce(unit, self.groups.tp, in_place=True)
+        return self.side.take(self.results[n]), unit
 
     def take_loss_gradient(self, n: int, which: int, grad_BS: Tensor) -> Tensor:
-        """Of one prediction. It is sent with that of the last one; returned is this rank's slice of it, `[S/R, B]`."""
+        """Of one prediction. Returned is this rank's slice of it, `[S/R, B]`."""
         grad_SB = grad_BS.detach().t().contiguous().float()
-        parts = self._grad_parts.setdefault(n, {})
-        parts[which] = grad_SB
-        if len(parts) == self.messages.predictions:
-            self.send_loss_gradient(n)
+        self._grad_parts.setdefault(n, {})[which] = grad_SB
         piece = self.messages.sizes(n).slice
         start = parallel_state.get_tensor_model_parallel_rank() * piece if self.output.sequence_parallel else 0
         return grad_SB[start : start + piece]
 
-    def send_loss_gradient(self, n: int) -> None:
-        """To all stages, once; zeros for what has none."""
-        if n in self.grad_losses:
-            return
+    def put_loss_gradient(self, n: int) -> None:
+        """For all stages, when the last one's backward pass has ended; zeros for what has none."""
         batch, sequence, *_ = self.messages.sizes(n)
         parts = self._grad_parts.pop(n, {})
         nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
         grad = torch.cat([parts.get(which, nothing) for which in range(self.messages.predictions)], 1)
         self.grad_losses[n] = grad
-        self.messages.broadcast("grad_loss", grad)
+        self.messages.put(Exchange(Sent.GRAD_LOSS, n), grad)
 
     def weight_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(what, "grad_loss")
+        received = self.messages.arrived(Exchange(Sent.GRAD_LOSS, n))
         grad = self.grad_losses.pop(n) if received is None else received[0]
-        result = self.results.pop(n)()
+        result = self.side.take(self.results.pop(n))
 
         def go() -> None:
             weight = self.output.weight
@@ -219,17 +268,23 @@ class VocabularyPasses:
 
         self.marks.attempt(go)
 
-    def send_embedding_gradient(self, n: int, grad: Tensor) -> None:
+    def take_embedding_gradient(self, n: int, grad: Tensor) -> None:
         """Of what this stage's layers asked for."""
-        grad = grad.detach().to(self.output.weight.dtype)
-        self.grad_embeddings[n] = grad
-        self.messages.broadcast("grad_embedding" if self.groups.is_first else "grad_further", grad)
+        self.grad_embeddings[n] = grad.detach().to(self.output.weight.dtype)
+
+    def put_embedding_gradient(self, n: int, sequences: int) -> None:
+        """For all stages, when this one's backward pass has ended: of so many sequences, zeros if it has none."""
+        if n not in self.grad_embeddings:
+            shape = self.messages.embedding_shape(n, sequences)
+            self.grad_embeddings[n] = self.output.weight.new_zeros(shape)
+        kind = Sent.GRAD_EMBEDDING if self.groups.is_first else Sent.GRAD_FURTHER
+        self.messages.put(Exchange(kind, n), self.grad_embeddings[n])
 
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
         parts = []
-        for kind in ("grad_embedding", "grad_further")[: min(self.messages.predictions, 2)]:
-            received = self.messages.arrived(what, kind)
+        for kind in (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: min(self.messages.predictions, 2)]:
+            received = self.messages.arrived(Exchange(kind, n))
             parts.append(self.grad_embeddings.pop(n) if received is None else received[0])
         if self.embedding.reduce_scatter_embeddings:
             grad = collectives.all_gather(torch.cat(parts, 1), self.groups.tp).transpose(0, 1)

@@ -13,7 +13,8 @@ from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.pipeline import multi_token_stage
-from megatron_ext.megatron.pipeline.groups import KINDS, OF_MTP, PipelineGroups
+from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline.order.passes import Sent
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 
 SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
@@ -83,13 +84,13 @@ class Builder:
         """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
         config, size = front.config, front.vocab_size
         mtp_layers = config.mtp_num_layers or 0
-        groups = PipelineGroups((*KINDS, *OF_MTP) if mtp_layers else KINDS, output_layer_fault(back))
+        groups = PipelineGroups(output_layer_fault(back))
         self._groups.append(groups)
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
         weight = _rows(whole, groups, 0, size, config)
         # Whether it gives slices of the sequence, only the stage knows that has built it.
         in_slices = groups.is_first and front.embedding.word_embeddings.reduce_scatter_embeddings
-        in_slices = collectives.all_gather_object(in_slices, groups["tokens"])[0]
+        in_slices = collectives.all_gather_object(in_slices, groups[Sent.TOKENS])[0]
         embedding = SharedEmbedding(
             *(weight, size, groups.stages, groups.stage), in_slices=in_slices, mtp_layers=mtp_layers
         )
@@ -127,7 +128,7 @@ def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, 
         buffer = torch.empty(columns, config.hidden_size, dtype=config.params_dtype, device=device)
     else:
         buffer = whole.detach().to(device).contiguous()
-    collectives.start_broadcast(buffer, groups["hidden"], source).wait()
+    collectives.start_broadcast(buffer, groups[Sent.HIDDEN], source).wait()
     rows = columns // groups.stages
     own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
     weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)

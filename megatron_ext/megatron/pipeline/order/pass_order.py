@@ -5,9 +5,6 @@ before the first backward: while a micro-batch's loss is on its way through all 
 pass of the next one to do. The passes of the vocabulary layers go wherever a simulation with given durations finds a
 stage free for them. Every stage computes the same order from the same numbers, so nothing is communicated.
 
-An order that a simulation has run through cannot deadlock, whatever the passes really take: each pass waits only for
-passes that the simulation had finished before it.
-
 The idea of sharing both vocabulary layers over the stages, and of hiding their passes in the schedule, is that of
 Yeung, Qi, Lin and Wan, "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288). Theirs is a
 repeated pattern of passes; this is a list schedule.
@@ -16,28 +13,9 @@ repeated pattern of passes; this is a list schedule.
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from functools import lru_cache
 from typing import NamedTuple
 
-
-class Kind(Enum):
-    """What a pass computes, for one micro-batch."""
-
-    TOKENS = "tokens"  # first stage: the batch is read, the forward pass begins and asks for the embedding
-    LOOKUP = "embedding"  # every stage: its rows of the embedding, summed on the first stage
-    FORWARD = "forward"  # the layers of one chunk
-    PRODUCTS = "head"  # every stage: its logits' exponentials, their statistics and their product with the weight
-    LOSS = "loss"  # last stage: the forward pass goes on with the losses
-    BACKWARD = "backward"  # the layers of one chunk
-    WEIGHT = "head weight gradient"  # every stage
-    ROWS = "embedding gradient"  # every stage
-
-
-class Pass(NamedTuple):
-    kind: Kind
-    micro_batch: int
-    chunk: int = 0
+from megatron_ext.megatron.pipeline.order.passes import Kind, Pass, Sent, Shape, needed, sources
 
 
 class Times(NamedTuple):
@@ -68,24 +46,6 @@ class Times(NamedTuple):
     grad_embedding: float = 0.0
 
 
-class Shape(NamedTuple):
-    """Of a schedule.
-
-    Attributes:
-        stages, chunks: pipeline stages, and chunks of layers on each (1: not interleaved).
-        micro_batches: of one step.
-        group: micro-batches that go through one chunk before the next chunk has its turn, as Megatron's
-            `microbatch_group_size_per_vp_stage`; the number of stages by default there.
-        forward_only: no backward passes.
-    """
-
-    stages: int
-    chunks: int
-    micro_batches: int
-    group: int
-    forward_only: bool = False
-
-
 class Run(NamedTuple):
     """One pass in a simulation's timeline."""
 
@@ -98,19 +58,39 @@ Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass
 
 # Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
 # before the next forward pass all the same, so that no more than one micro-batch more is in flight.
-_MOST_URGENT_FIRST = (Kind.TOKENS, Kind.LOOKUP, Kind.PRODUCTS, Kind.LOSS, Kind.BACKWARD, Kind.ROWS, Kind.WEIGHT)
+_MOST_URGENT_FIRST = (
+    Kind.RESULT,
+    Kind.TOKENS,
+    Kind.LOOKUP,
+    Kind.PRODUCTS,
+    Kind.LOSS,
+    Kind.BACKWARD,
+    Kind.ROWS,
+    Kind.WEIGHT,
+)
 _RANK = {kind: rank for rank, kind in enumerate((*_MOST_URGENT_FIRST, Kind.FORWARD))}
 _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
-@lru_cache(maxsize=8)
 def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
-    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes."""
-    found = []
-    for extra in range(1, shape.chunks + 1):
-        queues = [stage_queues(stage, shape, extra) for stage in range(shape.stages)]
-        found.append(simulate(queues, pass_needs(shape, times), pass_duration(times)))
+    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes.
+
+    Where RESULT runs beside the passes as many lines follow with what each stage runs there.
+    """
+    needs, duration = pass_needs(shape, times), pass_duration(times)
+    found = [simulate(queues_of(shape, extra), needs, duration) for extra in range(1, shape.chunks + 1)]
     return min(found, key=length)
+
+
+def queues_of(shape: Shape, extra: int) -> list[list[list[Pass]]]:
+    """The queues of each line in `pass_order`."""
+    queues = [stage_queues(stage, shape, extra) for stage in range(shape.stages)]
+    return queues + [[[Pass(Kind.RESULT, n) for n in range(shape.micro_batches)]] for _ in queues if shape.beside]
+
+
+def worker(stage: int, kind: Kind, shape: Shape) -> int:
+    """The line in `pass_order` in which a stage runs passes of a kind."""
+    return stage + shape.stages if shape.beside and kind is Kind.RESULT else stage
 
 
 def length(runs: Sequence[Sequence[Run]]) -> float:
@@ -145,6 +125,8 @@ def simulate(
 ) -> tuple[tuple[Run, ...], ...]:
     """A timeline for each stage: it runs the passes of each of its queues in order, the most urgent ready one first.
 
+    No pass is begun that would end after a RESULT is known to be ready: all stages' backward passes wait for it.
+
     Raises:
         ValueError: the passes wait for each other in a circle.
     """
@@ -172,7 +154,7 @@ def simulate(
         now, stage = heapq.heappop(moments)
         if free_at[stage] > now:
             continue
-        found = None
+        found, result_at = None, math.inf
         for queue in waiting[stage]:
             if not queue:
                 continue
@@ -182,7 +164,9 @@ def simulate(
                 at = ready_at[first] = find_ready_at(*first)
             if at <= now and (found is None or _RANK[queue[-1].kind] < _RANK[found[-1].kind]):
                 found = queue
-        if found is None:
+            elif queue[-1].kind is Kind.RESULT:
+                result_at = at
+        if found is None or result_at < now + duration(stage, found[-1]):
             continue
         what = found.pop()
         end = now + duration(stage, what)
@@ -202,15 +186,17 @@ def stage_queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
     micro_batches = range(shape.micro_batches)
     layers = []
     for what in layer_order(stage, shape, extra):
-        if what.kind is Kind.FORWARD and what.chunk == 0 and stage == 0:
+        if what.kind is Kind.FORWARD and shape.is_front(stage, what):
             # The next micro-batch's ids are on their way while this one's layers run.
             ahead = what.micro_batch + 1
             layers += [Pass(Kind.TOKENS, 0)] if ahead == 1 else []
             layers += [Pass(Kind.TOKENS, ahead)] if ahead < shape.micro_batches else []
-        if what.kind is Kind.BACKWARD and what.chunk == shape.chunks - 1 and stage == shape.stages - 1:
+        if what.kind is Kind.BACKWARD and shape.is_back(stage, what):
             layers.append(Pass(Kind.LOSS, what.micro_batch))
         layers.append(what)
     queues = [layers, [Pass(Kind.LOOKUP, n) for n in micro_batches], [Pass(Kind.PRODUCTS, n) for n in micro_batches]]
+    if not shape.beside:
+        queues.append([Pass(Kind.RESULT, n) for n in micro_batches])
     if not shape.forward_only:
         queues += [[Pass(Kind.WEIGHT, n) for n in micro_batches], [Pass(Kind.ROWS, n) for n in micro_batches]]
     elif stage == shape.stages - 1:
@@ -225,6 +211,7 @@ def pass_duration(times: Times) -> Callable[[int, Pass], float]:
         Kind.PRODUCTS: times.products,
         Kind.WEIGHT: times.weight,
         Kind.ROWS: times.rows,
+        Kind.RESULT: 0.0,
         Kind.TOKENS: 0.0,
         Kind.LOSS: 0.0,
     }
@@ -239,52 +226,45 @@ def pass_duration(times: Times) -> Callable[[int, Pass], float]:
 
 def layer_needs(shape: Shape, send: float) -> Needs:
     """What layers wait for: those before them (forward) or after them (backward), on the neighbouring stage."""
-    first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        kind, n, chunk = what
-        if kind is Kind.FORWARD:
-            if stage > first:
-                yield stage - 1, what, send
-            elif chunk > 0:
-                yield last, Pass(kind, n, chunk - 1), send
-        elif stage < last:
-            yield stage + 1, what, send
-        elif chunk < last_chunk:
-            yield first, Pass(kind, n, chunk + 1), send
+        for exchange in needed(stage, what, shape):
+            if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
+                for source_stage, source in sources(exchange, shape):
+                    yield source_stage, source, send
 
     return needs
 
 
+def message_times(times: Times) -> dict[Sent, float]:
+    """How long an exchange takes once all that it sends is there."""
+    return {
+        Sent.FORWARD: times.send,
+        Sent.BACKWARD: times.send,
+        Sent.HIDDEN: times.hidden,
+        Sent.STATISTICS: times.statistics,
+        Sent.SUM: times.sum,
+        Sent.TOKENS: times.tokens,
+        Sent.EMBEDDING: times.embedding,
+        Sent.GRAD_LOSS: times.grad_loss,
+        Sent.GRAD_EMBEDDING: times.grad_embedding,
+        Sent.GRAD_FURTHER: times.grad_embedding,
+    }
+
+
 def pass_needs(shape: Shape, times: Times) -> Needs:
     """What each pass waits for, and how long its message takes."""
-    first, last, last_chunk = 0, shape.stages - 1, shape.chunks - 1
-    of_layers = layer_needs(shape, times.send)
+    takes = message_times(times)
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        kind, n, chunk = what
-        if kind is Kind.LOOKUP:
-            yield first, Pass(Kind.TOKENS, n), times.tokens
-        elif kind is Kind.FORWARD:
-            yield from of_layers(stage, what)
-            if stage == first and chunk == 0:
-                for other in range(shape.stages):
-                    yield other, Pass(Kind.LOOKUP, n), times.embedding
-        elif kind is Kind.PRODUCTS:
-            yield last, Pass(Kind.FORWARD, n, last_chunk), times.hidden
-            if n >= _HELD and not shape.forward_only:
-                yield stage, Pass(Kind.WEIGHT, n - _HELD), 0.0
-        elif kind is Kind.LOSS:
-            for other in range(shape.stages):
-                yield other, Pass(Kind.PRODUCTS, n), times.statistics + times.sum
-        elif kind is Kind.BACKWARD:
-            yield from of_layers(stage, what)
-            if stage == last and chunk == last_chunk:
-                yield last, Pass(Kind.LOSS, n), 0.0
-        elif kind is Kind.WEIGHT:
-            yield last, Pass(Kind.LOSS, n), times.grad_loss
-            yield stage, Pass(Kind.PRODUCTS, n), 0.0
-        elif kind is Kind.ROWS:
-            yield first, Pass(Kind.BACKWARD, n, 0), times.grad_embedding
+        for exchange in needed(stage, what, shape):
+            for source_stage, source in sources(exchange, shape):
+                yield worker(source_stage, source.kind, shape), source, takes[exchange.kind]
+        if what.kind is Kind.LOSS and shape.forward_only:
+            yield worker(stage, Kind.RESULT, shape), Pass(Kind.RESULT, what.micro_batch), 0.0
+        elif what.kind is Kind.PRODUCTS and what.micro_batch >= _HELD and not shape.forward_only:
+            yield stage, Pass(Kind.WEIGHT, what.micro_batch - _HELD), 0.0
+        elif what.kind is Kind.BACKWARD and shape.is_back(stage, what):
+            yield stage, Pass(Kind.LOSS, what.micro_batch), 0.0
 
     return needs
