@@ -13,6 +13,7 @@ from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.pipeline import __main__ as program
 from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
+from benchmarks.pipeline.launched import launched_seconds
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
 from benchmarks.plan import plan
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
@@ -181,6 +182,15 @@ def test_the_training_loops_estimates_find_an_order_that_is_as_good():
     queues = [[[run.what for run in line]] for line in order]
     replayed = simulate(queues, pass_needs(shape, times), pass_duration(times))
     assert length(replayed) <= 1.01 * ours(setup, 1).seconds
+
+
+def test_launching_messages_in_one_order_costs_no_time():
+    """Beside messages that go as soon as they can; and what one hardware queue costs, as the note says."""
+    setup = next(one for one in SETUPS if one.name == "Llama-3 8B PP4, 400 Gb/s")
+    for chunks, of_one_queue in ((1, 1.08), (setup.chunks, 1.015)):
+        alone = ours(setup, chunks).seconds
+        assert launched_seconds(setup, chunks) == pytest.approx(alone, rel=5e-3)
+        assert alone <= launched_seconds(setup, chunks, one_queue=True) <= of_one_queue * alone
 
 
 def test_the_papers_algorithms():

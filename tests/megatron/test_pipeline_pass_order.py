@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 
 from megatron_ext.megatron.pipeline.order.pass_order import (
     Kind,
+    NoOrder,
     Pass,
     Shape,
     Times,
@@ -198,6 +199,13 @@ def test_the_order_runs_through_whatever_passes_take():
         needs = lambda stage, what, shape=shape: [(*one[:2], rng.random()) for one in waits_for(shape, stage, what)]  # noqa: E731
         replayed = simulate(queues, needs, lambda stage, what: rng.random())
         assert [[run.what for run in line] for line in replayed] == [queue for (queue,) in queues]
+
+
+def test_too_few_micro_batches_left_over_are_refused():
+    """Megatron refuses any number of them between none and that of the stages."""
+    shape = Shape(5, 4, 6, 5)
+    with pytest.raises(NoOrder, match="wait for each other"):
+        pass_order(shape, times(shape))
 
 
 def test_passes_that_wait_for_each_other_are_refused():

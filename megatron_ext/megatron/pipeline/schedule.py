@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.pipeline import side_stream
-from megatron_ext.megatron.pipeline.order.pass_order import Run, Times
+from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Run, Times
 from megatron_ext.megatron.pipeline.order.passes import Shape
 from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
@@ -64,7 +64,14 @@ def forward_backward(
     group = group if len(models) > 1 else num_microbatches
     beside = not sharing.groups.one_queue and side_stream.has_streams(sharing.output.weight.device)
     shape = Shape(stages, len(models), num_microbatches, group, forward_only, sharing.output.mtp_layers > 0, beside)
-    programs = stage_programs(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
+    try:
+        programs = stage_programs(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
+    except NoOrder as error:
+        raise ValueError(
+            f"num_microbatches is {num_microbatches}: with {len(models)} chunks on each of {stages} stages and "
+            f"microbatch_group_size_per_vp_stage {group} the last {num_microbatches % group} have no order; what "
+            f"is left over from whole groups must be 0 or at least the number of stages"
+        ) from error
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)

@@ -54,6 +54,10 @@ class Run(NamedTuple):
     end: float
 
 
+class NoOrder(ValueError):
+    """No order of passes runs through."""
+
+
 Needs = Callable[[int, Pass], Iterable[tuple[int, Pass, float]]]  # (stage, pass, delay after its end)
 
 # Which of several passes that are ready a stage runs first: those that other stages wait for. A pass of low rank comes
@@ -69,17 +73,23 @@ _MOST_URGENT_FIRST = (
     Kind.WEIGHT,
 )
 _RANK = {kind: rank for rank, kind in enumerate((*_MOST_URGENT_FIRST, Kind.FORWARD))}
+_WORTH_A_PASS = 0.003
 _HELD = 2  # micro-batches whose exponentials a stage keeps
 
 
 def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
-    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes.
+    """Each stage's passes in their order, with simulated times. The best over the number of extra forward passes, of
+    which a stage keeps activations: one more has to shorten the step by more than `_WORTH_A_PASS`.
 
     Where RESULT runs beside the passes as many lines follow with what each stage runs there.
+
+    Raises:
+        NoOrder: interleaved, less than a group of micro-batches is left at the end, and these wait for later ones.
     """
     needs, duration = pass_needs(shape, times), pass_duration(times)
     found = [simulate(queues_of(shape, extra), needs, duration) for extra in range(1, shape.chunks + 1)]
-    return min(found, key=length)
+    limit = min(map(length, found)) * (1 + _WORTH_A_PASS)
+    return next(runs for runs in found if length(runs) <= limit)
 
 
 def queues_of(shape: Shape, extra: int) -> list[list[list[Pass]]]:
@@ -128,7 +138,7 @@ def simulate(
     No pass is begun that would end after a RESULT is known to be ready: all stages' backward passes wait for it.
 
     Raises:
-        ValueError: the passes wait for each other in a circle.
+        NoOrder: the passes wait for each other in a circle.
     """
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
@@ -177,7 +187,7 @@ def simulate(
             ready_at[other] = find_ready_at(*other)
     left = [queue[-1] for stage in waiting for queue in stage if queue]
     if left:
-        raise ValueError(f"the passes {left} wait for each other: no order can run them")
+        raise NoOrder(f"the passes {left} wait for each other: no order can run them")
     return tuple(tuple(stage) for stage in runs)
 
 
