@@ -7,7 +7,9 @@ measured on a CPU and as planned for an H200.
 import argparse
 from pathlib import Path
 
-from benchmarks.cases import MEGATRON
+from benchmarks.cases import MEGATRON, cpu_cases
+from benchmarks.implementations import kept_by_default
+from benchmarks.plan import A, B
 from benchmarks.record import RESULTS, Row, read
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
@@ -87,22 +89,22 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
     import matplotlib
     from matplotlib.figure import Figure
 
-    whole, shard = "T 8192, D 4096, V 128256", "T 16384, D 8192, V 152064"
     panels = (
-        ("Measured on a CPU,\nT 4096, D 512, V 32768", measured, "cpu bf16 R1", "time", MEMORY),
-        (f"Planned for an H200,\n{whole}", planned, "A", *PLANNED),
-        (f"Planned for an H200, one rank of 8,\n{shard}", planned, "B, one rank of 8", *PLANNED),
+        ("Measured on a CPU", cpu_cases()[1], measured, "time", MEMORY),
+        ("Planned for an H200", A, planned, *PLANNED),
+        ("Planned for an H200, one rank of 8", B, planned, *PLANNED),
     )
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
         picture = Figure(figsize=(11.4, 3.6), layout="constrained")
-        for axes, (title, rows, case, time, memory) in zip(picture.subplots(1, 3), panels, strict=True):
+        for axes, (title, case, rows, time, memory) in zip(picture.subplots(1, 3), panels, strict=True):
             found: dict[str, dict[str, float]] = {}
             for row in rows:
-                if row.case == case and row.metric in (time, memory):
+                if row.case == case.name and row.metric in (time, memory):
                     found.setdefault(row.impl.removesuffix(", H200"), {})[row.metric] = row.p50
             places = {name: (by[time], by[memory]) for name, by in found.items() if len(by) == 2}
             _places(axes, places)
-            axes.set_title(title)
+            sizes = f"T {case.tokens}, D {case.width}, V {case.vocab}; default: cache {kept_by_default(case):.3g}"
+            axes.set_title(f"{title},\n{sizes}")
             axes.set_xlabel("time, Megatron unfused = 1 (bf16)")
         picture.axes[0].set_ylabel("peak memory, Megatron unfused = 1")
         picture.savefig(path, dpi=110)
