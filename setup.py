@@ -37,6 +37,6 @@ setup(
         "pipeline": [*MEGATRON, "greenlet>=3"],
         "te": ["transformer-engine[pytorch]>=2.0"],
         "hf": HF,
-        "ray": ["ray>=2.40"],
+        "ray": ["ray>=2.40", "psutil"],
     },
 )

@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext import substitute_tensor_parallel
+    from megatron_ext.megatron.fusion_report import fusion_report
     from megatron_ext.megatron.layer_specs import gpt_block_spec, with_our_norms
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
 
@@ -140,6 +141,17 @@ def mean_over_job(losses: list[Tensor]) -> float:
     return mean.item() / parallel_state.get_data_parallel_world_size()
 
 
+def say_what_came_out(args: Namespace, metrics: dict) -> None:
+    """The losses, where the checkpoint is, and what was fused: printed by the first rank, asked of the last stage."""
+    fused = [str(fusion_report()) if args.head == "fused" else "head: Megatron-Core's own, through logits"]
+    dist.broadcast_object_list(fused, src=dist.get_world_size() - 1)
+    if dist.get_rank() == 0 and metrics["losses"]:
+        first, last = metrics["losses"][0], metrics["losses"][-1]
+        steps = f"{len(metrics['losses'])} steps, {metrics['tokens_per_s']:.0f} tokens/s"
+        saved = f"; checkpoint in {args.save}" if args.save else ""
+        print(f"{args.title}: loss {first:.4f} first, {last:.4f} last; {steps}{saved}\n{fused[0]}", flush=True)
+
+
 def train(args: Namespace) -> dict:
     """The run, once `parallel_state` is initialised. Returns its metrics."""
     checkpoint.seed_everything(args.seed)
@@ -182,6 +194,7 @@ def train(args: Namespace) -> dict:
 
     tokens = args.global_batch_size * args.seq_length
     metrics = {"losses": losses, "tokens_per_s": tokens / statistics.median(seconds) if seconds else None}
+    say_what_came_out(args, metrics)
     if args.metrics and parallel_state.is_pipeline_last_stage():
         tokens_BS, labels_BS, _ = split(next(samples.microbatches(0, 1, args.micro_batch_size, 0, 1)))
         metrics["head"] = head_meter.measure_head(model.module, tokens_BS, labels_BS)

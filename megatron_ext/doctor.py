@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
+from megatron_ext.integrations.frameworks import ways
 from megatron_ext.optional_packages import why_not_importable
 
 PACKAGES = {
@@ -34,7 +35,13 @@ PACKAGES = {
     "Transformer Engine": "transformer-engine",
     "Apex": "apex",
     "transformers": "transformers",
+    "accelerate": "accelerate",
+    "PEFT": "peft",
+    "TRL": "trl",
+    "verl": "verl",
+    "NeMo-RL": "nemo-rl",
     "Ray": "ray",
+    "greenlet": "greenlet",
 }
 TOKENS, WIDTH, VOCAB = 256, 128, 4096
 _TE_USE = (
@@ -50,8 +57,8 @@ def report() -> dict[str, Any]:
     imported = megatron()
     named = versions()
     named["Megatron-Core"] = imported["version"] or named["Megatron-Core"]
-    found = {"versions": named, "megatron": imported, "kernels": kernels(), "engines": engines(named)}
-    return found | {"self_test": self_test()}
+    found = {"versions": named, "megatron": imported, "frameworks": ways(), "kernels": kernels()}
+    return found | {"engines": engines(named), "self_test": self_test()}
 
 
 def versions() -> dict[str, str | None]:
@@ -235,13 +242,14 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def screen(found: dict[str, Any]) -> str:
     """The report for people."""
     lines = ["Versions"]
-    lines += [f"  {name:<20}{version or '-'}" for name, version in found["versions"].items()]
+    lines += [f"  {name:<20}{version}" for name, version in found["versions"].items() if version]
+    lines += [f"  not here: {', '.join(name for name, version in found['versions'].items() if not version)}"]
     lines += ["", "Ways into Megatron-Core"]
     megatron = found["megatron"]
     lines += [f"  {megatron['path']}"] if megatron["path"] else []
     lines += [f"  {megatron['note']}"]
-    for name, reason in (megatron["ways"] or {}).items():
-        lines += [f"  {'no' if reason else 'ok'} {name:<34}{reason or ''}".rstrip()]
+    lines += _of_ways(megatron["ways"] or {})
+    lines += ["", "Ways into other frameworks", *_of_ways(found["frameworks"])]
     lines += ["", "Kernels and fusions"]
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
     lines += ["", "Transformer Engine and Apex, both optional"]
@@ -258,6 +266,10 @@ def screen(found: dict[str, Any]) -> str:
         for r in found["self_test"]["results"]
     ]
     return "\n".join(lines)
+
+
+def _of_ways(ways: dict[str, str | None]) -> list[str]:
+    return [f"  {'no' if reason else 'ok'} {name:<36}{reason or ''}".rstrip() for name, reason in ways.items()]
 
 
 def main(argv: list[str] | None = None) -> int:

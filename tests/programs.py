@@ -16,7 +16,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NoReturn
 
-from megatron_ext.distributed.held_port import hold_port
+from tests.held_port import hold_port
 from tests.rank_servers import fork
 from tests.ranks import TIMEOUT_S
 

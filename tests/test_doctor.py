@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_ext import doctor
+from megatron_ext.integrations import trl
 from tests.programs import python
 from tests.ranks import TIMEOUT_S
 
@@ -30,7 +31,7 @@ def test_the_program_prints_json():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() == {"versions", "megatron", "kernels", "engines", "self_test"}
+    assert found.keys() == {"versions", "megatron", "frameworks", "kernels", "engines", "self_test"}
     assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
     imported = found["megatron"]
@@ -48,8 +49,45 @@ def test_the_program_prints_json():
     screen = doctor.screen(found)
     said = [*found["versions"], *filter(None, found["versions"].values())]
     said += [imported["path"], imported["note"], *ways, *filter(None, ways.values())]
+    frameworks = found["frameworks"]
+    said += [*frameworks, *filter(None, frameworks.values())]
     said += [kernel[key] for kernel in found["kernels"] for key in ("name", "why")]
     assert [text for text in said if str(text) not in screen and text is not True] == []
+
+
+def test_each_framework_is_listed_with_what_its_way_in_would_do(monkeypatch):
+    listed = {"transformers", "accelerate", "PEFT", "TRL", "verl", "NeMo-RL", "Ray", "greenlet"}
+    assert listed <= doctor.PACKAGES.keys()
+    ways = doctor.ways()
+    for package, way in (("trl", "integrations.trl.apply()"), ("verl", "integrations.verl.apply()"),
+                         ("nemo_rl", "integrations.nemo_rl.apply()"), ("ray", "policy.RayPolicy"),
+                         ("transformers", "dtensor, policy.DTensorPolicyWorker")):  # fmt: skip
+        there = importlib.util.find_spec(package) is not None
+        assert (ways[way] is None) is there, ways[way]
+        assert there or f"{package} is not installed" in ways[way]
+    assert not trl.report().replaced  # it only looked
+
+
+def test_a_framework_that_does_not_fit_or_cannot_be_imported_says_why(monkeypatch, tmp_path):
+    (tmp_path / "verl.py").write_text("raise RuntimeError('no flash')")
+    utils = tmp_path / "trl" / "trainer" / "utils.py"
+    utils.parent.mkdir(parents=True)
+    for folder in (utils.parent, utils.parent.parent):
+        (folder / "__init__.py").touch()
+    utils.write_text("def selective_log_softmax(logits, weights, index):\n    pass")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "verl")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    ways = doctor.ways()
+    assert (
+        "whose functions are known here: trl.trainer.utils.selective_log_softmax takes"
+        in ways["integrations.trl.apply()"]
+    )
+    assert "no flash" in ways["integrations.verl.apply()"] or "verl" in ways["integrations.verl.apply()"]
+    assert "ray is not installed" in ways["policy.RayPolicy"]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("trl", "verl")]:
+        del sys.modules[name]
 
 
 def test_what_is_off_says_why(monkeypatch):
@@ -90,7 +128,7 @@ def test_one_screen(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
-    assert sum(line.startswith("  ok ") for line in lines) == 2
+    assert sum(line.startswith("  ok  ") for line in lines) == 2
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "megatron_ext"
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
-    "integrations",
-    "model_utils",
     "run",
     "doctor",
+    "integrations",
+    "model_utils",
     "policy",
     "megatron",
     "dtensor",

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext.distributed.store_server import serve_store
+
 
 class JobsGroup:
     """Rank `rank` of `size` processes that meet at `host:port`, where rank 0 listens. NCCL on a GPU, gloo on the CPU.
@@ -22,7 +24,10 @@ class JobsGroup:
     ):
         timeout = timedelta(seconds=timeout_s)
         self.rank, self.size, self.device = rank, size, torch.device(device)
-        self._store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+        if rank == 0:
+            self._store = serve_store(host, port, size, timeout_s)
+        else:
+            self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
         store = dist.PrefixStore("jobs", self._store)
         self._group: Any
         if self.device.type == "cuda":

@@ -3,6 +3,7 @@
     from megatron_ext.integrations import nemo_rl  # or trl, or verl
     nemo_rl.apply()
     ...
+    print(nemo_rl.report())  # what was replaced, and how often it ran
     nemo_rl.restore()
 
 `apply()` replaces a framework's functions wherever they were imported, if it knows all of them by their parameters; of

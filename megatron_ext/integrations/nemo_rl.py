@@ -4,7 +4,7 @@ Both policy workers, their post-processors and the losses then compute with the 
 """
 
 from megatron_ext import model_utils
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import Report, Seam, Substitution
 
 MODULE = "nemo_rl.distributed.model_utils"
 # Names that every version has which we know; it may lack others.
@@ -39,14 +39,22 @@ def _seams() -> list[Seam]:
 _substitution = Substitution("nemo_rl", _seams)
 
 
-def apply() -> None:
+def apply() -> Report:
     """Replaces every function of `nemo_rl.distributed.model_utils` that we have, wherever it was imported.
+
+    Returns:
+        What was replaced, and as calls come, how often it ran; see `report`.
 
     Raises:
         ImportError: NeMo-RL is not installed.
         ValueError: a function there has other parameters than those known here; nothing is changed then.
     """
-    _substitution.apply()
+    return _substitution.apply()
+
+
+def report() -> Report:
+    """What the last `apply()` replaced in NeMo-RL, in which modules, and how often it ran; as a string, a table."""
+    return _substitution.report
 
 
 def restore() -> None:

@@ -39,27 +39,96 @@ class Seam:
     made: bool = False
 
 
+@dataclass
+class Replaced:
+    """A function or class of a framework that ours stands for.
+
+    Attributes:
+        name: with its module.
+        modules: in which it was found and replaced.
+        calls: how often ours ran since. Calls in graphs of `torch.compile` are not counted: a number that changes would
+            have them compiled anew.
+    """
+
+    name: str
+    modules: tuple[str, ...] = ()
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `apply()` replaced, and how often it ran: its numbers go on as calls come. As a string, a table.
+
+    Attributes:
+        package: the framework and its version.
+        replaced: one for each name; empty before `apply()`.
+        lacking: names that this version does not have.
+    """
+
+    package: str
+    replaced: tuple[Replaced, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.replaced:
+            return f"megatron_ext replaces nothing in {self.package}: call apply()"
+        lines = [f"megatron_ext in {self.package}"]
+        for row in self.replaced:
+            modules = f"in {len(row.modules)} module{'s' * (len(row.modules) != 1)}"
+            times = f"ran {row.calls} time{'s' * (row.calls != 1)}" if row.calls else "has not run"
+            lines.append(f"  {row.name}: {modules}, {times}")
+        lines += [f"  {name}: not in this version" for name in self.lacking]
+        return "\n".join(lines)
+
+
 class Substitution:
-    """Of all `seams` of one package, at once or not at all."""
+    """Of all `seams` of one package, at once or not at all. `report` is of the last `apply`, also after `restore`."""
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
         self._pairs: list[tuple[Any, Any]] = []  # original, ours
+        self.report = Report(package)
 
     @property
     def active(self) -> bool:
         return bool(self._pairs)
 
-    def apply(self) -> None:
+    def apply(self) -> Report:
         """Raises ImportError without the package, ValueError for a version that is not known; then nothing is changed.
 
         A second call changes nothing. What only other versions have is logged, at level INFO.
         """
         if self.active:
-            return
+            return self.report
+        pairs, replaced, left = self._found()
+        for row, modules in zip(replaced, _replace(pairs), strict=True):
+            row.modules = modules
+        self._pairs = pairs
+        self.report = Report(f"{self.package} {self._version()}", tuple(replaced), tuple(left))
+        if left:
+            _LOG.info("this version of %s does not have %s", self.package, ", ".join(left))
+        return self.report
+
+    def restore(self) -> None:
+        """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""
+        _replace([(ours, original) for original, ours in self._pairs])
+        self._pairs = []
+
+    def why_not(self) -> str | None:
+        """Why `apply` would raise, None where it would not. Imports the framework, and changes nothing."""
+        try:
+            self._found()
+        except Exception as error:  # one that cannot be imported is a finding
+            return " ".join(str(error).split()) or type(error).__name__
+        return None
+
+    def _found(self) -> tuple[list[tuple[Any, Any]], list[Replaced], list[str]]:
+        """Originals and ours, what is told of them, and the names that this version lacks."""
         if importlib.util.find_spec(self.package) is None:
             raise ImportError(f"{self.package} is not installed: apply() has nothing to change; install it first")
-        pairs, left = [], []
+        pairs: list[tuple[Any, Any]] = []
+        replaced: list[Replaced] = []
+        left: list[str] = []
         for seam in self._seams():
             if seam.needs is not None and not _is_there(seam.needs):
                 continue
@@ -69,7 +138,8 @@ class Substitution:
                     raise self._unknown(f"{seam.module} has no {seam.name}")
                 left.append(f"{seam.module}.{seam.name}")
                 continue
-            ours = seam.ours(original) if seam.made else _distinct(seam.ours)
+            replaced.append(Replaced(f"{seam.module}.{seam.name}"))
+            ours = _counted(seam.ours(original) if seam.made else seam.ours, replaced[-1])
             for read in (parameters, constructor_parameters):
                 theirs, wanted = read(original), read(ours)
                 if not takes(wanted, theirs) and _listed(theirs) not in seam.known:
@@ -77,24 +147,18 @@ class Substitution:
                         f"{seam.module}.{seam.name} takes ({_listed(theirs)}), ours ({_listed(wanted)})"
                     )
             pairs.append((original, ours))
-        _replace(pairs)
-        self._pairs = pairs
-        if left:
-            _LOG.info("this version of %s does not have %s", self.package, ", ".join(left))
+        return pairs, replaced, left
 
-    def restore(self) -> None:
-        """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""
-        _replace([(ours, original) for original, ours in self._pairs])
-        self._pairs = []
+    def _version(self) -> str:
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return "from source"
 
     def _unknown(self, found: str) -> ValueError:
-        try:
-            version = metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            version = "from source"
         return ValueError(
-            f"{self.package} {version} is not a version whose functions are known here: {found}; nothing was changed, "
-            f"use a version that docs/rl.md names"
+            f"{self.package} {self._version()} is not a version whose functions are known here: {found}; nothing was "
+            f"changed, use a version that docs/rl.md names"
         )
 
 
@@ -137,22 +201,43 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _distinct(ours: Any) -> Any:
-    """An object that nothing else refers to: where it stands later, it was put or imported from there."""
-    if isinstance(ours, type):
-        return type(ours.__name__, (ours,), {"__doc__": ours.__doc__, "__module__": ours.__module__})
+def _counted(ours: Any, row: Replaced) -> Any:
+    """What counts its calls and runs `ours`; nothing else refers to it: where it stands later, it was put there."""
+    if not isinstance(ours, type):
 
-    @functools.wraps(ours)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return ours(*args, **kwargs)
+        @functools.wraps(ours)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _count(row)
+            return ours(*args, **kwargs)
 
-    return call
+        return call
+
+    inner = getattr(ours, "apply" if issubclass(ours, torch.autograd.Function) else "forward")
+
+    @functools.wraps(inner)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        _count(row)
+        return inner(*args, **kwargs)
+
+    named = {"__doc__": ours.__doc__, "__module__": ours.__module__}
+    if issubclass(ours, torch.autograd.Function):
+        return type(ours.__name__, (ours,), {**named, "apply": staticmethod(counting)})
+    return type(ours.__name__, (ours,), {**named, "forward": counting})
 
 
-def _replace(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Puts the second for the first of each pair in every module that was imported, under whatever name."""
-    new = {id(first): second for first, second in pairs}
+def _count(row: Replaced) -> None:
+    if not torch.compiler.is_compiling():
+        row.calls += 1
+
+
+def _replace(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[str, ...]]:
+    """Puts the second for the first of each pair in every module that was imported, under whatever name: in which."""
+    new = {id(first): i for i, (first, _) in enumerate(pairs)}
+    found: list[list[str]] = [[] for _ in pairs]
     for module in [*sys.modules.values()]:
         if isinstance(module, ModuleType):
             for name in [name for name, value in vars(module).items() if id(value) in new]:
-                setattr(module, name, new[id(vars(module)[name])])
+                i = new[id(vars(module)[name])]
+                setattr(module, name, pairs[i][1])
+                found[i].append(module.__name__)
+    return [tuple(modules) for modules in found]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import Report, Seam, Substitution
 
 MODULE = "trl.trainer.utils"
 _FUSED = "_ChunkedLogProbFunction"
@@ -205,14 +205,22 @@ def _seams() -> list[Seam]:
 _substitution = Substitution("trl", _seams)
 
 
-def apply() -> None:
+def apply() -> Report:
     """Replaces `selective_log_softmax` and, where TRL has them, its kin with entropy and its fused head.
+
+    Returns:
+        What was replaced, and as calls come, how often it ran; see `report`.
 
     Raises:
         ImportError: TRL is not installed.
         ValueError: one of them has other parameters than those known here; nothing is changed then.
     """
-    _substitution.apply()
+    return _substitution.apply()
+
+
+def report() -> Report:
+    """What the last `apply()` replaced in TRL, in which modules, and how often it ran; as a string, a table."""
+    return _substitution.report
 
 
 def restore() -> None:

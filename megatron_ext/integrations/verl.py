@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
 from megatron_ext.head.engine.options import one_of
-from megatron_ext.integrations.substitution import Seam, Substitution
+from megatron_ext.integrations.substitution import Report, Seam, Substitution
 
 
 def linear_cross_entropy(
@@ -165,16 +165,24 @@ def _seams() -> list[Seam]:
 _substitution = Substitution("verl", _seams)
 
 
-def apply() -> None:
+def apply() -> Report:
     """Replaces verl's functions of log-probabilities and entropies, wherever they were imported.
 
     The Megatron path's only where Megatron-Core is installed: nothing calls them else.
+
+    Returns:
+        What was replaced, and as calls come, how often it ran; see `report`.
 
     Raises:
         ImportError: verl is not installed.
         ValueError: one of them is missing or has other parameters than those known here; nothing is changed then.
     """
-    _substitution.apply()
+    return _substitution.apply()
+
+
+def report() -> Report:
+    """What the last `apply()` replaced in verl, in which modules, and how often it ran; as a string, a table."""
+    return _substitution.report
 
 
 def restore() -> None:

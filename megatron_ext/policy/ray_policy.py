@@ -39,16 +39,17 @@ class RayPolicy(RayRefit):
         env_vars: environment variables of the actors.
         start_timeout_s: how long actors may take to start and to build their model.
         call_timeout_s: how long a call may take; None: as long as it does.
-        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), or all of them may stand still with one waiting
-            for the others in a collective; None: nobody looks. A step in which any rank computes, reads or writes
-            goes on; a wait for something outside is told by `megatron_ext.policy.outside_wait`.
+        heartbeat_timeout_s: how long an actor may be stopped (SIGSTOP), its host answer nothing, or all of them stand
+            still with one waiting for the others in a collective; None: nobody looks. A step in which any rank
+            computes, reads or writes goes on; a wait for something outside is told by
+            `megatron_ext.policy.outside_wait`.
 
     Raises:
         ImportError: Ray is not installed.
         ValueError: the configuration, the number of workers, the function or the checkpoint cannot be used.
         RuntimeError: the cluster has no room for the actors within `start_timeout_s`. From every call: an actor died,
-            stopped, or hung, or the call took longer than `call_timeout_s`; the message names ranks, hosts and what
-            they were doing, all actors are ended, and `restart` goes on.
+            stopped, or hung, its host is lost, or the call took longer than `call_timeout_s`; the message names ranks,
+            hosts and what they were doing, all actors are ended, and `restart` goes on.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class RayPolicy(RayRefit):
         checkpointing_cfg: Mapping[str, Any] | None = None,
         timer: Timer | None = None,
     ) -> None:
-        """A worker's `save_checkpoint`. Folders must be on a file system that all actors share."""
+        """A worker's `save_checkpoint`. Folders must be on a file system that all actors share: it says if not."""
         with timed(timer, "save_checkpoint"):
             self._all("save_checkpoint", weights_path, optimizer_path, tokenizer_path, checkpointing_cfg)
 
@@ -279,11 +280,20 @@ def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def local_ray(cpus: int, **options: Any) -> Iterator[None]:
-    """Ray on this machine alone, small: no dashboard, no usage statistics, 128 MiB of shared objects."""
-    ray = import_ray()
+    """Ray on this machine alone, small: no dashboard, no usage statistics, 128 MiB of shared objects.
+
+    Ray, its actors and the ranks' process groups listen on the loopback interface.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    small = {"include_dashboard": False, "object_store_memory": 128 << 20, "log_to_driver": False}
-    ray.init(num_cpus=cpus, **small | options)
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 s are too few where processors are busy
+    ray = import_ray()
+    small = {"address": "local", "include_dashboard": False, "object_store_memory": 128 << 20, "log_to_driver": False}
+    constants = ray._private.ray_constants
+    clusters, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False  # else it takes an outer address
+    try:
+        ray.init(num_cpus=cpus, **small | options)
+    finally:
+        constants.ENABLE_RAY_CLUSTER = clusters
     try:
         yield
     finally:

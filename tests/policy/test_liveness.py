@@ -3,6 +3,7 @@
 import ctypes
 import inspect
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, RayPolicy, outside_wait
-from megatron_ext.policy.ray import process_states
+from megatron_ext.policy.ray import host_monitor
 from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
 from tests.policy.problems import tiny_batch, tiny_config
 from tests.policy.test_ray_policy import SMALL, WORKERS, ray  # noqa: F401  # a fixture
@@ -91,7 +92,7 @@ def test_a_stopped_and_a_hung_rank_are_named_and_life_after(ray, tmp_path):  # n
         process = policy._all("process")[1]
         os.kill(process, signal.SIGSTOP)
         start = time.monotonic()
-        stopped = rf"rank 1 of 2 \(host .*, process {process}\) is stopped \(as by SIGSTOP\).* s; it was in "
+        stopped = rf"rank 1 of 2 \(host .*, process {process}\) is stopped \(as by SIGSTOP\), .* s; it was in "
         with pytest.raises(RuntimeError, match=stopped + r".*restart\(weights_path\) goes on"):
             policy.train(data, NLLLoss())
         assert time.monotonic() - start < SOON_S
@@ -135,57 +136,96 @@ def test_a_call_that_may_take_no_longer(ray, tmp_path):  # noqa: F811
 
 
 class HostsAtOnce:
-    """What `Liveness` asks of Ray, with monitors that run in this process and answer at once."""
+    """What `Liveness` asks of Ray, with monitors that run in this process and answer at once, unless `silent()`."""
 
-    def __init__(self):
+    def __init__(self, silent=lambda: False):
         self.cloudpickle = SimpleNamespace(register_pickle_by_value=lambda _: None)
+        self.silent, self.monitors = silent, {}
 
     def remote(self, **_):
-        def make():
-            monitor = process_states.HostMonitor()
-            return SimpleNamespace(report=SimpleNamespace(remote=monitor.report), note=monitor.note)
+        def on_node(scheduling_strategy):
+            monitor = host_monitor.HostMonitor()
+            node = scheduling_strategy.node_id
+            asked = SimpleNamespace(remote=lambda here: (node, monitor.report(here)))
+            return SimpleNamespace(remote=lambda: SimpleNamespace(report=asked, note=monitor.note))
 
-        return lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=make))
+        return lambda _: SimpleNamespace(options=on_node)
 
     def wait(self, asked, **_):
-        return asked, []
+        return ([], asked) if self.silent() and asked[0][0] == NODES[1] else (asked, [])
 
     def get(self, asked):
-        return asked
+        return asked[1]
 
 
-@pytest.mark.parametrize("what", ["is stopped", "is frozen, no thread of it has run", "no rank moves: rank 0 of 2"])
+NODES = "ab" * 28, "cd" * 28
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        r"rank 1 of 2 .* is stopped \(as by SIGSTOP\), no thread of it has run for .* s; it was in train",
+        "rank 1 of 2 .* is frozen, no thread of it has run for .* s; it was in train",
+        "no rank moves: rank 0 of 2 .* in train, at f, idle for .*; rank 1 of 2 .* in train, waiting for others in f",
+        r"host b with ranks \[1\] of 2 has not answered for .* s: .*network is cut; rank 1 of 2 .* in train",
+    ],
+    ids=["stopped", "frozen", "hung", "lost"],
+)
 @pytest.mark.parametrize("after_s", [0.05, 0.35, 0.95])  # a second
 def test_named_within_10_seconds(monkeypatch, what, after_s):
     """By default and by the clock: ranks tell where they are each second, the driver looks each half second or so."""
     clock, goes_wrong_at = 0.0, 11 + after_s
     timeout_s = inspect.signature(RayPolicy.__init__).parameters["heartbeat_timeout_s"].default
-    wrong = lambda: clock >= goes_wrong_at  # noqa: E731
-    hang = what.startswith("no rank")
+    hang, stop, lost = "no rank" in what, "is stopped" in what, "network" in what
 
-    def state(process):
-        halted = wrong() and not hang and process == 101
-        return halted and what == "is stopped", 7 if halted else int(clock * 100)
+    def wrong():
+        return clock >= goes_wrong_at
 
-    monkeypatch.setattr(process_states.time, "monotonic", lambda: clock)
-    monkeypatch.setattr(process_states, "_state", state)
-    watch = Liveness(HostsAtOnce(), [Whereabouts("ab" * 28, "host", 100 + rank) for rank in (0, 1)], timeout_s)
+    def sample(process):
+        halted = wrong() and (stop or "frozen" in what) and process == 101
+        state = "stopped" if halted and stop else "sleeping"
+        used = 7 if halted else int(clock * 100)
+        processor_s = goes_wrong_at if wrong() and (hang or halted) else clock
+        return host_monitor.Sample(clock, state, used, processor_s, 0, 8)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(host_monitor, "_sample", sample)
+    monkeypatch.setattr(host_monitor, "_children_run", lambda _: False)
+    places = [Whereabouts(NODES[rank], "ab"[rank], 100 + rank) for rank in (0, 1)]
+    watch = Liveness(HostsAtOnce(lambda: lost and wrong()), places, timeout_s)
     fault, told, looked = None, 0.0, 0.0
     while fault is None:
         clock = round(clock + 0.05, 2)
         if clock >= told + 1:
             told = clock
             for rank in (0, 1):
-                idle_s = clock - goes_wrong_at if hang and wrong() else 0.0
-                beat = {"call": "train", "doing": "f", "idle_s": idle_s, "waits": rank == 1, "outside": None}
+                at = 0 if hang and wrong() else clock
+                beat = {"call": "train", "doing": "f", "at": at, "waits": rank == 1, "outside": None}
                 if hang or not (wrong() and rank == 1):
                     watch.monitor(rank).note(rank, beat)
         if clock >= looked + 1.5 * LOOK_S:
             looked, fault = clock, watch.fault([0, 1])
             assert fault is None or wrong(), fault
         assert clock < goes_wrong_at + 10
-    assert what in fault
-    assert clock >= goes_wrong_at + timeout_s - 1  # no earlier than it says
+    assert re.match(what, fault), fault
+    assert clock >= goes_wrong_at + timeout_s - 1.5 * LOOK_S - 1  # no earlier than it says
+
+
+def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    monkeypatch.setattr(host_monitor, "_sample", lambda _: None)
+    quiet = False
+    watch = Liveness(HostsAtOnce(lambda: quiet), [Whereabouts(node, "host", 100) for node in NODES], 6)
+    assert watch.fault([0, 1]) is None
+    quiet, clock = True, 3600.0
+    assert watch.fault([0, 1]) is None
+    for _ in range(4):
+        clock += 1
+        assert watch.fault([0, 1]) is None
+    assert watch.fault([0]) is None  # who waits for rank 0 alone does not need that host
+    clock += 1
+    assert "host host with ranks [1] of 2 has not answered for 6 s" in watch.fault([0, 1])
 
 
 @pytest.mark.parametrize(

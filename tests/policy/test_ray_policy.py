@@ -8,6 +8,7 @@ import time
 import traceback
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
@@ -158,6 +159,19 @@ def test_as_one_worker(ray, truth, tp):
         torch.testing.assert_close(policy.finish_train_step()["global_loss"], true, rtol=1e-5, atol=1e-6)
         assert policy.get_free_memory_bytes() > 0
         assert policy.return_model_config().vocab_size == 97
+
+
+def test_everything_listens_on_this_machine_alone(policy):
+    """Ray, its actors, their stores and gloo."""
+    policy.train(tiny_batch(), NLLLoss())  # all groups have met
+    own = psutil.Process()
+    found = {}
+    for process in [own, *own.children(recursive=True)]:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.setdefault(process.name(), set()).add(connection.laddr.ip.removeprefix("::ffff:"))
+    assert {"raylet", "gcs_server", "ray::_Actor", "ray::HostMonitor"} <= found.keys()
+    assert set().union(*found.values()) == {"127.0.0.1"}, found
 
 
 def test_rows_that_do_not_divide_are_scored(policy):

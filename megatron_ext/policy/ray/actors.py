@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Self
 
-from megatron_ext.distributed.held_port import hold_port
+from megatron_ext.distributed.store_server import loopback_interface, serve_store
 from megatron_ext.policy.data.agreement_of_ranks import FailedElsewhere
 from megatron_ext.policy.ray.heartbeat import PERIOD_S, Heartbeat
 from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
@@ -22,6 +22,7 @@ from megatron_ext.policy.ray.liveness import LOOK_S, Liveness, Whereabouts
 _POLL_S = LOOK_S / 2
 # How long the other ranks may go on once one has raised: a worker's errors come on all ranks together.
 _GRACE_S = 30.0
+LOOPBACK = "127.0.0.1"
 _RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", "namespace"))
 
 
@@ -240,8 +241,9 @@ class _Actor:
         import ray
 
         place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
-        port, self._held = hold_port()
-        return place, (ray.util.get_node_ip_address(), port)
+        address = ray.util.get_node_ip_address()
+        self._store = serve_store(address)  # rank 0's is used
+        return place, (address, self._store.port)
 
     def build(
         self,
@@ -254,12 +256,17 @@ class _Actor:
     ) -> None:
         """Makes the worker. `monitor` gets the beats; None: there are none."""
         names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
+        names["TORCHELASTIC_USE_AGENT_STORE"] = True  # rank 0 joins the store that is there, as under torchrun
+        if rank:
+            del self._store
+        if address[0] == LOOPBACK and (interface := loopback_interface()) is not None:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         # Ray shows an actor its own GPUs alone: each is the first.
         os.environ.update({name: str(value) for name, value in names.items()} | {"LOCAL_RANK": "0"})
         self._during = nullcontext if monitor is None else Heartbeat(partial(monitor.note.remote, rank)).during
         with self._during("build"):
             self.worker = _worker_call(worker_cls, (), make)
-        self._held.close()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with self._during(method):

@@ -3,7 +3,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.distributed.held_port import hold_port
+from tests.held_port import hold_port
 
 
 def test_ranks_may_meet_at_a_held_port_and_no_other_program():

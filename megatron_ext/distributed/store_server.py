@@ -1,0 +1,38 @@
+"""Where ranks meet: a store of torch.distributed that listens at one address of its host, not at all of them."""
+
+import socket
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
+
+
+def serve_store(host: str, port: int = 0, ranks: int | None = None, timeout_s: float = 300) -> dist.TCPStore:
+    """A store of `ranks` processes (None: as many as come) that listens at `host`, an address of this machine.
+
+    Its `port` is the one given, or for 0 a free one. Where `host` is an address that this machine does not know itself,
+    as behind an address translation, or where the port is served by this process already, torch listens by itself, at
+    all addresses.
+    """
+    listener = None
+    with suppress(OSError):
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+        port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        ranks,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=ranks is not None,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def loopback_interface() -> str | None:
+    """The name of the interface that only this machine reaches; None: it is not known."""
+    return next((name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES), None)

@@ -1,0 +1,120 @@
+"""What `apply()` says of itself: which names it replaced, in which modules, and how often ours ran since."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from megatron_ext.integrations import nemo_rl, trl, verl
+from megatron_ext.integrations.substitution import Seam, Substitution
+
+SOURCE = """
+import torch
+
+def total(x):
+    return x.sum()
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return x
+
+def made(x):
+    return x
+"""
+
+
+def ours(x):
+    return x.sum() + 1
+
+
+class OurTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 20 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 20 * grad
+
+
+class OurLayer(torch.nn.Module):
+    def forward(self, x):
+        return x + 5
+
+
+@pytest.fixture
+def framework(tmp_path, monkeypatch):
+    """A package, a module that imports from it, and a substitution of what it has and one thing more."""
+    (tmp_path / "a_framework.py").write_text(SOURCE)
+    (tmp_path / "a_trainer.py").write_text("from a_framework import Twice, total as of_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    seams = [
+        Seam("a_framework", "total", ours),
+        Seam("a_framework", "Twice", OurTwice),
+        Seam("a_framework", "Layer", OurLayer),
+        Seam("a_framework", "made", lambda original: lambda x: original(x) * 3, made=True),
+        Seam("a_framework", "later", ours, required=False),
+    ]
+    yield importlib.import_module("a_trainer"), Substitution("a_framework", lambda: seams)
+    for name in ("a_framework", "a_trainer"):
+        sys.modules.pop(name, None)
+
+
+def test_each_name_its_modules_and_its_calls(framework):
+    trainer, substitution = framework
+    module = sys.modules["a_framework"]
+    assert str(substitution.report) == "megatron_ext replaces nothing in a_framework: call apply()"
+    report = substitution.apply()
+    assert report is substitution.report is substitution.apply()
+    x = torch.ones(3, requires_grad=True)
+    assert trainer.of_all(x) == module.total(x) == 4
+    trainer.Twice.apply(x).sum().backward()
+    assert x.grad.tolist() == [20.0] * 3
+    layer = module.Layer()
+    assert [layer(x).sum().item() for _ in range(3)] == [18.0] * 3
+    assert str(report).splitlines() == [
+        "megatron_ext in a_framework from source",
+        "  a_framework.total: in 2 modules, ran 2 times",
+        "  a_framework.Twice: in 2 modules, ran 1 time",
+        "  a_framework.Layer: in 1 module, ran 3 times",
+        "  a_framework.made: in 1 module, has not run",
+        "  a_framework.later: not in this version",
+    ]
+    assert sorted(report.replaced[0].modules) == ["a_framework", "a_trainer"]
+    assert module.made(x)[0] == 3
+    assert report.replaced[3].calls == 1
+    substitution.restore()
+    assert trainer.of_all(x) == 3
+    assert report.replaced[0].calls == 2
+
+
+def test_compiled_calls_are_not_counted_and_do_not_compile_anew(framework):
+    trainer, substitution = framework
+    report = substitution.apply()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(lambda x: trainer.of_all(x) * 2, backend=backend, fullgraph=True)
+    assert [step(torch.full((3,), float(i))).item() for i in range(4)] == [2.0, 8.0, 14.0, 20.0]
+    assert len(graphs) == 1
+    assert report.replaced[0].calls == 0
+    substitution.restore()
+
+
+@pytest.mark.parametrize("way_in", [nemo_rl, trl, verl])
+def test_before_apply_a_report_says_so(way_in):
+    assert not way_in.report().replaced
+    assert "call apply()" in str(way_in.report())
