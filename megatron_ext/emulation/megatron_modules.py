@@ -20,6 +20,11 @@ def _legacy_fused_kernels(module: ModuleType) -> Replacements:
     yield module, {"load": lambda *args, **kwargs: None}
 
 
+def _random_numbers(module: ModuleType) -> Replacements:
+    """It initialises CUDA before it refers to a generator's state."""
+    yield module, {"_lazy_init": lambda: None}
+
+
 def _inference_layers(module: ModuleType) -> Replacements:
     """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
@@ -130,6 +135,7 @@ Modules = dict[str, Callable[[ModuleType], Replacements]]
 MODULES: Modules = {
     "megatron.legacy.fused_kernels": _legacy_fused_kernels,
     "megatron.training.arguments": _architecture,
+    "megatron.core.tensor_parallel.random": _random_numbers,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18

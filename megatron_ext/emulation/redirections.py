@@ -146,6 +146,34 @@ def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., An
     return redirected
 
 
+class _Message:
+    """A message under way. Gloo hangs where one is waited for twice, which on NCCL is nothing; here too."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._done = work, False
+
+    def wait(self, *args: Any) -> bool:
+        if not self._done:
+            self._work.wait(*args)
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._work.is_completed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _waiting_once(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        work = start(*args, **kwargs)
+        return work if work is None else _Message(work)
+
+    return redirected
+
+
 class _NcclGroup:
     """Stands in for `ProcessGroupNCCL`, which torch for CPUs lacks: no group is one, and its options go unread."""
 
@@ -329,4 +357,7 @@ def redirections(device: DeviceGenerator, host: torch.Generator) -> Iterator[tup
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed()
+    messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
+    for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own
+        yield module, messages
     yield from on_host(host)

@@ -340,6 +340,25 @@ def test_groups_asked_for_on_nccl_are_gloo():
     assert received.tolist() == {0: [0, 1, 10, 11], 1: [2, 12]}[dist.get_rank()]
 
 
+@ranks(2)
+def test_messages_may_be_waited_for_twice():
+    from megatron_ext.emulation import megatron_on_cpu
+
+    with megatron_on_cpu():
+        other = 1 - dist.get_rank()
+        sent, received = torch.full((3,), float(dist.get_rank())), torch.empty(3)
+        ops = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+        works = dist.batch_isend_irecv(ops if other else ops[::-1])
+        for _ in range(2):
+            assert all(work.wait() for work in works)
+        assert all(work.is_completed() for work in works)
+        works = [dist.isend(received, other), dist.irecv(sent, other)]
+        for work in works * 2:
+            work.wait()
+    assert received.tolist() == [other] * 3
+    assert sent.tolist() == [dist.get_rank()] * 3
+
+
 IMPORTED_FIRST = """
 import os, warnings
 warnings.simplefilter("ignore")

@@ -4,10 +4,11 @@
 `python_modules.py` has the few places of the Python code that have to give way, `apex.py` what Megatron calls of Apex.
 """
 
+import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +50,20 @@ def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
             sys.modules[name] = make()
     # With this set, the Python part does not look for CUDA's libraries when it is imported.
     yield os.environ, {"NVTE_PROJECT_BUILDING": "1"}
-    yield Tensor, {"is_cuda": property(_is_cuda)}
+    on_cpu = _made_on_cpu(Tensor._make_wrapper_subclass)
+    yield Tensor, {"is_cuda": property(_is_cuda), "_make_wrapper_subclass": staticmethod(on_cpu)}
+
+
+def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Quantised tensors are made by the number of a CUDA device."""
+
+    @functools.wraps(make)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    return redirected
 
 
 def _is_cuda(tensor: Any) -> bool:

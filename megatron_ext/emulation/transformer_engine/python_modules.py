@@ -44,7 +44,7 @@ def _distributed(module: ModuleType) -> Replacements:
 def _quantization(module: ModuleType) -> Replacements:
     """It asks for GPUs and versions of CUDA."""
     checks = [name for name in vars(module) if name.startswith("check_") and name.endswith("_support")]
-    yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name}
+    yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name and "recipe" not in name}
 
 
 def _attention(module: ModuleType) -> Replacements:

@@ -1,0 +1,36 @@
+"""FP8 under Megatron: `fp8="hybrid"` with each of Transformer Engine's recipes trains, with the error of the format."""
+
+import pytest
+import torch
+
+from tests.gpt import model_parallel, tiny_batches
+from tests.on_transformer_engine.models import ENGINE, losses_and_norms, te_spec
+from tests.ranks import ranks
+
+# Sizes that FP8 asks for: multiples of 128 for blocks, of 32 for MXFP8.
+SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 1}
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+
+
+def trained(**overrides):
+    return losses_and_norms(te_spec, tiny_batches(3, batch=8, seq=16), **ENGINE | SIZES | overrides)
+
+
+@ranks(1)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_train(recipe):
+    with model_parallel():
+        exact = trained()
+        rounded = trained(fp8="hybrid" if recipe != "mxfp8" else "e4m3", fp8_recipe=recipe)
+    error = ((rounded[:, 0] - exact[:, 0]) / exact[:, 0]).abs()
+    assert 1e-6 < error.max() < 2e-2, error
+    torch.testing.assert_close(rounded[:, 1], exact[:, 1], rtol=0.1, atol=0)
+
+
+@ranks(2)
+def test_tensor_parallel():
+    with model_parallel(tp=2):
+        rounded = trained(fp8="hybrid", fp8_recipe="tensorwise", sequence_parallel=True)
+        exact = trained(sequence_parallel=True)
+    error = ((rounded[:, 0] - exact[:, 0]) / exact[:, 0]).abs()
+    assert 1e-6 < error.max() < 2e-2, error
