@@ -86,11 +86,13 @@ test-torch: .venvs/torch-$(TORCH)/.ready  ## the quick tests with another torch:
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
 # because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
-# From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks.
+# From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks. Last come Megatron's own unit
+# tests, stock and ours: hours; UNITS="tensor_parallel models" takes these folders and files below tests/unit_tests alone.
 SOURCE := .venvs/source
 $(SOURCE)/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0
+	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0 \
+		pytest-asyncio==1.5.0 pytest-mock==3.17.0 mock==5.2.0
 	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$site/the_rest.pth; \
@@ -103,12 +105,14 @@ $(SOURCE)/.ready: $(VENV)/.ready
 test-source: $(SOURCE)/.ready  ## Megatron-Core from source: make test-source MEGATRON=TREE, or CLONE@REF
 	@test -n "$(MEGATRON)" || { echo "say which sources: make test-source MEGATRON=TREE, or CLONE@REF"; exit 2; }
 	rm -rf $(SOURCE)/tree; mkdir -p $(SOURCE)/tree
-	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c megatron *.py; \
+	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c $$(ls -d megatron tests *.py *.toml 2>/dev/null); \
 		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
 	@test -d $(SOURCE)/tree/megatron/core || { echo "$(MEGATRON) holds no megatron/core"; exit 2; }
 	PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree" \
 		python $(PYTEST) -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
 		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
+	$(SOURCE)/bin/python -W ignore -P tests/megatron/unit_suite.py $(SOURCE)/tree $(UNITS) \
+		--results $(SOURCE)/tree/unit_suite.json
 
 test-frameworks: $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
 	@test -n "$(NEMO_RL_SRC)$(VERL_SRC)" || { echo "say which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both"; exit 2; }

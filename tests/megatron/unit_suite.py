@@ -264,7 +264,7 @@ def differs(test):
     return test["stock"] == "passed" and test.get("ours") not in (None, "passed")
 
 
-def prepare(tree, emulation):
+def prepare(tree, emulation, transformer_engine):
     """Import what all ranks need, once; on the CPU until the stack `emulation` is closed."""
     os.chdir(tree)
     repository = str(Path(__file__).parents[2])
@@ -278,7 +278,7 @@ def prepare(tree, emulation):
     import torch
 
     torch.set_num_threads(1)
-    emulation.enter_context(megatron_on_cpu())
+    emulation.enter_context(megatron_on_cpu(transformer_engine=True) if transformer_engine else megatron_on_cpu())
     for module in PRELOAD:
         with contextlib.suppress(ImportError):  # of another version
             importlib.import_module(module)
@@ -332,15 +332,16 @@ def main(argv=None):
     parser.add_argument("files", nargs="*", help="below tests/unit_tests; all by default")
     parser.add_argument("--results", required=True, help="a JSON file; what stands there is not run again")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="world sizes to try, in this order")
+    parser.add_argument("--transformer-engine", action="store_true", help="its Python code is emulated too")
     parser.add_argument("--again", action="store_true", help="run what differed with ours once more")
     parser.add_argument("--patience", type=float, default=60, help="seconds without a sign of life that end a test")
     parser.add_argument("--log", default=os.devnull, help="what the tests print")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     tree, results = str(Path(options.tree).resolve()), Path(options.results).resolve()
     log = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     found = json.loads(results.read_text()) if results.exists() else {}
     with contextlib.ExitStack() as emulation:
-        prepare(tree, emulation)
+        prepare(tree, emulation, options.transformer_engine)
         for file in test_files(tree, options.files):
             known, started = found.setdefault(file, {"tests": {}, "ran": {}, "broken": ""}), time.monotonic()
             if options.again:

@@ -1,0 +1,91 @@
+"""The program that runs Megatron's unit tests both ways, on a few tests of which each is one case."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import TIMEOUT_S
+
+PROGRAM = Path(__file__).with_name("unit_suite.py")
+TESTS = """
+import os
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+
+def test_either_way():
+    assert torch.cuda.is_available() and ColumnParallelLinear
+
+def test_stock_alone():
+    assert ColumnParallelLinear.__module__.startswith("megatron.core")
+
+def test_neither_way():
+    raise ValueError("no kernel")
+
+def test_on_two():
+    assert RANKS == 2, f"world_size ({RANKS}) is not divisible by 2"
+    address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    dist.init_process_group("nccl", init_method=address, rank=RANK, world_size=RANKS)
+    x = torch.ones(1, device="cuda")
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    assert x == 2
+
+def test_that_ends_the_process():
+    os._exit(1)
+
+def test_after_it():
+    pass
+
+def test_on_which_ranks_disagree():
+    assert RANKS > 1, "more ranks"
+    assert RANK == 0, "no kernel"
+
+def test_that_fails_and_leaves_something():
+    globals()["LEFT"] = True
+    raise ValueError("no kernel")
+
+def test_that_passes_by_what_others_left():
+    assert "LEFT" in globals()
+"""
+
+
+@pytest.mark.slow
+def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
+    folder = tmp_path / "tests" / "unit_tests" / "toys"
+    folder.mkdir(parents=True)
+    for package in (tmp_path / "tests", folder.parent, folder):
+        (package / "__init__.py").touch()
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    (folder / "test_toys.py").write_text(TESTS)
+    results = tmp_path / "results.json"
+    command = [sys.executable, "-P", str(PROGRAM), str(tmp_path), "--ranks", "1", "2", "--results", str(results)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    (known,) = json.loads(results.read_text()).values()
+    found = {
+        name.rpartition("::")[2].removeprefix("test_"): (test["ranks"], test["stock"], test.get("ours"))
+        for name, test in known["tests"].items()
+    }
+    assert found == {
+        "either_way": (1, "passed", "passed"),
+        "stock_alone": (1, "passed", "failed"),
+        "neither_way": (1, "failed", None),
+        "on_two": (2, "passed", "passed"),
+        "that_ends_the_process": (1, "died", None),
+        "after_it": (1, "passed", "passed"),
+        "on_which_ranks_disagree": (2, "failed", None),
+        "that_passes_by_what_others_left": (1, "passed", "passed"),
+        "that_fails_and_leaves_something": (1, "failed", None),
+    }, done.stderr
+    assert "| toys | 9 | 5 | 4 |" in done.stdout
+    assert "1 tests pass with Megatron's own modules and not with ours" in done.stdout
+    assert "test_stock_alone on 1: failed" in done.stdout
+    assert done.returncode == 1
