@@ -1,0 +1,76 @@
+"""Ours beside Transformer Engine's: its RNG tracker through a substitution, and its functions where they are now."""
+
+import warnings
+from unittest import mock
+
+import torch
+
+from megatron_ext.sequence.thd import partition_indices
+from megatron_ext.sequence.zigzag import thd_partition_indices
+from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
+from tests.gpt import model_parallel
+from tests.ranks import ranks
+
+
+@ranks(1)
+def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random as megatrons
+
+    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+
+    one = torch.ones(4, requires_grad=True)
+
+    def draw(x):
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return x * torch.rand(4, device="cuda")
+
+    def seed(**options):
+        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True, **options)
+
+    with model_parallel():
+        try:
+            seed(te_rng_tracker=True)
+            expected = [draw(one).detach() for _ in range(3)]
+            seed(te_rng_tracker=True)
+            tracker = megatrons._CUDA_RNG_STATE_TRACKER
+            assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
+            got = [draw(one)]
+            substitute_tensor_parallel()
+            try:
+                got.append(tensor_parallel.checkpoint(draw, False, one))
+                got[-1].sum().backward()
+            finally:
+                restore_tensor_parallel()
+            assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
+            got.append(draw(one))
+        finally:
+            seed()
+    assert torch.equal(torch.stack(got), torch.stack(expected))
+    assert torch.equal(one.grad, expected[1])
+
+
+@ranks(1)
+def test_settings_of_fp8_are_found_where_they_live_now():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        recompute = Fp8Recompute()
+        with recompute.first():
+            pass
+        with recompute.second():
+            pass
+
+
+@ranks(1)
+def test_places_of_packed_tokens_are_transformer_engines_also_of_int64_lengths():
+    import transformer_engine_torch as engine
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    cu_seqlens = torch.tensor([0, 8, 24])
+    with mock.patch.object(engine, "thd_get_partitioned_indices", wraps=engine.thd_get_partitioned_indices) as theirs:
+        for rank in range(2):
+            found = partition_indices(cu_seqlens.as_subclass(OnCuda), 24, 2, rank)
+            assert torch.equal(found.as_subclass(torch.Tensor), thd_partition_indices(cu_seqlens, 24, 2, rank))
+    assert [call.args[0].dtype for call in theirs.call_args_list] == [torch.int32] * 2
