@@ -119,6 +119,7 @@ def serve(listener_fd: int, alive: int) -> None:
                 os.close(alive)
                 _become_child(Connection(connection.detach()))
             connection.close()
+    os.killpg(0, signal.SIGKILL)  # this process and what it has forked: a run that was killed leaves ranks that wait
 
 
 def _become_child(connection: Connection) -> NoReturn:
