@@ -28,10 +28,15 @@ help:  ## list the targets
 
 # torch goes first: packages that depend on it must find the pinned build and not fetch another one.
 $(VENV)/.ready: requirements-dev.txt setup.py
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) install --quiet $$(grep '^torch==' requirements-dev.txt)
-	$(PIP) install --quiet -r requirements-dev.txt
-	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@echo "$(VENV) is made first: about 2 minutes, once. 1 of 4: an empty environment of $(PYTHON)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@echo "2 of 4: torch, the largest download"
+	@$(PIP) install --quiet $$(grep '^torch==' requirements-dev.txt)
+	@echo "3 of 4: the $$(grep -c '==' requirements-dev.txt) packages of requirements-dev.txt: Megatron-Core, transformers, Ray and what they need"
+	@$(PIP) install --quiet -r requirements-dev.txt
+	@echo "4 of 4: megatron_ext itself, as it lies here"
+	@$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@echo "$(VENV) is ready"
 	@touch $@
 
 demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png

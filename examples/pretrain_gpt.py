@@ -149,7 +149,10 @@ def say_what_came_out(args: Namespace, metrics: dict) -> None:
         first, last = metrics["losses"][0], metrics["losses"][-1]
         steps = f"{len(metrics['losses'])} steps, {metrics['tokens_per_s']:.0f} tokens/s"
         saved = f"; checkpoint in {args.save}" if args.save else ""
-        print(f"{args.title}: loss {first:.4f} first, {last:.4f} last; {steps}{saved}\n{fused[0]}", flush=True)
+        print(
+            f"{args.title or 'pretrain_gpt.py'}: loss {first:.4f} first, {last:.4f} last; {steps}{saved}\n{fused[0]}",
+            flush=True,
+        )
 
 
 def train(args: Namespace) -> dict:
