@@ -170,21 +170,24 @@ def linear_parts(
         fault = fault or argument_checks.main_grad_fault(weight)
     sizes = [labels_T.shape[0] // options.ranks] * options.ranks if in_slices and options.ranks > 1 else None
 
-    kept_T = mine_T = None
+    kept_T = mine_T = among = None
     if skip_ignored:
         counts_T = labels_T != options.ignore_index
         per_rank = counts_T.view(options.ranks if sizes else 1, -1)
         kept_T = counts_T.nonzero().squeeze(1)
         labels_T = labels_T[kept_T]
         mine_T = per_rank[group_rank(group) if sizes else 0].nonzero().squeeze(1)
-        sizes = per_rank.sum(1).tolist() if sizes else None
+        if sizes:
+            sizes = per_rank.sum(1).tolist()
+        else:
+            among = (kept_T, labels.numel())
 
     kind = hidden.device.type
     narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
     x_TD = hidden.to(torch.get_autocast_dtype(kind) if narrow else hidden.dtype)
     x_TD = x_TD.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
     if fault is not None:
-        refuse(fault, x_TD, labels_T.shape[0], sizes, options)
+        refuse(fault, x_TD, labels.numel() if among else labels_T.shape[0], sizes, options)
     if mine_T is not None:
         x_TD = x_TD.index_select(0, mine_T)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -194,7 +197,7 @@ def linear_parts(
         weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
     if options.fuse_main_grad:
         main_grad.promise(weight)
-    results = LinearHead.apply(x_TD, weight, bias, labels_T, options, sizes, keep)
+    results = LinearHead.apply(x_TD, weight, bias, labels_T, options, sizes, keep, among)
     if kept_T is not None:
         results = [None if x is None else x.new_zeros(labels.numel()).index_copy(0, kept_T, x) for x in results]
     return Found(*(None if x is None else x.reshape(labels.shape) for x in results))

@@ -32,7 +32,8 @@ class LinearHead(torch.autograd.Function):
     """`(loss_T, entropy_T or None, hits_T or None, z_loss_T or None)` of hidden states `[T, D]`.
 
     `sizes`: with the sequence layout, where `hidden_TD` is this rank's slice, the number of each rank's tokens; else
-    None. `keep`: a backward may follow.
+    None. `keep`: a backward may follow. `among`: where the tokens are among those that all ranks know of, and how many
+    these are, if some were left out: ranks that leave out others learn it then.
 
     Communicates, at several ranks: forward one all-gather of statistics, backward one all-reduce of dx. With the
     sequence layout each also gathers the hidden states, and dx is reduce-scattered.
@@ -48,11 +49,15 @@ class LinearHead(torch.autograd.Function):
         options: HeadOptions,
         sizes: list[int] | None,
         keep: bool,
+        among: tuple[Tensor, int] | None,
     ):
         ctx.set_materialize_grads(False)
+        places_T, all_tokens = among or (None, None)
         with torch.autocast(hidden_TD.device.type, enabled=False):
             first = linear_steps.first_pass(hidden_TD, weight_VD, bias_V, labels_T, options, sizes, keep)
-            stats, results = linear_steps.token_losses(first, statistics.exchange(first.stats_KT, options), options)
+            own_KT = statistics.sign(first.stats_KT, options, labels_T, places_T)
+            stats_RKT = statistics.exchange(own_KT, options, places_T, all_tokens)
+            stats, results = linear_steps.token_losses(first, stats_RKT, options)
             ctx.options, ctx.sizes = options, sizes
             # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
             ctx.parameter = weight_VD if options.fuse_main_grad else None
@@ -66,7 +71,7 @@ class LinearHead(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: recomputation hands each of them out once
         with torch.autocast(saved[0].device.type, enabled=False):
             dx_TD, dw_VD, db_V = _backward(ctx, saved, grad_loss_T, grad_entropy_T)
-        return dx_TD, dw_VD, db_V, None, None, None, None
+        return dx_TD, dw_VD, db_V, None, None, None, None, None
 
 
 def _backward(ctx, saved, grad_loss_T, grad_entropy_T):

@@ -136,7 +136,8 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: He
 
 def start_exchange(found: Products, options: HeadOptions) -> Pending:
     """Begin the second step's exchange. Communicates: 1 all-gather of `[K, T + 1]`."""
-    return collectives.start_all_gather(found.first.stats_KT.unsqueeze(0), options.group)
+    own_KT = found.first.stats_KT[: statistics.written_rows(options)]
+    return collectives.start_all_gather(own_KT.unsqueeze(0), options.group)
 
 
 @torch.no_grad()

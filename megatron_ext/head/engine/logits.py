@@ -52,6 +52,7 @@ class LogitsHead(torch.autograd.Function):
                 options.entropy,
                 options.hits,
             )
+        stats_KT = statistics.sign(stats_KT, options, labels_T, places_T)
         stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, labels_T, options)
         stats, results = token_results(stats_RKT, stats_KT, shift_T, kept_T, options)

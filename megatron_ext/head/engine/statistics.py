@@ -9,20 +9,26 @@ log_softmax does, and the gradient of the label's logit as often. M and log S st
 logits near 1000 the lse in fp32 is off by 6e-5.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
+from megatron_ext.head.engine import agreement
 from megatron_ext.head.engine.options import HeadOptions
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, statistics_rows
+from megatron_ext.head.validation.readable_values import has_values
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
-# it refused its arguments), how many columns of it are its own, and the first of them.
-SIZE, COUNTED, START = 0, 1, 2
+# it refused its arguments), how many columns of it are its own, the first of them, and what `agreement` says of options
+# and labels.
+SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
+
+# Rows that every call with these statistics sends, whichever of them it has: a rank with other options is told so then.
+SENT = statistics_rows(True, True, True, False)
 
 
 class Statistics(NamedTuple):
@@ -40,38 +46,63 @@ class Statistics(NamedTuple):
     bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
 
 
-def new_statistics(
-    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0
-) -> Tensor:
-    """`[K, T + 1]`: room for what `row_statistics` writes and `more` rows, and the column that says whose it is."""
+def written_rows(options: HeadOptions) -> int:
+    """How many `row_statistics` writes."""
     with_bend = options.softcap is not None
-    rows = statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend) + more
-    stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
+    return statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend)
+
+
+def new_statistics(
+    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, rows: int | None = None
+) -> Tensor:
+    """`[K, T + 1]`: room for what `row_statistics` writes, or `rows`, and the column that says whose it is."""
+    written = written_rows(options) if rows is None else rows
+    stats_KT = torch.empty(written if rows else max(written, SENT), tokens + 1, dtype=dtype, device=device)
     stats_KT[:, -1] = 0
+    if written < stats_KT.shape[0]:
+        stats_KT[written:] = 0
     facts = {SIZE: options.vocab.size, COUNTED: options.vocab.counted, START: options.vocab.start}
     for row, number in facts.items():
         stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits
     return stats_KT
 
 
-def exchange(stats_KT: Tensor, options: HeadOptions, places_T: Tensor | None = None) -> Tensor:
+def sign(stats_KT: Tensor, options: HeadOptions, labels: Tensor, places_T: Tensor | None = None, **more: Any) -> Tensor:
+    """`stats_KT`, once it says what options and labels it is of; `more` are options of a read-out."""
+    if options.ranks > 1 and has_values(stats_KT):
+        stats_KT[OPTIONS, -1].fill_(agreement.of_options(options, **more))
+        stats_KT[LABELS, -1].copy_(agreement.of_labels(labels, places_T))
+    return stats_KT
+
+
+def exchange(
+    stats_KT: Tensor, options: HeadOptions, places_T: Tensor | None = None, tokens: int | None = None
+) -> Tensor:
     """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
-    `places_T`: where this rank's tokens are in the order that all ranks know, if they are in another one.
+    Args:
+        places_T: where this rank's tokens are in the order that all ranks know, if they are in another one.
+        tokens: how many there are in that order, if more than this rank has.
     """
-    if stats_KT.shape[1] == 1 or options.ranks == 1:
+    tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
+    if options.ranks == 1 or tokens == 0:
         return stats_KT.unsqueeze(0)
+    if options.softcap is not None:
+        stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
         return collectives.all_gather(stats_KT.unsqueeze(0), options.group)
-    places_T = F.pad(places_T, (0, 1), value=places_T.shape[0])
-    sent_KT = torch.empty_like(stats_KT).index_copy_(1, places_T, stats_KT)
+    places_T = F.pad(places_T, (0, 1), value=tokens)
+    sent_KT = stats_KT.new_zeros(stats_KT.shape[0], tokens + 1).index_copy_(1, places_T, stats_KT)
     stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), options.group)
-    return stats_RKT.flatten(0, 1).index_select(1, places_T).view(stats_RKT.shape)  # of 3 dims it is 10 times slower
+    found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # of 3 dims it is 10 times slower
+    return found_T.view(*stats_RKT.shape[:2], -1)
 
 
-def refuse(tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
+def refuse(
+    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, rows: int | None = None
+) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, options, dtype, device, more).fill_(REFUSED), options)
+    exchange(new_statistics(tokens, options, dtype, device, rows).fill_(REFUSED), options)
 
 
 def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions, shift_T: Tensor | None = None) -> Statistics:

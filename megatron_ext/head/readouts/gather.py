@@ -32,7 +32,7 @@ class _Picks(ReadOut):
     @property
     def own(self) -> int:
         """Rows of statistics before those of the picked ids."""
-        return OWN + self.options.entropy
+        return OWN
 
     def picked(self, z_TK: Tensor, ids_TK: Tensor, stats_RKT: Tensor, own_KT: Tensor):
         """Results, and what `pull` wants, of the ids' logits."""
@@ -95,14 +95,19 @@ class Gather(_Picks):
     ids_TK: Tensor
 
     @property
+    def own(self) -> int:
+        return OWN + 1  # the entropy's, wanted or not: so many rows as ranks that want it send
+
+    @property
     def more(self) -> int:
-        return self.ids_TK.shape[1]
+        return 1 + self.ids_TK.shape[1]
 
     def labels(self, like: Tensor) -> Tensor:
         return self.ids_TK
 
     def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
         (z_tV,), vocab, ids_tK = logits, self.options.vocab, self.ids_TK[rows]
+        stats_Kt[OWN] = 0
         self.own_statistics(z_tV, stats_Kt[: self.own], self.normalised)
         stats_Kt[self.own :] = -torch.inf
         if vocab.counted:

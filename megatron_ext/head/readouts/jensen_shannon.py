@@ -13,6 +13,7 @@ Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K sta
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,13 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import distributions_of_hidden_states, distributions_of_logits
+from megatron_ext.head.engine import agreement
 from megatron_ext.head.engine.options import Layout
 from megatron_ext.head.engine.statistics import REFUSED
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
 from megatron_ext.head.readouts.vocabulary_order import blocks
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
-from megatron_ext.head.validation.argument_checks import REFUSAL
+from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 
 _SIDES = 2 * OWN  # statistics of both sides, before the two sums
@@ -117,19 +119,28 @@ class JensenShannon(ReadOut):
 
     def begin(self, tokens: int, device: torch.device) -> None:
         if self.options.ranks > 1 and tokens:
-            sizes_R = self._tell(self.options.vocab.size, device)
+            sizes_R, options_R = self._tell(self.options.vocab.size, device, tokens).unbind(1)
             if has_values(sizes_R):
                 raise_if((sizes_R == int(REFUSED)).any(), REFUSAL)
                 raise_if(
                     (sizes_R != sizes_R[0]).any(),
                     "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on all",
                 )
+                more = self._shared(tokens, device)
+                check_agreement(options_R, torch.zeros_like(options_R), self.options, **more)
 
     def refuse(self, like: Tensor, tokens: int) -> None:
-        self._tell(int(REFUSED), like.device)
+        self._tell(int(REFUSED), like.device, tokens)
 
-    def _tell(self, size: int, device: torch.device) -> Tensor:
-        return collectives.all_gather(torch.full((1,), size, dtype=torch.int64, device=device), self.options.group)
+    def _tell(self, size: int, device: torch.device, tokens: int) -> Tensor:
+        """Size of the vocabulary, as each rank has it, and what options it has: `[R, 2]`."""
+        own = torch.full((1, 2), size, dtype=torch.int64, device=device)
+        own[:, 1] = agreement.of_options(self.options, **self._shared(tokens, device)) if has_values(own) else 0
+        return collectives.all_gather(own, self.options.group)
+
+    def _shared(self, tokens: int, device: torch.device) -> dict[str, Any]:
+        """What all ranks must pass alike, beside options: of each chunk numbers are exchanged."""
+        return agreement.scalars(self) | {"chunks": len(self.chunks(tokens, device))}
 
     def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
         for i, z_tV in enumerate(logits):

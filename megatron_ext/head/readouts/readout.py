@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine import agreement, statistics
 from megatron_ext.head.engine.chunk_sizes import chunks
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of, tokens_of
 from megatron_ext.head.engine.once_differentiable import differentiable_once
@@ -85,7 +85,7 @@ class ReadOut(ABC):
 
     def refuse(self, like: Tensor, tokens: int) -> None:
         """Take part in the exchange that the other ranks wait in, telling them that this one refused its arguments."""
-        statistics.refuse(tokens, self.options, accumulation_dtype(like.dtype), like.device, self.more)
+        statistics.refuse(tokens, self.options, accumulation_dtype(like.dtype), like.device, OWN + self.more)
 
     def own_statistics(self, z_tV: Tensor, stats_Kt: Tensor, with_sum: bool = True) -> None:
         """The first statistics, of `row_statistics`; without a sum, for which all logits are read, a fingerprint."""
@@ -260,12 +260,14 @@ def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[
 
 def _room(like: Tensor, tokens: int, read_out: ReadOut) -> Tensor:
     dtype = accumulation_dtype(like.dtype)
-    return statistics.new_statistics(tokens, read_out.options, dtype, like.device, read_out.more)
+    return statistics.new_statistics(tokens, read_out.options, dtype, like.device, OWN + read_out.more)
 
 
 def _combined(stats_KT: Tensor, read_out: ReadOut, places_T: Tensor | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    labels = read_out.labels(stats_KT)
+    statistics.sign(stats_KT, read_out.options, labels, places_T, **agreement.scalars(read_out))
     stats_RKT = read_out.exchange(stats_KT, places_T)
-    check_exchange(stats_RKT, read_out.labels(stats_KT), read_out.options)
+    check_exchange(stats_RKT, labels, read_out.options)
     return read_out.combine(stats_RKT, stats_KT)
 
 

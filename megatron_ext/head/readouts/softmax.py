@@ -35,6 +35,7 @@ class DenseSoftmax(torch.autograd.Function):
         row_statistics(
             z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, counted, None, temperature, False, False, False
         )
+        stats_KT = statistics.sign(stats_KT, options, nowhere_T, places_T, logarithm=logarithm)
         stats_RKT = statistics.exchange(stats_KT, options, places_T)
         check_exchange(stats_RKT, nowhere_T, options)
         stats = statistics.combine(stats_RKT, stats_KT, options)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine import agreement, statistics
 from megatron_ext.head.engine.statistics import REFUSED
 from megatron_ext.head.readouts.fixed_order_sums import prefix_sums
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
 from megatron_ext.head.readouts.vocabulary_order import blocks, largest_columns
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.validation.argument_checks import REFUSAL
+from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 
 # Rows after those of `row_statistics`: the label's logit, how many columns equal the k-th candidate, k candidates, and,
@@ -79,11 +79,12 @@ class TopKTopP(ReadOut):
             self._agree(like.device, int(REFUSED))
             return
         dtype = accumulation_dtype(like.dtype)
-        statistics.refuse(tokens, self.options, dtype, like.device, self.sent - OWN)
+        statistics.refuse(tokens, self.options, dtype, like.device, self.sent)
 
     def _agree(self, device: torch.device, size: int) -> None:
-        own = torch.full((1,), size, dtype=torch.int64, device=device)
-        size_R = collectives.all_gather(own, self.options.group)
+        own, shared = torch.full((1, 2), size, dtype=torch.int64, device=device), agreement.scalars(self)
+        own[:, 1] = agreement.of_options(self.options, **shared) if has_values(own) else 0
+        size_R, options_R = collectives.all_gather(own, self.options.group).unbind(1)
         if size == int(REFUSED) or not has_values(size_R):
             return
         raise_if((size_R == int(REFUSED)).any(), REFUSAL)
@@ -91,6 +92,7 @@ class TopKTopP(ReadOut):
             (size_R != size).any(),
             "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
         )
+        check_agreement(options_R, torch.zeros_like(options_R), self.options, **shared)
 
     def labels(self, tokens: Tensor) -> Tensor:
         return self.labels_T

@@ -13,6 +13,7 @@ vocabulary with the padding behind it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
-from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.engine import agreement, chunk_sizes
 from megatron_ext.head.engine.statistics import REFUSED
 from megatron_ext.head.readouts.fixed_order_sums import prefix_sums
 from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut, fingerprint
 from megatron_ext.head.readouts.vocabulary_order import blocks
 from megatron_ext.head.row_passes.dispatch import row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.validation.argument_checks import REFUSAL, check_apart
+from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement, check_apart
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 
 # What is known of a token once it is cut: the last logit kept, the scaled maximum, the sum of exponentials from there
@@ -66,17 +67,28 @@ class TopP(ReadOut):
 
     def begin(self, tokens: int, device: torch.device) -> None:
         if self.options.ranks > 1 and tokens:
-            check_equal_shards(self._shards(device, self.options.vocab.size))
+            shards_R6 = self._shards(device, self.options.vocab.size)
+            check_equal_shards(shards_R6[:, :4])
+            if has_values(shards_R6):
+                check_agreement(shards_R6[:, 4], shards_R6[:, 5], self.options, **self._shared(device))
 
     def refuse(self, like: Tensor, tokens: int) -> None:
         self._shards(like.device, int(REFUSED))
 
     def _shards(self, device: torch.device, size: int) -> Tensor:
-        """First column, number of columns, size of the vocabulary and width, as each rank has them: `[R, 4]`."""
-        own = torch.empty(1, 4, dtype=torch.int64, device=device)
+        """First column, number of columns, size of the vocabulary and width, as each rank has them, and what options
+        and labels it has: `[R, 6]`."""
+        own = torch.zeros(1, 6, dtype=torch.int64, device=device)
         own[:, 0], own[:, 1], own[:, 2] = self.options.vocab.start, self.options.vocab.columns, size
         own[:, 3] = self.width
+        if has_values(own):
+            own[:, 4] = agreement.of_options(self.options, **self._shared(device))
+            own[:, 5] = agreement.of_labels(self.labels_T)
         return collectives.all_gather(own, self.options.group)
+
+    def _shared(self, device: torch.device) -> dict[str, Any]:
+        """What all ranks must pass alike, beside options: each chunk is exchanged."""
+        return agreement.scalars(self) | {"chunks": len(self.chunks(self.labels_T.shape[0], device))}
 
     def labels(self, tokens: Tensor) -> Tensor:
         return self.labels_T

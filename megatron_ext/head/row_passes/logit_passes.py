@@ -82,7 +82,8 @@ def row_statistics(
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
     stats_KT[TARGET] = at_target.where(owned, -torch.inf).squeeze(1)
     if softcap is not None:
-        stats_KT[-1] = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0).squeeze(1)
+        slope_T1 = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0)
+        stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T1.squeeze(1)
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)

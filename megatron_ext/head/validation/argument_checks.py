@@ -14,7 +14,8 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.options import HeadOptions
-from megatron_ext.head.engine.statistics import COUNTED, REFUSED, SIZE, START
+from megatron_ext.head.engine.agreement import options_in_words
+from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 
@@ -224,8 +225,37 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
         "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
     )
     raise_if(refused, REFUSAL)
+    if stats_RKT.shape[1] > LABELS:
+        check_agreement(stats_RKT[:, OPTIONS, -1], stats_RKT[:, LABELS, -1], options)
     raise_if(apart, shards)
     check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, options)
+
+
+def check_agreement(options_R: Tensor, labels_R: Tensor, options: HeadOptions, **more: Any) -> None:
+    """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
+
+    Args:
+        options_R, labels_R: what `agreement` makes of them on each rank; 0 where a rank does not say.
+        more: options of a read-out.
+    """
+    raise_if(
+        _differ(options_R),
+        f"the options are not the same on every rank of tp_group; this rank's: {options_in_words(options, **more)}. "
+        f"Pass the same on each, also return_entropy, return_hits and the like: a rank that only logs them changes what "
+        f"is computed and sent",
+    )
+    raise_if(
+        _differ(labels_R),
+        "labels are not the same on every rank of tp_group (or the token ids asked for, or which of them loss_mask and "
+        "ignore_index leave): the ranks share the vocabulary, and each must pass the labels of all tokens. If sequence "
+        'parallelism cut the hidden states, pass hidden_layout="sequence" and whole labels; else give all of them the '
+        "same batch",
+    )
+
+
+def _differ(numbers_R: Tensor) -> Tensor:
+    largest = numbers_R.amax()
+    return ((numbers_R != largest) & (numbers_R != 0)).any()
 
 
 def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:

@@ -1,0 +1,199 @@
+"""Ranks that do not pass the same labels or options: told on every rank, in the exchange that the call makes anyway."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext import (
+    VocabShard,
+    head,
+    linear_cross_entropy,
+    linear_log_probs,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from megatron_ext.distributed.counting import count_collectives
+from tests.ranks import ranks
+
+T, D, V = 6, 4, 10
+LABELS = "labels are not the same on every rank of tp_group"
+OPTIONS = "options are not the same on every rank of tp_group"
+
+
+def parts():
+    """Hidden states, this rank's weight and logits, and labels, of as many tokens as the ranks have together."""
+    g, ranks_ = torch.Generator().manual_seed(0), dist.get_world_size()
+    hidden, weight = torch.randn(ranks_ * T, D, generator=g), torch.randn(ranks_, V, D, generator=g)
+    labels = torch.randint(ranks_ * V, (ranks_ * T,), generator=g)
+    return hidden, weight[dist.get_rank()], labels
+
+
+def cut(x):
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+OF_LABELS = {
+    "cross entropy": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, **of),
+    "log-probs": lambda x, w, labels, **of: linear_log_probs(x, w, labels, **of),
+    "skipped": lambda x, w, labels, **of: linear_cross_entropy(x, w, labels, skip_ignored=True, **of),
+    "gathered": lambda x, w, labels, **of: head.linear_gather_log_probs(x, w, labels.unsqueeze(1), **of),
+    "top-k": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, 3, **of),
+    "top-p": lambda x, w, labels, **of: head.linear_sampled_log_probs(x, w, labels, None, 0.9, **of),
+    "of logits": lambda x, w, labels, **of: vocab_parallel_cross_entropy(x @ w.t(), labels, **of),
+    "gathered logits": lambda x, w, labels, **of: head.gather_logits(x @ w.t(), labels.unsqueeze(1), **of),
+    "top-k of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, 3, **of),
+    "top-p of logits": lambda x, w, labels, **of: head.sampled_log_probs(x @ w.t(), labels, None, 0.9, **of),
+    "top-p by chunks": lambda x, w, labels, **of: head.sampled_log_probs(
+        x @ w.t(), labels, None, 0.9, chunk_tokens=1, **of
+    ),
+}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_hidden_states_and_labels_that_are_cut_already(name):
+    """The usual mistake with sequence parallelism: each rank its own tokens, and the layout that means the same ones."""
+    hidden, weight, labels = parts()
+    with count_collectives() as right:
+        OF_LABELS[name](hidden, weight, labels, tp_group=dist.group.WORLD)
+    with count_collectives() as counts, pytest.raises(ValueError, match=LABELS):
+        OF_LABELS[name](cut(hidden), weight, cut(labels), tp_group=dist.group.WORLD)
+    assert counts.total() <= right.total(), "no exchange of its own"
+    assert OF_LABELS[name](hidden, weight, labels, tp_group=dist.group.WORLD).isfinite().any()
+
+
+@ranks(2)
+@pytest.mark.parametrize("skip_ignored", [False, True])
+def test_other_tokens_that_count(skip_ignored):
+    """A mask of one rank, and a batch in which nothing counts there: with skip_ignored its shapes are others."""
+    hidden, weight, labels = parts()
+    group, masks = dist.group.WORLD, []
+    for column in range(2):
+        mask = torch.ones(labels.shape)
+        mask[column :: 1 + column] = 0
+        masks.append(mask)
+    for mask in masks:
+        own = torch.ones(labels.shape) if dist.get_rank() else mask
+        with count_collectives() as counts, pytest.raises(ValueError, match=LABELS):
+            linear_cross_entropy(hidden, weight, labels, group, loss_mask=own, skip_ignored=skip_ignored)
+        assert counts.total() == 1
+        linear_cross_entropy(hidden, weight, labels, group, loss_mask=mask, skip_ignored=skip_ignored)
+
+
+@ranks(2)
+def test_labels_in_another_order_of_memory():
+    """The same tokens, whatever strides they have on each rank."""
+    _, weight, _ = parts()
+    g = torch.Generator().manual_seed(1)
+    hidden, labels = torch.randn(3, 4, D, generator=g), torch.randint(2 * V, (3, 4), generator=g)
+    z = hidden @ weight.t()
+    own = z.transpose(0, 1).contiguous().transpose(0, 1) if dist.get_rank() else z
+    whole = (hidden @ torch.cat([parts()[1]] * 2).t()).shape
+    assert whole[-1] == 2 * V
+    found = token_log_probs(own, labels, dist.group.WORLD)
+    torch.testing.assert_close(found, linear_log_probs(hidden, weight, labels, dist.group.WORLD))
+    own = labels.t().contiguous().t() if dist.get_rank() else labels
+    torch.testing.assert_close(token_log_probs(z, own, dist.group.WORLD), found)
+    with pytest.raises(ValueError, match=LABELS):
+        token_log_probs(z, labels.roll(dist.get_rank(), 1), dist.group.WORLD)
+
+
+OF_OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.1},
+    {"softcap": 3.0},
+    {"temperature": 0.5},
+    {"return_entropy": True},
+    {"return_hits": True},
+    {"return_entropy": True, "return_hits": True, "softcap": 3.0},
+    {"label_smoothing": 0.1, "softcap": 3.0},
+    {"ignore_index": -1},
+]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_an_option_of_one_rank(layout):
+    """Of another number of statistics, which once was the end of the process, and of the same number, which was wrong."""
+    hidden, weight, labels = parts()
+    hidden = cut(hidden) if layout == "sequence" else hidden
+    for chosen in OF_OPTIONS:
+        own = chosen if dist.get_rank() == 1 else {}
+        calls = [linear_cross_entropy] if {"label_smoothing", "z_loss"} & chosen.keys() else [linear_log_probs]
+        for call in [linear_cross_entropy, linear_log_probs] if {"softcap"} == chosen.keys() else calls:
+            with count_collectives() as counts, pytest.raises(ValueError, match=OPTIONS):
+                call(hidden, weight, labels, dist.group.WORLD, layout, **own)
+            assert counts.total() == (1 if layout == "replicated" else 2), "no exchange of its own"
+            call(hidden, weight, labels, dist.group.WORLD, layout, **chosen)
+
+
+READ_OUTS = {
+    "entropy of gathered": (
+        lambda x, w, ids, **of: head.linear_gather_log_probs(x, w, ids, **of),
+        {"return_entropy": True},
+    ),
+    "temperature of gathered": (
+        lambda x, w, ids, **of: head.linear_gather_log_probs(x, w, ids, **of),
+        {"temperature": 2.0},
+    ),
+    "temperature of top-k": (lambda x, w, ids, **of: head.linear_topk_log_probs(x, w, 2, **of), {"temperature": 2.0}),
+    "top-p after top-k": (
+        lambda x, w, ids, top_p=1.0, **of: head.linear_sampled_log_probs(x, w, ids[:, 0], 3, top_p, **of),
+        {"top_p": 0.5},
+    ),
+    "large top-k": (
+        lambda x, w, ids, top_k=5000, **of: head.linear_sampled_log_probs(x, w, ids[:, 0], top_k, **of),
+        {"top_k": 6000},
+    ),
+    "top-p": (
+        lambda x, w, ids, top_p=0.5, **of: head.linear_sampled_log_probs(x, w, ids[:, 0], None, top_p, **of),
+        {"top_p": 0.6},
+    ),
+    "chunks of top-p": (
+        lambda x, w, ids, **of: head.linear_sampled_log_probs(x, w, ids[:, 0], None, 0.5, **of),
+        {"chunk_tokens": 2},
+    ),
+    "direction": (lambda x, w, ids, **of: head.linear_kl_divergence(x, w, x, w + 1, **of), {"direction": "reverse"}),
+    "beta": (lambda x, w, ids, **of: head.linear_js_divergence(x, w, x, w + 1, **of), {"beta": 0.3}),
+    "chunks of Jensen-Shannon": (
+        lambda x, w, ids, **of: head.linear_js_divergence(x, w, x, w + 1, **of),
+        {"chunk_tokens": 2},
+    ),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", READ_OUTS)
+def test_an_option_of_one_rank_in_other_read_outs(name):
+    hidden, weight, labels = parts()
+    call, chosen = READ_OUTS[name]
+    given = (hidden, weight, labels.unsqueeze(1).expand(-1, 2))
+    with pytest.raises(ValueError, match=OPTIONS):
+        call(*given, tp_group=dist.group.WORLD, **(chosen if dist.get_rank() else {}))
+    for options in ({}, chosen):
+        call(*given, tp_group=dist.group.WORLD, **options)
+
+
+@ranks(2)
+def test_options_that_may_differ():
+    """What changes a rank's memory and not the result, and numbers that are equal however they are written."""
+    hidden, weight, labels = parts()
+    rank = dist.get_rank()
+    want = linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, z_loss=1.0)
+    more = [
+        {"cache": rank, "chunk_tokens": 2 + rank},
+        {"temperature": 1 if rank else 1.0, "z_loss": 1.0 if rank else 1},
+    ]
+    for chosen in more:
+        found = linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, **{"z_loss": 1.0, **chosen})
+        torch.testing.assert_close(found, want)
+
+
+@ranks(2)
+def test_a_fault_of_one_rank_comes_before_disagreement():
+    """A rank that refuses sends neither labels nor options."""
+    hidden, weight, labels = parts()
+    own = {"vocab": VocabShard(V, 2 * V - 1, 2 * V)} if dist.get_rank() else {}
+    message = "with 9 columns, weight has 10" if dist.get_rank() else "another rank of tp_group refused"
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(hidden, weight, labels, dist.group.WORLD, skip_ignored=True, **own)
