@@ -125,6 +125,9 @@ test-frameworks: $(VENV)/.ready  ## RL frameworks from source: make test-framewo
 		$(PY) -m pytest -m "not gpu" tests/integrations
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests
+	@$(PY) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { \
+		echo "torch sees no CUDA device, and these tests need one; '$(PY) -m pytest -m gpu --rehearse' runs most of" \
+		"them on the CPU at toy sizes"; exit 2; }
 	$(PY) -m pytest -m gpu
 
 check: $(VENV)/.ready  ## lint, format, types, import direction

@@ -9,6 +9,7 @@ the layer spec that Megatron has for hybrid models needs Transformer Engine.
 
 import inspect
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -90,6 +91,8 @@ def build_model() -> DistributedDataParallel:
 
 
 def main() -> None:
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("run it by torchrun, which says who is who:" + __doc__.split("\n\n")[1].rstrip().removeprefix("   "))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)

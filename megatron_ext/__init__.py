@@ -33,7 +33,19 @@ def __getattr__(name: str) -> Any:
 
         return import_module(f"{__name__}.{name}")
     if name in ("restore_tensor_parallel", "substitute_tensor_parallel"):
-        from megatron_ext.megatron import substitute
-
+        try:
+            from megatron_ext.megatron import substitute
+        except ImportError as error:
+            return _missing(error)
         return getattr(substitute, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _missing(error: ImportError) -> Any:
+    """In the place of a function that could not be imported, which `from megatron_ext import *` asks for too."""
+    message = str(error)
+
+    def missing(*arguments: Any, **keywords: Any) -> Any:
+        raise ImportError(message)
+
+    return missing

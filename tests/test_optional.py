@@ -49,6 +49,21 @@ def test_what_is_missing_is_named(packages, uses):
         assert wanted in said
 
 
+def test_all_names_at_once_without_megatron():
+    """`from megatron_ext import *` asks for those that need it as well."""
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "from megatron_ext import *\n"
+        "print(linear_cross_entropy.__name__)\n"
+        "try:\n    restore_tensor_parallel()\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    name, error = done.stdout.splitlines()
+    assert name == "linear_cross_entropy"
+    assert "needs Megatron-Core" in error
+
+
 def test_the_head_says_that_a_gpu_has_no_triton(monkeypatch):
     from megatron_ext.head.row_passes import dispatch, logit_passes
 

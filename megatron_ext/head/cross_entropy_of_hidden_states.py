@@ -57,7 +57,7 @@ def linear_cross_entropy(
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
         cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
-            FLOPs and `cache * T * V / R` elements of memory; above 1: that many bytes at most. "bounded": as many
+            FLOPs and `cache * T * V / R` elements of memory; from 1024 on: that many bytes at most. "bounded": as many
             eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
             fits into half of the memory that is free at the first call of a shape.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.

@@ -38,7 +38,7 @@ def vocab_parallel_cross_entropy(
         logits: `[..., V/R]`, this rank's columns, any floating dtype. -inf columns of a token do not count.
         labels: `[...]`, integers: global token ids.
         gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
-            once then, and who needs the logits afterwards gets an error from autograd.
+            once then, and who needs the logits afterwards gets an error from autograd. Not into a leaf's memory.
 
     The other arguments, the result and the errors as for `linear_cross_entropy`. Nothing of vocabulary size is saved
     beside the logits. The gradient has the logits' dtype.
@@ -156,7 +156,9 @@ def on_logits(
     if fault is not None:
         refuse(fault, logits, labels_T.shape[0], None, options)
     z = flat.rows(logits)
-    own_memory = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+    base = logits if logits._base is None else logits._base
+    of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
+    own_memory = not of_a_leaf and all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
     places_T = flat.places(z.device, options.ranks)
     results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory, places_T)
     return Found(*(None if x is None else flat.up(x) for x in results))

@@ -64,7 +64,7 @@ def linear_gather_log_probs(
     head = _Hidden(hidden, weight, shared)
     head.check_size(check_ids, indices)
     head.check_leading(indices[..., 0])
-    ids_TK = indices.long().flatten(0, -2)
+    ids_TK = indices.long().reshape(-1, indices.shape[-1])
     options = replace(head.options, entropy=return_entropy)
     found_TK = head.read(Gather(options, True, ids_TK))[0]
     if not return_entropy:
@@ -215,7 +215,9 @@ class _Hidden:
 
     def check_size(self, check: Callable[..., None], *arguments: Any) -> None:
         """Raises or notes what `check` finds for the vocabulary's size."""
-        fault = argument_checks.size_fault(self.vocab, check, *arguments, size=self.options.vocab.size)
+        fault = argument_checks.size_fault(
+            self.vocab, check, *arguments, size=self.options.vocab.size, group=self.options.group
+        )
         self.fault = fault or self.fault
 
     def check_leading(self, labels: Tensor) -> None:

@@ -84,7 +84,7 @@ def vocab_topk(
     Communicates: forward 1 collective at R > 1, each rank's own k largest; backward none.
     """
     options, fault, flat = _sharded(logits, tp_group, vocab, chunk_tokens=chunk_tokens)
-    fault = argument_checks.size_fault(vocab, check_k, "k", k, size=options.vocab.size) or fault
+    fault = argument_checks.size_fault(vocab, check_k, "k", k, size=options.vocab.size, group=options.group) or fault
     values, ids = _read(logits, TopK(options, False, k), fault, flat)
     return values, ids
 
@@ -136,7 +136,12 @@ def sampled_log_probs(
         logits, tp_group, vocab, temperature=temperature, ignore_index=ignore_index, chunk_tokens=chunk_tokens
     )
     size = options.vocab.size
-    fault = argument_checks.size_fault(vocab, argument_checks.check_labels, labels, ignore_index, size=size) or fault
+    fault = (
+        argument_checks.size_fault(
+            vocab, argument_checks.check_labels, labels, ignore_index, size=size, group=options.group
+        )
+        or fault
+    )
     _check_leading("labels", labels.shape, logits)
     if top_k in (None, -1):
         flat = flat if options.ranks == 1 else Flat(logits, as_given=True)  # the ranks exchange rows, chunk by chunk
@@ -237,7 +242,7 @@ def apart(
 
 def _gather(logits: Tensor, indices: Tensor, normalised: bool, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
     options, fault, flat = _sharded(logits, tp_group, vocab, **chosen)
-    fault = argument_checks.size_fault(vocab, check_ids, indices, size=options.vocab.size) or fault
+    fault = argument_checks.size_fault(vocab, check_ids, indices, size=options.vocab.size, group=options.group) or fault
     _check_leading("indices", indices.shape[:-1], logits)
     return _read(logits, Gather(options, normalised, flat(indices.long())), fault, flat)[0]
 

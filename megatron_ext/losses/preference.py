@@ -41,6 +41,18 @@ def log_odds(mean_log_prob: Tensor) -> Tensor:
     return mean_log_prob - (-torch.expm1(mean_log_prob)).log()
 
 
+def _check_reference(reference_free: bool, reference_log_probs: Tensor | None) -> None:
+    """Raises ValueError unless a loss has the reference that it is of: without it, it would be another one."""
+    if reference_free == (reference_log_probs is None):
+        return
+    if reference_free:
+        raise ValueError("reference_log_probs are given with reference_free=True: leave out one of them")
+    raise ValueError(
+        "reference_log_probs is None: the loss compares the policy with a reference; pass the reference policy's "
+        "log-probabilities of the same labels, or set reference_free=True for a loss without one"
+    )
+
+
 def split_pairs(rows: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """The chosen rows, and the rejected ones: of "halves" the first and the second half, else each second one."""
     if pairs == "interleaved":
@@ -130,6 +142,7 @@ class DPOLoss(_PairLoss):
 
     Attributes:
         beta: how far the policy is held to the reference.
+        reference_free: there is no reference: `c_ref` and `r_ref` are 0, and `reference_log_probs` is left out.
         loss_type: "sigmoid"; "hinge": `max(0, 1 - margin)` (SLiC; Zhao et al., 2023); "ipo": the square of the
             difference of means less `1 / (2 beta)` (Azar et al., 2023).
         average_log_prob: c and r are means instead of sums; with "ipo" they always are.
@@ -138,6 +151,7 @@ class DPOLoss(_PairLoss):
     beta: float = 0.1
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     average_log_prob: bool = False
+    reference_free: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,7 +177,7 @@ class DPOLoss(_PairLoss):
         Args:
             log_probs: of the labels, `[B, S]` (all per token `[S, B]` with `sequence_first`).
             mask: which tokens count, or weights of them; None: all.
-            reference_log_probs: of the reference policy; None: 0, a policy that holds all sequences equally likely.
+            reference_log_probs: of the reference policy; None with `reference_free` alone.
             count: pairs that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
             sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
                 and ranks; None: those of this call. It goes together with `count`.
@@ -182,6 +196,17 @@ class DPOLoss(_PairLoss):
         else:
             losses_P = preference_loss(self.beta * margin_P, self.label_smoothing)
         return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+
+    def _fault(
+        self,
+        shape: torch.Size,
+        mask: Tensor | None = None,
+        reference_log_probs: Tensor | None = None,
+        count: Tensor | float | None = None,
+        sft_count: Tensor | float | None = None,
+    ) -> ValueError | None:
+        _check_reference(self.reference_free, reference_log_probs)
+        return super()._fault(shape, mask, reference_log_probs, count, sft_count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,12 +284,14 @@ class KTOLoss(LogProbLoss):
         beta: how far the policy is held to the reference.
         desirable_weight, undesirable_weight: factors of the two kinds of rows.
         average_log_prob: x is a mean over tokens instead of a sum.
+        reference_free: there is no reference: x is a row's log-probability, and `reference_log_probs` is left out.
     """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     average_log_prob: bool = False
+    reference_free: bool = False
 
     def __post_init__(self) -> None:
         check_number("beta", self.beta, "above 0", above_0)
@@ -326,6 +353,7 @@ class KTOLoss(LogProbLoss):
                 f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
         check_scalar("kl", kl)
+        _check_reference(self.reference_free, reference_log_probs)
         return first_fault(
             shape_fault("desirable", desirable, [(rows,)], rule),
             count_fault("count", count),

@@ -118,7 +118,7 @@ def size_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -
     """`label_check` for any of the head's checks of a vocabulary's size: it takes the check and its arguments."""
     ranks = group_size(check_group(tp_group))
     size = ranks * columns if vocab is None else vocab.size
-    return functools.partial(size_fault, vocab, size=size)
+    return functools.partial(size_fault, vocab, size=size, group=tp_group)
 
 
 def whole_results(targets: Targets, check: Check, compute: Callable[[Tensor], Any], like: Tensor) -> Any:

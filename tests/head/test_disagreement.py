@@ -52,7 +52,7 @@ OF_LABELS = {
 @ranks(2, 4)
 @pytest.mark.parametrize("name", OF_LABELS)
 def test_hidden_states_and_labels_that_are_cut_already(name):
-    """The usual mistake with sequence parallelism: each rank its own tokens, and the layout that means the same ones."""
+    """The usual mistake with sequence parallelism: own tokens on each rank, and the layout that means the same ones."""
     hidden, weight, labels = parts()
     with count_collectives() as right:
         OF_LABELS[name](hidden, weight, labels, tp_group=dist.group.WORLD)
@@ -114,7 +114,7 @@ OF_OPTIONS = [
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_an_option_of_one_rank(layout):
-    """Of another number of statistics, which once was the end of the process, and of the same number, which was wrong."""
+    """Of another number of statistics, which once ended the process, and of the same number, which was wrong."""
     hidden, weight, labels = parts()
     hidden = cut(hidden) if layout == "sequence" else hidden
     for chosen in OF_OPTIONS:

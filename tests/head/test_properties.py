@@ -52,7 +52,7 @@ def cases(draw, ranks_):
         cuts=sorted(draw(st.lists(st.integers(0, columns), min_size=ranks_ - 1, max_size=ranks_ - 1))),
     )
     how = {
-        "cache": draw(st.sampled_from([0, 0.3, 1, 500, "auto"])),
+        "cache": draw(st.sampled_from([0, 0.3, 1, 2000, "auto"])),
         "chunk_tokens": draw(st.none() | st.integers(1, 9)),
         "skip_ignored": draw(st.booleans()),
     }

@@ -96,7 +96,12 @@ def test_single_rows():
     check_rows(loss, truth, desirable, mask=mask_BS, reference_log_probs=others["ref"], kl=torch.tensor(0.3))
 
 
-LOSSES = [DPOLoss(beta=0.3), DPOLoss(loss_type="ipo"), SimPOLoss(), ORPOLoss(sft_weight=0)]
+LOSSES = [
+    DPOLoss(beta=0.3, reference_free=True),
+    DPOLoss(loss_type="ipo", reference_free=True),
+    SimPOLoss(),
+    ORPOLoss(sft_weight=0),
+]
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{type(loss).__name__} {getattr(loss, 'loss_type', '')}")
@@ -118,7 +123,7 @@ def test_a_pair_without_tokens_does_not_count_and_parts_add_up(loss):
 @pytest.mark.parametrize("pairs", ["halves", "interleaved"])
 @pytest.mark.parametrize("kind", [DPOLoss, SimPOLoss, ORPOLoss])
 def test_parts_with_a_likelihood_add_up(kind, pairs):
-    loss = kind(sft_weight=0.7, pairs=pairs)
+    loss = kind(sft_weight=0.7, pairs=pairs, **({"reference_free": True} if kind is DPOLoss else {}))
     log_probs = (drawn(6, S) - 3).requires_grad_()
     mask = torch.ones(6, S)
     mask[0, 2:] = mask[4, 1:] = 0
@@ -172,21 +177,39 @@ def test_16_bit_log_probabilities_are_added_up_in_fp32(loss, given, others):
 
 def test_metrics():
     log_probs = torch.tensor([[-1.0, -1.0], [-4.0, -2.0], [-3.0, -2.0], [-1.0, -1.0]])
-    _, metrics = DPOLoss(beta=0.5).from_log_probs(log_probs)
+    _, metrics = DPOLoss(beta=0.5, reference_free=True).from_log_probs(log_probs)
     wanted = {"rewards_chosen": -2.0, "rewards_rejected": -1.75, "accuracy": 0.5}
     assert {name: x.item() for name, x in metrics.items()} == wanted
-    _, metrics = KTOLoss(beta=0.5).from_log_probs(log_probs, torch.tensor([True, False, False, True]))
+    _, metrics = KTOLoss(beta=0.5, reference_free=True).from_log_probs(
+        log_probs, torch.tensor([True, False, False, True])
+    )
     assert {name: x.item() for name, x in metrics.items()} == {"rewards_chosen": -1.0, "rewards_rejected": -2.75}
+
+
+def test_a_reference_that_was_forgotten():
+    """Without it the loss would be another one; who wants that says so."""
+    log_probs, reference_log_probs = drawn(4, S), drawn(4, S, seed=1)
+    desirable = torch.tensor([True, False, True, False])
+    for kind, given in ((DPOLoss, ()), (KTOLoss, (desirable,))):
+        with pytest.raises(ValueError, match="reference_log_probs is None: .* or set reference_free=True"):
+            kind().from_log_probs(log_probs, *given)
+        with pytest.raises(ValueError, match="reference_log_probs is None"):
+            kind()(drawn(4, S, 3), drawn(9, 3), torch.zeros(4, S).long(), *given)
+        with pytest.raises(ValueError, match="reference_log_probs are given with reference_free=True"):
+            kind(reference_free=True).from_log_probs(log_probs, *given, reference_log_probs=reference_log_probs)
+        found = kind(reference_free=True).from_log_probs(log_probs, *given)
+        want = kind().from_log_probs(log_probs, *given, reference_log_probs=torch.zeros(4, S))
+        torch.testing.assert_close(found, want)
 
 
 def test_refused():
     three = drawn(3, S)
     with pytest.raises(ValueError, match="3 rows: they come in pairs"):
-        DPOLoss().from_log_probs(three)
+        DPOLoss(reference_free=True).from_log_probs(three)
     with pytest.raises(ValueError, match=r"desirable is \(2,\)"):
-        KTOLoss().from_log_probs(three, torch.ones(2).bool())
+        KTOLoss(reference_free=True).from_log_probs(three, torch.ones(2).bool())
     with pytest.raises(ValueError, match=r"desirable has dtype torch.int64: it must be torch.bool"):
-        KTOLoss().from_log_probs(three, torch.tensor([1, -1, 1]))
+        KTOLoss(reference_free=True).from_log_probs(three, torch.tensor([1, -1, 1]))
     for options, message in (
         ({"pairs": "alternating"}, "pairs is 'alternating'"),
         ({"label_smoothing": 0.1, "loss_type": "ipo"}, "only 'sigmoid' has it"),
@@ -223,5 +246,5 @@ def test_a_count_below_0_is_refused():
     log_probs = drawn(4, S) - 3
     for count in (-1, -0.5, float("nan")):
         with pytest.raises(ValueError, match=f"count is {count}: it must be at least 0"):
-            DPOLoss().from_log_probs(log_probs, count=count)
-    assert DPOLoss().from_log_probs(log_probs, torch.zeros(4, S), count=0)[0] == 0
+            DPOLoss(reference_free=True).from_log_probs(log_probs, count=count)
+    assert DPOLoss(reference_free=True).from_log_probs(log_probs, torch.zeros(4, S), count=0)[0] == 0

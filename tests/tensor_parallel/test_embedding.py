@@ -54,8 +54,9 @@ def test_output_and_gradient(sequence, deterministic, dtype):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4), (0, 3)], ids=str)
-def test_any_shape_and_integer(shape):
-    layer, table = embedding(), numbers(V, D, seed=7)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_any_shape_and_integer(shape, deterministic):
+    layer, table = embedding(config=Config(deterministic_mode=deterministic)), numbers(V, D, seed=7)
     ids = torch.randint(V, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     assert torch.equal(layer(ids), F.embedding(ids, table))
 

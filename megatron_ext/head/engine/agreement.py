@@ -36,11 +36,13 @@ def of_options(options: HeadOptions, **more: Any) -> int:
 
 
 def of_labels(ids: Tensor, places_T: Tensor | None = None) -> Tensor:
-    """A number, int64 without dims, for ids `[T]` or `[T, N]`; `places_T`: where the tokens are among those of all ranks.
+    """A number, int64 without dims, for ids `[T]` or `[T, N]`, whatever their order in memory.
 
-    The order of tokens in memory does not matter.
+    `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
     """
-    places = torch.arange(ids.shape[0], device=ids.device) if places_T is None else places_T
+    places = torch.arange(ids.shape[0], device=ids.device)
+    if places_T is not None and len(ids):
+        places = places_T
     if ids.dim() == 2:
         places = places.unsqueeze(1) * ids.shape[1] + torch.arange(ids.shape[1], device=ids.device)
     mixed = (ids + places * _MULTIPLIER) * _MULTIPLIER

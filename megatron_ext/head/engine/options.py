@@ -11,6 +11,8 @@ Layout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
 Cache = float | Literal["bounded", "auto"]
 
+LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
+
 
 @dataclass(frozen=True)
 class HeadOptions:
@@ -28,8 +30,8 @@ class HeadOptions:
         softcap: logits become `softcap * tanh(logits / softcap)`; None: they stay.
         temperature: logits are divided by it, after the softcap.
         entropy, hits: further per-token read-outs: the entropy, and whether the label has the largest logit.
-        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; above 1: bytes; "bounded" or
-            "auto": see `chunk_sizes.cached_columns`.
+        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; from 1024 on: bytes; "bounded"
+            or "auto": see `chunk_sizes.cached_columns`.
         chunk_tokens: tokens per chunk; None: chosen from the sizes.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
     """
@@ -55,13 +57,13 @@ class HeadOptions:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise ValueError(f"ignore_index is {self.ignore_index!r}: it must be an int; PyTorch's default is -100")
         _number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda e: 0 <= e < 1, "0.0 turns it off")
-        _number("z_loss", self.z_loss, "finite", math.isfinite, "0.0 turns it off")
+        _number("z_loss", self.z_loss, "at least 0 and finite", _at_least_0, "0.0 turns it off")
         check_temperature(self.temperature)
         if self.softcap is not None:
             _number("softcap", self.softcap, "above 0 and finite", _positive, "None turns it off")
         if self.cache not in ("bounded", "auto"):
-            fix = 'a fraction of the columns, or above 1 bytes; or "bounded" or "auto"'
-            _number("cache", self.cache, "at least 0 and finite", _at_least_0, fix)
+            rule = f"in [0, 1], a fraction of the columns, or at least {LEAST_BYTES}, bytes"
+            _number("cache", self.cache, rule, _fraction_or_bytes, '"bounded" goes by the sizes, "auto" by free memory')
         if self.chunk_tokens is not None and (_not_an_int(self.chunk_tokens) or self.chunk_tokens < 1):
             raise ValueError(
                 f"chunk_tokens is {self.chunk_tokens!r}: it must be a positive int; None lets the head choose"
@@ -99,3 +101,7 @@ def _positive(value: float) -> bool:
 
 def _at_least_0(value: float) -> bool:
     return 0 <= value < math.inf
+
+
+def _fraction_or_bytes(value: float) -> bool:
+    return 0 <= value <= 1 or LEAST_BYTES <= value < math.inf

@@ -56,11 +56,11 @@ def new_statistics(
     tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, rows: int | None = None
 ) -> Tensor:
     """`[K, T + 1]`: room for what `row_statistics` writes, or `rows`, and the column that says whose it is."""
-    written = written_rows(options) if rows is None else rows
-    stats_KT = torch.empty(written if rows else max(written, SENT), tokens + 1, dtype=dtype, device=device)
-    stats_KT[:, -1] = 0
-    if written < stats_KT.shape[0]:
-        stats_KT[written:] = 0
+    if rows is None:  # not all of them are written
+        stats_KT = torch.zeros(max(written_rows(options), SENT), tokens + 1, dtype=dtype, device=device)
+    else:
+        stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
+        stats_KT[:, -1] = 0
     facts = {SIZE: options.vocab.size, COUNTED: options.vocab.counted, START: options.vocab.start}
     for row, number in facts.items():
         stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits

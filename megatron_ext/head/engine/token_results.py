@@ -32,7 +32,12 @@ def flat_labels(
 ) -> tuple[Tensor, ValueError | None]:
     """The labels as `[T]`, the masked ones ignored, their dims in the order given; and what only this rank may see."""
     fault = argument_checks.size_fault(
-        vocab, argument_checks.check_labels, labels, options.ignore_index, size=options.vocab.size
+        vocab,
+        argument_checks.check_labels,
+        labels,
+        options.ignore_index,
+        size=options.vocab.size,
+        group=options.group,
     )
     labels = labels.long()
     if loss_mask is not None:

@@ -80,8 +80,9 @@ class ReadOut(ABC):
         return statistics.exchange(stats_KT, self.options, places_T)
 
     def labels(self, tokens: Tensor) -> Tensor:
-        """Ids that the call asks for: one past a rank's columns shows that it has a shard, not the whole vocabulary."""
-        return tokens.new_zeros(1, dtype=torch.int64)
+        """Ids that the call asks for, `[T]` or `[T, N]`, or none: all ranks must ask for the same ones, and one past a
+        rank's columns shows that it has a shard, not the whole vocabulary."""
+        return tokens.new_empty(0, dtype=torch.int64)
 
     def refuse(self, like: Tensor, tokens: int) -> None:
         """Take part in the exchange that the other ranks wait in, telling them that this one refused its arguments."""

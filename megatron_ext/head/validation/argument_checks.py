@@ -8,26 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.options import HeadOptions
 from megatron_ext.head.engine.agreement import options_in_words
+from megatron_ext.head.engine.options import HeadOptions
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NO_SIZE = 1 << 40  # no vocabulary has it
+_SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
 
 
 def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
     """Raises ValueError unless `x` is a floating tensor (of `dims` dims)."""
+    check_plain(argument, x)
     if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; cast it")
@@ -36,12 +39,13 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
 
 
-def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
+def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> None:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`.
 
     The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
-    compiling or on fake tensors it is not looked at.
+    compiling or on fake tensors it is not looked at. `hint`: see `size_fault`.
     """
+    check_plain("labels", labels)
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
         kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
@@ -52,18 +56,26 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> None:
         raise_if(
             wrong.any(),
             f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
-            f"({ignore_index}); mark tokens that do not count with ignore_index",
+            f"({ignore_index}); mark tokens that do not count with ignore_index{hint}",
         )
 
 
-def size_fault(vocab: VocabShard | None, check: Callable[..., None], *arguments: Any, size: int) -> ValueError | None:
-    """What `check(*arguments, size)` finds.
+def size_fault(
+    vocab: VocabShard | None, check: Callable[..., None], *arguments: Any, size: int, group: Group
+) -> ValueError | None:
+    """What `check(*arguments, size, hint)` finds; the hint says it where a group may have been forgotten.
 
     Where the caller gave no `vocab`, the size is a guess from this rank's columns, and at unequal shards another rank's
     guess is larger: what only breaks the size may be seen by one rank alone, and comes back. The rest is raised.
     """
+    hint = ""
+    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        hint = (
+            f". tp_group is None, and {dist.get_world_size()} ranks run: if what was passed is one rank's shard of the "
+            f"vocabulary, pass the group that shares it"
+        )
     try:
-        check(*arguments, size)
+        check(*arguments, size, hint)
     except ValueError as fault:
         if vocab is not None:
             raise
@@ -241,7 +253,7 @@ def check_agreement(options_R: Tensor, labels_R: Tensor, options: HeadOptions, *
     raise_if(
         _differ(options_R),
         f"the options are not the same on every rank of tp_group; this rank's: {options_in_words(options, **more)}. "
-        f"Pass the same on each, also return_entropy, return_hits and the like: a rank that only logs them changes what "
+        f"Pass the same on each; also return_entropy and return_hits, where one rank alone logs them: they change what "
         f"is computed and sent",
     )
     raise_if(
@@ -266,8 +278,12 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> Non
     """
     if not has_values(sums_RKT):
         return
-    alike = (sums_RKT == sums_RKT[..., :1]).all()
-    whole = (sums_RKT == sums_RKT[:1]).all() & (labels_T < options.vocab.columns).all() & ~alike
+    alike, same = sums_RKT == sums_RKT[..., :1], sums_RKT == sums_RKT[:1]
+    if options.softcap is not None:  # where logits reach it, those of different shards are alike
+        limit = _SATURATED * options.softcap / options.temperature
+        tells = (sums_RKT[:, :1].abs() < limit).any(0, keepdim=True)
+        alike, same = alike | ~tells, same | ~tells
+    whole = same.all() & (labels_T < options.vocab.columns).all() & ~alike.all()
     raise_if(
         whole,
         f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "

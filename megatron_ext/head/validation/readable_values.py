@@ -1,5 +1,8 @@
 """Whether the values of a tensor can be read (it is not fake or traced), and how to raise on wrong ones."""
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -8,6 +11,23 @@ from torch._subclasses.fake_tensor import is_fake
 def has_values(x: Tensor) -> bool:
     """Whether `x` is a real tensor, neither a fake one nor one of a graph that is being compiled."""
     return not torch.compiler.is_compiling() and not is_fake(x) and x.device.type in ("cpu", "cuda")
+
+
+def check_plain(argument: str, x: Any) -> None:
+    """Raises ValueError for a DTensor, and in a transform of torch.func, which our autograd functions do not know."""
+    if torch.compiler.is_compiling():
+        return
+    distributed = sys.modules.get("torch.distributed.tensor")  # not imported: nobody has made a DTensor
+    if distributed is not None and isinstance(x, distributed.DTensor):
+        raise ValueError(
+            f"{argument} is a DTensor: it must be a plain tensor; pass its local tensor, {argument}.to_local(), with "
+            f"the process group of the mesh dim that shards it, or all of it, {argument}.full_tensor()"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            f"{argument} is in a transform of torch.func (grad, vmap, jvp, ...): it must be called outside; use "
+            f"torch.autograd.grad or backward(), and pass a batch as leading dims"
+        )
 
 
 def raise_if(wrong: Tensor, message: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
 
 
 def filters(top_k: Any, top_p: Any) -> bool:
@@ -21,14 +21,15 @@ def filters(top_k: Any, top_p: Any) -> bool:
     return top_k not in (None, -1) or top_p < 1
 
 
-def check_k(argument: str, k: Any, size: int) -> None:
+def check_k(argument: str, k: Any, size: int, hint: str = "") -> None:
     """Raises ValueError unless k of the vocabulary's `size` ids can be taken."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
-        raise ValueError(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}")
+        raise ValueError(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}{hint}")
 
 
-def check_ids(indices: Tensor, size: int) -> None:
+def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
     """Raises ValueError unless `indices` are `[..., K]` integers in `[0, size)`, as `check_labels` does."""
+    check_plain("indices", indices)
     if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype in (torch.bool, torch.complex64):
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices is {kind}: it must be a tensor of integer token ids; cast it with .long()")
@@ -39,5 +40,5 @@ def check_ids(indices: Tensor, size: int) -> None:
         raise_if(
             ((ids < 0) | (ids >= size)).any(),
             f"indices holds one outside [0, {size}): each must be a token id of the vocabulary; clamp those of tokens "
-            f"that do not count and mask their results",
+            f"that do not count and mask their results{hint}",
         )

@@ -86,12 +86,17 @@ def drain_embedding_wgrad_compute(
         )
 
     def start() -> Pending:
-        x_TD = inputs.pop(0).flatten(0, -2)
+        x_TD = _rows(inputs.pop(0))
         return start_all_gather(x_TD, tp_group) if config.sequence_parallel else Pending(x_TD)
 
     coming = start() if inputs else None
     while coming is not None:
         x_TD = coming.wait()
         coming = start() if inputs else None
-        dy_TN = grads.pop(0).flatten(0, -2)
+        dy_TN = _rows(grads.pop(0))
         accumulate(weight, dy_TN.to(x_TD.dtype), x_TD, fused=config.gradient_accumulation_fusion)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[T, D]`, also of one token without leading dims."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

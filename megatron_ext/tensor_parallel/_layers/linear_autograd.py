@@ -44,6 +44,7 @@ from megatron_ext.distributed.collectives import (
 )
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
+from megatron_ext.head.validation.readable_values import check_plain
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
 
 Layout = Literal["replicated", "sequence", "sharded"]
@@ -126,6 +127,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
     Raises:
         ValueError: shapes, dtypes or devices don't fit; on every rank, before anything is communicated.
     """
+    check_plain("input", x)
+    check_plain("weight", weight)
     if plan.fuse_main_grad:
         main_grad.promise(weight)
     return ParallelLinear.apply(x, weight, bias, plan)

@@ -103,7 +103,9 @@ class VocabParallelEmbedding(ShardedLayer):
 
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
         # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
-        return weight[rows] if self.deterministic_mode else F.embedding(rows, weight)
+        if self.deterministic_mode:
+            return weight[rows.flatten()].view(*rows.shape, self.embedding_dim)  # of no dims indexing makes a view
+        return F.embedding(rows, weight)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -1,0 +1,19 @@
+"""The hybrid example without the launcher: a sentence that says how to start it, not a KeyError."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_hybrid.py"
+
+
+def test_without_torchrun():
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "run it by torchrun, which says who is who: "
+        "torchrun --nproc-per-node 2 -m megatron_ext.run --cpu --linear-ce examples/pretrain_hybrid.py"
+    )

@@ -1,0 +1,181 @@
+"""Mistakes that everyone makes once, each told in a sentence that names it, and right calls that were refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron_ext import (
+    VocabShard,
+    head,
+    linear_cross_entropy,
+    linear_log_probs,
+    reference,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
+)
+from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from tests.ranks import ranks
+
+T, D, V = 6, 4, 10
+
+
+def problem():
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(T, D, generator=g), torch.randn(V, D, generator=g), torch.randint(V, (T,), generator=g)
+
+
+@ranks(2)
+def test_a_group_that_was_forgotten():
+    """A shard in the place of the whole: its labels are too large for it, and the message says why that may be."""
+    hidden, weight, labels = problem()
+    labels[-1] = V - 1
+    own, ids = weight.chunk(2)[dist.get_rank()], labels.unsqueeze(1)
+    calls = [
+        lambda **of: linear_cross_entropy(hidden, own, labels, **of),
+        lambda **of: vocab_parallel_cross_entropy(hidden @ own.t(), labels, **of),
+        lambda **of: head.linear_gather_log_probs(hidden, own, ids, **of),
+        lambda **of: head.gather_logits(hidden @ own.t(), ids, **of),
+        lambda **of: head.linear_sampled_log_probs(hidden, own, labels, 2, **of),
+        lambda **of: head.sampled_log_probs(hidden @ own.t(), labels, 2, **of),
+        lambda **of: head.linear_topk_log_probs(hidden, own, V, **of)[0],
+        lambda **of: head.vocab_topk(hidden @ own.t(), V, **of)[0],
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="tp_group is None, and 2 ranks run: if .* shard of the vocabulary, pass"):
+            call()
+        assert not call(tp_group=dist.group.WORLD).isnan().any()
+    with pytest.raises(ValueError) as said:
+        linear_cross_entropy(hidden, own, labels + V, dist.group.WORLD)
+    assert "tp_group is None" not in str(said.value)
+    alone = linear_cross_entropy(hidden, weight, labels)  # data-parallel ranks, each with the whole weight
+    torch.testing.assert_close(alone, reference.cross_entropy(reference.logits(hidden, weight), labels))
+
+
+@ranks(2)
+def test_dtensors():
+    """As weight, hidden states, logits and labels."""
+    hidden, weight, labels = problem()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(weight, mesh, [Shard(0)])
+    assert isinstance(sharded, DTensor)
+    z = distribute_tensor(hidden @ weight.t(), mesh, [Shard(1)])
+    for name, call in {
+        "weight": lambda: linear_cross_entropy(hidden, sharded, labels, mesh.get_group()),
+        "hidden": lambda: linear_log_probs(distribute_tensor(hidden, mesh, [Shard(0)]), weight, labels),
+        "logits": lambda: token_log_probs(z, labels, mesh.get_group()),
+        "labels": lambda: token_log_probs(hidden @ weight.t(), distribute_tensor(labels, mesh, [Shard(0)])),
+        "indices": lambda: head.gather_logits(
+            hidden @ weight.t(), distribute_tensor(labels.unsqueeze(1), mesh, [Shard(0)])
+        ),
+        "weight of the teacher": lambda: head.linear_kl_divergence(
+            hidden, sharded.to_local(), hidden, sharded, "forward"
+        ),
+        "teacher_logits": lambda: head.kl_divergence(z.to_local(), z),
+    }.items():
+        name = name.removesuffix(" of the teacher")
+        with pytest.raises(ValueError, match=rf"{name} is a DTensor: .* pass its local tensor, {name}.to_local\(\)"):
+            call()
+    with pytest.raises(ValueError, match="weight is a DTensor"):
+        parallel_linear(hidden, sharded, None, Plan(mesh.get_group()))
+    found = linear_cross_entropy(hidden, sharded.to_local(), labels, mesh.get_group())
+    torch.testing.assert_close(found, linear_cross_entropy(hidden, weight, labels))
+
+
+def test_torch_func():
+    hidden, weight, labels = problem()
+    z = hidden @ weight.t()
+    calls = [
+        (lambda x: linear_cross_entropy(x, weight, labels).sum(), hidden),
+        (lambda x: head.linear_topk_log_probs(x, weight, 2)[0].sum(), hidden),
+        (lambda x: token_log_probs(x, labels).sum(), z),
+        (lambda x: head.vocab_parallel_softmax(x).sum(), z),
+        (
+            lambda x: parallel_linear(x, weight, None, Plan()).sum(),
+            hidden,
+        ),
+    ]
+    for call, x in calls:
+        for transform in (torch.func.grad(call), torch.func.vmap(lambda x, call=call: call(x.unsqueeze(0)))):
+            with pytest.raises(ValueError, match=r"torch\.func.*use torch\.autograd\.grad"):
+                transform(x)
+
+
+def test_ids_of_one_token():
+    """`[K]` for hidden states `[D]` and logits `[V]`."""
+    hidden, weight, labels = problem()
+    want = reference.logits(hidden, weight).log_softmax(-1)[0, labels]
+    for with_entropy in (False, True):
+        x, z = hidden[0].clone().requires_grad_(), (hidden[0] @ weight.t()).detach().requires_grad_()
+        of_hidden = head.linear_gather_log_probs(x, weight, labels, return_entropy=with_entropy)
+        of_logits = head.gather_log_probs(z, labels, return_entropy=with_entropy)
+        for found in (of_hidden, of_logits):
+            found, entropy = found if with_entropy else (found, torch.zeros(()))
+            assert entropy.shape == ()
+            torch.testing.assert_close(found, want)
+            found.sum().backward()
+        torch.testing.assert_close(x.grad, z.grad @ weight)
+    assert head.linear_gather_log_probs(hidden[:0], weight, labels.expand(0, T)).shape == (0, T)
+
+
+@ranks(2)
+@pytest.mark.parametrize("size", [3e1, 1e3])
+def test_a_softcap_that_saturates(size):
+    """Every logit of both shards is the cap: they look alike, and are shards all the same."""
+    hidden, weight, labels = problem()
+    hidden = hidden.abs() * size * torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0]).unsqueeze(1)
+    weight = weight.abs() + 1
+    own, group = weight.chunk(2)[dist.get_rank()].clone().requires_grad_(), dist.group.WORLD
+    labels %= V // 2
+    found = linear_cross_entropy(hidden, own, labels, group, softcap=2.0)
+    z = reference.logits(hidden, weight, softcap=2.0)
+    torch.testing.assert_close(found, reference.cross_entropy(z, labels))
+    torch.testing.assert_close(
+        token_log_probs(hidden @ own.t(), labels, group, softcap=2.0), reference.log_probs(z, labels)
+    )
+    with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
+        linear_cross_entropy(hidden / size / 3, weight, labels, group, softcap=2.0)
+
+
+def test_gradient_into_the_memory_of_a_leaf():
+    """`grad` of a leaf is not the leaf itself: an optimizer needs both."""
+    hidden, weight, labels = problem()
+    for view in (lambda z: z, lambda z: z[:4], lambda z: z.view(2, 3, V)):
+        leaf = (hidden @ weight.t()).requires_grad_()
+        before, z = leaf.detach().clone(), view(leaf)
+        own = view(labels.unsqueeze(1).expand(T, V))[..., 0]
+        vocab_parallel_cross_entropy(z, own, gradient_into_logits=True).sum().backward()
+        want = torch.autograd.grad(reference.cross_entropy(z, own).sum(), leaf)[0]
+        torch.testing.assert_close(leaf.grad, want)
+        assert torch.equal(leaf.detach(), before)
+        assert leaf.grad.data_ptr() != leaf.data_ptr()
+
+
+@pytest.mark.parametrize("z_loss", [-1, -1e-3, float("nan")])
+def test_a_z_loss_below_0(z_loss):
+    with pytest.raises(ValueError, match="z_loss is .*: it must be a number at least 0 and finite"):
+        linear_cross_entropy(*problem(), z_loss=z_loss)
+    with pytest.raises(ValueError, match="z_loss is "):
+        vocab_parallel_cross_entropy(torch.zeros(1, V), torch.zeros(1).long(), z_loss=z_loss)
+
+
+@pytest.mark.parametrize("cache", [2, 1.5, 50, 100, 1023])
+def test_a_cache_that_is_neither_a_fraction_nor_bytes(cache):
+    with pytest.raises(
+        ValueError, match=rf"cache is {cache}: it must be a number in \[0, 1\], .* or at least 1024, bytes"
+    ):
+        linear_cross_entropy(*problem(), cache=cache)
+    linear_cross_entropy(*problem(), cache=1024)
+
+
+@ranks(2)
+def test_what_one_rank_has_of_two():
+    """A vocab that is a part, and no group: named before any label is looked at."""
+    hidden, weight, labels = problem()
+    vocab = VocabShard.split(V, dist.group.WORLD)
+    own = weight[vocab.start : vocab.stop]
+    with pytest.raises(
+        ValueError, match="on one rank: it must be the whole; pass the tp_group whose ranks hold the rest"
+    ):
+        linear_cross_entropy(hidden, own, labels, vocab=vocab)
