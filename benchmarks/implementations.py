@@ -18,8 +18,8 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunk_sizes import cached_columns
-from megatron_ext.head.engine.options import HeadOptions
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,7 +56,7 @@ def ours(cache: float | None) -> Implementation:
 
 def kept_by_default(case: Case) -> float:
     """The fraction of the columns, as the head chooses it."""
-    options = HeadOptions(None, VocabShard(0, case.columns, case.columns))
+    options = Call(None, VocabShard(0, case.columns, case.columns))
     like = torch.empty(0, case.width, dtype=case.dtype)
     return cached_columns(options, case.tokens, case.columns, like) / case.columns
 

@@ -244,7 +244,7 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
-    "_token_results_kernel": _of_tokens,
+    "_combined_kernel": _of_tokens,
     "_token_gradient_kernel": _of_tokens,
 }
 

@@ -52,7 +52,7 @@ def check_group(group: Group, argument: str = "tp_group") -> Group:
     """
     if group is None:
         return None
-    looks_like_one = callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))
+    looks_like_one = isinstance(group, ProcessGroup) or (hasattr(group, "size") and hasattr(group, "rank"))
     if group is dist.GroupMember.NON_GROUP_MEMBER or (looks_like_one and group_rank(group) < 0):
         raise ValueError(
             f"{argument} does not hold this rank (global rank {_global_rank()}): every caller must be a member; "

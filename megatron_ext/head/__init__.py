@@ -4,6 +4,7 @@ from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entrop
 from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.distributions_of_hidden_states import (
     linear_gather_log_probs,
+    linear_js_divergence,
     linear_kl_divergence,
     linear_sampled_log_probs,
     linear_topk_log_probs,
@@ -11,6 +12,7 @@ from megatron_ext.head.distributions_of_hidden_states import (
 from megatron_ext.head.distributions_of_logits import (
     gather_log_probs,
     gather_logits,
+    js_divergence,
     kl_divergence,
     sampled_log_probs,
     soft_cross_entropy,
@@ -18,9 +20,34 @@ from megatron_ext.head.distributions_of_logits import (
     vocab_parallel_softmax,
     vocab_topk,
 )
-from megatron_ext.head.readouts.jensen_shannon import js_divergence, linear_js_divergence
+from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.readouts.gather import Gather, TopK
+from megatron_ext.head.readouts.jensen_shannon import JensenShannon
+from megatron_ext.head.readouts.kl_divergence import KL
+from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
+from megatron_ext.head.readouts.sampling import Sampled
+from megatron_ext.head.readouts.teacher import Teacher
 
 __all__ = [
+    "KL",
+    "CrossEntropy",
+    "Entropy",
+    "Gather",
+    "IsArgmax",
+    "JensenShannon",
+    "LmHead",
+    "LogProbs",
+    "LogSumExp",
+    "Logits",
+    "MeanLogit",
+    "ReadOut",
+    "Sampled",
+    "SumOfSquares",
+    "Teacher",
+    "TopK",
+    "ZLoss",
     "gather_log_probs",
     "gather_logits",
     "js_divergence",

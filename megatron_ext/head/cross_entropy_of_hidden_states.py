@@ -3,20 +3,16 @@
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
 """
 
-import dataclasses
-from typing import Any, get_args
+from typing import get_args
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group, group_rank, tensor_parallel_group
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.linear import LinearHead
-from megatron_ext.head.engine.options import Cache, HeadOptions, Layout, Reduction, one_of
-from megatron_ext.head.engine.token_results import Found, flat_labels, log_probs, reduced, refuse
-from megatron_ext.head.validation import argument_checks
+from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.readouts.labels import CrossEntropy
+from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
+from megatron_ext.head.validation.option_checks import Cache, Layout, Reduction, one_of
 
 
 def linear_cross_entropy(
@@ -74,25 +70,21 @@ def linear_cross_entropy(
         ValueError: an argument breaks its rule; the message says which, and the fix.
     """
     one_of("reduction", reduction, get_args(Reduction))
-    loss = linear_parts(
-        hidden,
+    head = LmHead(
         weight,
-        labels,
+        tp_group,
+        hidden_layout,
         bias=bias,
         vocab=vocab,
-        loss_mask=loss_mask,
-        skip_ignored=skip_ignored,
-        tp_group=tp_group,
-        hidden_layout=hidden_layout,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
         cache=cache,
         chunk_tokens=chunk_tokens,
-        fuse_main_grad=gradient_accumulation_fusion,
-    ).loss
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
+    )
+    asked = masked(labels, loss_mask, ignore_index)
+    counts = asked != ignore_index if skip_ignored else None
+    loss = head.read(hidden, CrossEntropy(asked, ignore_index, label_smoothing, z_loss), counts=counts)
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 
@@ -124,80 +116,19 @@ def linear_log_probs(
         of it, the entropy of each token's distribution (fp32, differentiable too, 0 for tokens that do not count), and
         whether the label has the largest logit (bool; the lowest id wins among equals; False where it does not count).
     """
-    found = linear_parts(
-        hidden,
+    head = LmHead(
         weight,
-        labels,
+        tp_group,
+        hidden_layout,
         bias=bias,
         vocab=vocab,
-        loss_mask=loss_mask,
-        skip_ignored=skip_ignored,
-        tp_group=tp_group,
-        hidden_layout=hidden_layout,
-        ignore_index=ignore_index,
         softcap=softcap,
         temperature=temperature,
         cache=cache,
         chunk_tokens=chunk_tokens,
-        fuse_main_grad=gradient_accumulation_fusion,
-        entropy=return_entropy,
-        hits=return_hits,
+        gradient_accumulation_fusion=gradient_accumulation_fusion,
     )
-    return log_probs(found)
-
-
-def linear_parts(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None,
-    vocab: VocabShard | None,
-    loss_mask: Tensor | None,
-    skip_ignored: bool,
-    tp_group: Group,
-    **chosen: Any,
-) -> Found:
-    group = tensor_parallel_group(tp_group)
-    rows = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() else 1
-    options = HeadOptions(group=group, vocab=argument_checks.shard_of(vocab, max(rows, 1), group), **chosen)
-    argument_checks.check_floating("hidden", hidden)
-    labels_T, fault = flat_labels(labels, loss_mask, options, vocab)
-    in_slices = options.hidden_layout == "sequence"
-    fault = argument_checks.layout_fault(hidden, labels, in_slices, options.ranks) or fault
-    fault = argument_checks.linear_fault(hidden, weight, bias, vocab, options.ranks) or fault
-    if options.fuse_main_grad and torch.is_grad_enabled():
-        fault = fault or argument_checks.main_grad_fault(weight)
-    sizes = [labels_T.shape[0] // options.ranks] * options.ranks if in_slices and options.ranks > 1 else None
-
-    kept_T = mine_T = among = None
-    if skip_ignored:
-        counts_T = labels_T != options.ignore_index
-        per_rank = counts_T.view(options.ranks if sizes else 1, -1)
-        kept_T = counts_T.nonzero().squeeze(1)
-        labels_T = labels_T[kept_T]
-        mine_T = per_rank[group_rank(group) if sizes else 0].nonzero().squeeze(1)
-        if sizes:
-            sizes = per_rank.sum(1).tolist()
-        else:
-            among = (kept_T, labels.numel())
-
-    kind = hidden.device.type
-    narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    x_TD = hidden.to(torch.get_autocast_dtype(kind) if narrow else hidden.dtype)
-    x_TD = x_TD.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
-    if fault is not None:
-        refuse(fault, x_TD, labels.numel() if among else labels_T.shape[0], sizes, options)
-    if mine_T is not None:
-        x_TD = x_TD.index_select(0, mine_T)
-    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    if weight.shape[0] == 0:  # one column that does not count is simpler than none
-        nowhere = VocabShard(options.vocab.size, options.vocab.size + 1, options.vocab.size)
-        options = dataclasses.replace(options, vocab=nowhere, fuse_main_grad=False)
-        weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
-    if options.fuse_main_grad:
-        main_grad.promise(weight)
-    results = LinearHead.apply(x_TD, weight, bias, labels_T, options, sizes, keep, among)
-    if kept_T is not None:
-        results = [None if x is None else x.new_zeros(labels.numel()).index_copy(0, kept_T, x) for x in results]
-    return Found(*(None if x is None else x.reshape(labels.shape) for x in results))
+    asked = masked(labels, loss_mask, ignore_index)
+    counts = asked != ignore_index if skip_ignored or return_entropy else None
+    readouts = log_prob_readouts(asked, ignore_index, counts if return_entropy else None, return_hits)
+    return head.read(hidden, *readouts, counts=counts if skip_ignored else None)

@@ -3,18 +3,17 @@
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
 """
 
-from typing import Any, get_args
+from typing import get_args
 
-import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.logits import LogitsHead
-from megatron_ext.head.engine.options import HeadOptions, Reduction, one_of
-from megatron_ext.head.engine.token_results import Found, flat_labels, log_probs, reduced, refuse
-from megatron_ext.head.validation import argument_checks
+from megatron_ext.head.lm_head import Logits
+from megatron_ext.head.readouts.labels import CrossEntropy
+from megatron_ext.head.readouts.row_sums import Entropy
+from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
+from megatron_ext.head.validation.option_checks import Reduction, one_of
 
 
 def vocab_parallel_cross_entropy(
@@ -46,20 +45,16 @@ def vocab_parallel_cross_entropy(
     Communicates: forward 1 collective at R > 1, backward none.
     """
     one_of("reduction", reduction, get_args(Reduction))
-    loss = on_logits(
+    z = Logits(
         logits,
-        labels,
+        tp_group,
         vocab=vocab,
-        loss_mask=loss_mask,
-        gradient_into_logits=gradient_into_logits,
-        tp_group=tp_group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
         softcap=softcap,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-    ).loss
+        gradient_into_logits=gradient_into_logits,
+    )
+    loss = z.read(CrossEntropy(masked(labels, loss_mask, ignore_index), ignore_index, label_smoothing, z_loss))
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 
@@ -81,21 +76,18 @@ def token_log_probs(
 
     Arguments, communication and errors as for `vocab_parallel_cross_entropy`, results as for `linear_log_probs`.
     """
-    found = on_logits(
+    z = Logits(
         logits,
-        labels,
+        tp_group,
         vocab=vocab,
-        loss_mask=loss_mask,
-        gradient_into_logits=gradient_into_logits,
-        tp_group=tp_group,
-        ignore_index=ignore_index,
         softcap=softcap,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        entropy=return_entropy,
-        hits=return_hits,
+        gradient_into_logits=gradient_into_logits,
     )
-    return log_probs(found)
+    asked = masked(labels, loss_mask, ignore_index)
+    counts = asked != ignore_index if return_entropy else None
+    return z.read(*log_prob_readouts(asked, ignore_index, counts, return_hits))
 
 
 def token_entropy(
@@ -114,51 +106,13 @@ def token_entropy(
 
     Communicates: forward 1 collective at R > 1, backward none. Raises as `vocab_parallel_cross_entropy`.
     """
-    argument_checks.check_floating("logits", logits)
-    found = on_logits(
+    z = Logits(
         logits,
-        torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device),
+        tp_group,
         vocab=vocab,
-        loss_mask=None,
-        gradient_into_logits=gradient_into_logits,
-        tp_group=tp_group,
         softcap=softcap,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        entropy=True,
+        gradient_into_logits=gradient_into_logits,
     )
-    assert found.entropy is not None
-    return found.entropy
-
-
-def on_logits(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab: VocabShard | None,
-    loss_mask: Tensor | None,
-    gradient_into_logits: bool,
-    tp_group: Group,
-    **chosen: Any,
-) -> Found:
-    group = tensor_parallel_group(tp_group)
-    argument_checks.check_floating("logits", logits)
-    columns = logits.shape[-1]
-    options = HeadOptions(group=group, vocab=argument_checks.shard_of(vocab, max(columns, 1), group), **chosen)
-    flat = Flat(logits)
-    labels_T, fault = flat_labels(labels, loss_mask, options, vocab, flat.order)
-    if logits.shape[:-1] != labels.shape or logits.device != labels.device:
-        raise ValueError(
-            f"logits have shape {tuple(logits.shape)} on {logits.device}, labels {tuple(labels.shape)} on "
-            f"{labels.device}: labels must have the shape of logits without the last dim, on the same device"
-        )
-    fault = argument_checks.shard_fault(options.vocab, columns, "logits", options.ranks) or fault
-    if fault is not None:
-        refuse(fault, logits, labels_T.shape[0], None, options)
-    z = flat.rows(logits)
-    base = logits if logits._base is None else logits._base
-    of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
-    own_memory = not of_a_leaf and all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
-    places_T = flat.places(z.device, options.ranks)
-    results = LogitsHead.apply(z, labels_T, options, gradient_into_logits and own_memory, places_T)
-    return Found(*(None if x is None else flat.up(x) for x in results))
+    return z.read(Entropy())

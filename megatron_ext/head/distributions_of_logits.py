@@ -15,24 +15,19 @@ and raise: ValueError, on every rank, where an argument breaks its rule; the mes
 from collections.abc import Callable
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, tensor_parallel_group
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.cross_entropy_of_logits import token_log_probs
-from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.options import HeadOptions, one_of
+from megatron_ext.head.lm_head import Logits
 from megatron_ext.head.readouts.gather import Gather, TopK
-from megatron_ext.head.readouts.kl_divergence import Direction, Divergence
-from megatron_ext.head.readouts.readout import FromLogits, ReadOut
-from megatron_ext.head.readouts.softmax import DenseSoftmax
-from megatron_ext.head.readouts.top_k_filter import TopKTopP
-from megatron_ext.head.readouts.top_p_filter import TopP
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.validation import argument_checks
-from megatron_ext.head.validation.sampling_checks import check_ids, check_k, filters
+from megatron_ext.head.readouts.jensen_shannon import JensenShannon
+from megatron_ext.head.readouts.kl_divergence import KL, Direction
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.row_sums import Entropy
+from megatron_ext.head.readouts.sampling import Sampled
+from megatron_ext.head.readouts.softmax import dense_softmax
+from megatron_ext.head.validation.option_checks import one_of
 
 
 def gather_log_probs(
@@ -51,9 +46,8 @@ def gather_log_probs(
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature, "entropy": return_entropy}
-    found = _gather(logits, indices, True, tp_group, vocab, **chosen)
-    return (found[..., :-1], found[..., -1]) if return_entropy else found
+    z = Logits(logits, tp_group, vocab=vocab, chunk_tokens=chunk_tokens, temperature=temperature)
+    return z.read(Gather(indices), Entropy()) if return_entropy else z.read(Gather(indices))
 
 
 def gather_logits(
@@ -67,7 +61,7 @@ def gather_logits(
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    return _gather(logits, indices, False, tp_group, vocab, chunk_tokens=chunk_tokens)
+    return Logits(logits, tp_group, vocab=vocab, chunk_tokens=chunk_tokens).read(Gather(indices, normalised=False))
 
 
 def vocab_topk(
@@ -83,10 +77,7 @@ def vocab_topk(
 
     Communicates: forward 1 collective at R > 1, each rank's own k largest; backward none.
     """
-    options, fault, flat = _sharded(logits, tp_group, vocab, chunk_tokens=chunk_tokens)
-    fault = argument_checks.size_fault(vocab, check_k, "k", k, size=options.vocab.size, group=options.group) or fault
-    values, ids = _read(logits, TopK(options, False, k), fault, flat)
-    return values, ids
+    return Logits(logits, tp_group, vocab=vocab, chunk_tokens=chunk_tokens).read(TopK(k, normalised=False))
 
 
 def sampled_log_probs(
@@ -120,33 +111,8 @@ def sampled_log_probs(
     Communicates, at R > 1: forward 1 collective, k candidates of each rank (above 4096 1 more, a number of each); with
     top-p alone 2 for a single chunk, else 1 a chunk and 2 more, which exchange the logits. Backward none.
     """
-    if not filters(top_k, top_p):
-        found = token_log_probs(
-            logits,
-            labels,
-            tp_group,
-            vocab,
-            ignore_index,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
-        )
-        assert isinstance(found, Tensor)
-        return found
-    options, fault, flat = _sharded(
-        logits, tp_group, vocab, temperature=temperature, ignore_index=ignore_index, chunk_tokens=chunk_tokens
-    )
-    size = options.vocab.size
-    fault = (
-        argument_checks.size_fault(
-            vocab, argument_checks.check_labels, labels, ignore_index, size=size, group=options.group
-        )
-        or fault
-    )
-    _check_leading("labels", labels.shape, logits)
-    if top_k in (None, -1):
-        flat = flat if options.ranks == 1 else Flat(logits, as_given=True)  # the ranks exchange rows, chunk by chunk
-        return _read(logits, TopP(options, flat(labels.long()), float(top_p)), fault, flat)[0]
-    return _read(logits, TopKTopP(options, flat(labels.long()), top_k, float(top_p)), fault, flat)[0]
+    z = Logits(logits, tp_group, vocab=vocab, temperature=temperature, chunk_tokens=chunk_tokens)
+    return z.read(Sampled(labels, top_k, top_p, ignore_index))
 
 
 def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:
@@ -157,12 +123,12 @@ def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: Vo
 
     Communicates, at R > 1: forward 1 collective, backward 1.
     """
-    return _dense(logits, True, tp_group, vocab)
+    return dense_softmax(Logits(logits, tp_group, vocab=vocab), True)
 
 
 def vocab_parallel_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:
     """Probabilities `[..., V/R]`, else as `vocab_parallel_log_softmax`. Columns past the vocabulary are 0."""
-    return _dense(logits, False, tp_group, vocab)
+    return dense_softmax(Logits(logits, tp_group, vocab=vocab), False)
 
 
 def soft_cross_entropy(
@@ -179,8 +145,8 @@ def soft_cross_entropy(
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _divergence("cross entropy", student_logits, teacher_logits, tp_group, vocab, **chosen)
+    shared = (tp_group, vocab, chunk_tokens, temperature)
+    return _apart(lambda teacher: KL(teacher, "cross entropy"), student_logits, teacher_logits, *shared)
 
 
 def kl_divergence(
@@ -198,83 +164,43 @@ def kl_divergence(
     a token probability that the other has at -inf.
     """
     one_of("direction", direction, get_args(Direction))
-    chosen = {"chunk_tokens": chunk_tokens, "temperature": temperature}
-    return _divergence(direction, student_logits, teacher_logits, tp_group, vocab, **chosen)
+    shared = (tp_group, vocab, chunk_tokens, temperature)
+    return _apart(lambda teacher: KL(teacher, direction), student_logits, teacher_logits, *shared)
 
 
-def _dense(logits: Tensor, logarithm: bool, tp_group: Group, vocab: VocabShard | None) -> Tensor:
-    options, fault, flat = _sharded(logits, tp_group, vocab)
-    z_TV = flat(logits)
-    if fault is not None:
-        if options.ranks > 1:
-            statistics.refuse(z_TV.shape[0], options, accumulation_dtype(logits.dtype), logits.device)
-        raise fault
-    return flat.up(DenseSoftmax.apply(z_TV, logarithm, options, flat.places(logits.device, options.ranks)))
+def js_divergence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    beta: float = 0.5,
+    tp_group: Group = None,
+    vocab: VocabShard | None = None,
+    chunk_tokens: int | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Jensen-Shannon divergence `[...]` over the whole vocabulary, of logits `[..., V/R]`, both over the temperature.
+
+    `beta` in (0, 1) is the teacher's share of the mixture. Near 0 it is `beta` times KL(teacher | student), near 1
+    `1 - beta` times KL(student | teacher).
+
+    Communicates, at R > 1: forward 1 small collective a chunk and 2 more, backward none.
+
+    Raises:
+        ValueError: as `kl_divergence`; `beta` outside (0, 1).
+    """
+    shared = (tp_group, vocab, chunk_tokens, temperature)
+    return _apart(lambda teacher: JensenShannon(teacher, beta), student_logits, teacher_logits, *shared)
 
 
-def _divergence(kind: Any, *arguments: Any, **chosen: Any) -> Tensor:
-    return apart(lambda options: Divergence(options, kind), *arguments, **chosen)
-
-
-def apart(
-    make: Callable[[HeadOptions], ReadOut],
+def _apart(
+    divergence: Callable[[Logits], ReadOut],
     student: Tensor,
     teacher: Tensor,
     tp_group: Group,
     vocab: VocabShard | None,
-    **chosen: Any,
+    chunk_tokens: int | None,
+    temperature: float,
 ) -> Tensor:
-    """What the read-out that `make` makes of the options says of two distributions; `chosen` are options."""
-    options, fault, flat = _sharded(student, tp_group, vocab, "student_logits", **chosen)
-    argument_checks.check_floating("teacher_logits", teacher)
-    if teacher.shape[:-1] != student.shape[:-1] or teacher.device != student.device:
-        raise ValueError(
-            f"teacher_logits have shape {tuple(teacher.shape)} on {teacher.device}, student_logits "
-            f"{tuple(student.shape)} on {student.device}: both must be logits of the same tokens, on one device"
-        )
-    if fault is None:
-        fault = argument_checks.shard_fault(options.vocab, teacher.shape[-1], "teacher_logits", options.ranks)
-    read_out = make(options)
-    if read_out.in_step and options.ranks > 1:  # the ranks exchange numbers of the same tokens, chunk by chunk
-        flat = Flat(student, as_given=True)
-    return flat.up(_flat_results(student, read_out, fault, flat, teacher)[0])
-
-
-def _gather(logits: Tensor, indices: Tensor, normalised: bool, tp_group: Group, vocab: Any, **chosen: Any) -> Tensor:
-    options, fault, flat = _sharded(logits, tp_group, vocab, **chosen)
-    fault = argument_checks.size_fault(vocab, check_ids, indices, size=options.vocab.size, group=options.group) or fault
-    _check_leading("indices", indices.shape[:-1], logits)
-    return _read(logits, Gather(options, normalised, flat(indices.long())), fault, flat)[0]
-
-
-def _sharded(
-    logits: Tensor, tp_group: Group, vocab: VocabShard | None, argument: str = "logits", **chosen: Any
-) -> tuple[HeadOptions, ValueError | None, Flat]:
-    """The checked options, what only this rank may see wrong with its columns, and how logits become flat."""
-    group = tensor_parallel_group(tp_group)
-    argument_checks.check_floating(argument, logits)
-    columns = logits.shape[-1]
-    options = HeadOptions(group=group, vocab=argument_checks.shard_of(vocab, max(columns, 1), group), **chosen)
-    return options, argument_checks.shard_fault(options.vocab, columns, argument, options.ranks), Flat(logits)
-
-
-def _read(logits: Tensor, read_out: ReadOut, fault: ValueError | None, flat: Flat) -> list[Tensor]:
-    return [flat.up(x) for x in _flat_results(logits, read_out, fault, flat)]
-
-
-def _flat_results(logits: Tensor, read_out: ReadOut, fault: ValueError | None, flat: Flat, teacher: Any = None):
-    if fault is not None:
-        if read_out.options.ranks > 1 and flat.shape.numel():
-            read_out.refuse(logits, flat.shape.numel())
-        raise fault
-    teacher = None if teacher is None else flat.rows(teacher.detach())
-    places_T = flat.places(logits.device, read_out.options.ranks)
-    return FromLogits.apply(flat.rows(logits), teacher, read_out, places_T)
-
-
-def _check_leading(argument: str, leading: torch.Size, logits: Tensor) -> None:
-    if leading != logits.shape[:-1]:
-        raise ValueError(
-            f"{argument} has leading dims {tuple(leading)}, logits {tuple(logits.shape[:-1])}: they must be equal, "
-            f"a row of logits for each token; reshape one of them"
-        )
+    """What a divergence says of two distributions."""
+    chosen: dict[str, Any] = {"vocab": vocab, "chunk_tokens": chunk_tokens, "temperature": temperature}
+    z = Logits(student, tp_group, **chosen, name="student_logits")
+    return z.read(divergence(Logits(teacher, tp_group, vocab=vocab, name="teacher_logits")))

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.head.cross_entropy_of_hidden_states import linear_parts
-from megatron_ext.head.cross_entropy_of_logits import on_logits
+from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
+from megatron_ext.head.readouts.read_out import ReadOut
 
 
 class TrainingLoss(NamedTuple):
@@ -23,42 +23,37 @@ class TrainingLoss(NamedTuple):
     z_loss: Tensor | None
 
 
-def linear_training_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, tp_group: Group, z_loss: float, hits: bool, **options: Any
-) -> TrainingLoss:
-    """`linear_cross_entropy` by its parts; `options` are `bias` and the fields of `HeadOptions`.
+class LossSettings(NamedTuple):
+    """What training asks of a loss; see `CrossEntropy`.
 
-    Communicates and raises as `linear_cross_entropy`.
+    Attributes:
+        hits: whether top-1 hits are wanted.
     """
-    found = linear_parts(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        vocab=None,
-        loss_mask=None,
-        skip_ignored=False,
-        z_loss=z_loss,
-        z_apart=z_loss != 0,
-        hits=hits,
-        **options,
-    )
-    return TrainingLoss(found.loss, found.hits, found.z_loss)
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    smooth_others: bool = False
+    z_loss: float = 0.0
+    hits: bool = False
+
+    def readouts(self, labels: Tensor) -> list[ReadOut]:
+        """The cross entropy, with its z-loss apart, and the hits if they are wanted."""
+        loss = CrossEntropy(
+            labels, self.ignore_index, self.label_smoothing, self.z_loss, self.smooth_others, z_apart=True
+        )
+        return [loss, IsArgmax(labels, self.ignore_index)] if self.hits else [loss]
 
 
-def training_loss_of_logits(
-    logits: Tensor, labels: Tensor, *, tp_group: Group, z_loss: float, **options: Any
-) -> TrainingLoss:
-    """The same from logits `[..., V/R]` that exist already; `options` are fields of `HeadOptions`."""
-    found = on_logits(
-        logits,
-        labels,
-        tp_group=tp_group,
-        vocab=None,
-        loss_mask=None,
-        gradient_into_logits=False,
-        z_loss=z_loss,
-        z_apart=z_loss != 0,
-        **options,
-    )
-    return TrainingLoss(found.loss, None, found.z_loss)
+def linear_training_loss(head: LmHead, hidden: Tensor, labels: Tensor, settings: LossSettings) -> TrainingLoss:
+    """`linear_cross_entropy` by its parts. Communicates and raises as `LmHead.read`."""
+    return _by_parts(head.read(hidden, *settings.readouts(labels)), settings)
+
+
+def training_loss_of_logits(logits: Logits, labels: Tensor, settings: LossSettings) -> TrainingLoss:
+    """The same from logits `[..., V/R]` that exist already."""
+    return _by_parts(logits.read(*settings.readouts(labels)), settings)
+
+
+def _by_parts(found: Any, settings: LossSettings) -> TrainingLoss:
+    (loss, z_loss), hits = found if settings.hits else (found, None)
+    return TrainingLoss(loss, hits, z_loss if settings.z_loss else None)

@@ -5,10 +5,10 @@ a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a 
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +19,6 @@ from megatron_ext.integrations.substitution import Report, Seam, Substitution
 MODULE = "trl.trainer.utils"
 _FUSED = "_ChunkedLogProbFunction"
 _FUSED_OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
-_MEAN_CHUNK = 256  # tokens whose capped logits exist at a time
 
 
 def selective_log_softmax(
@@ -156,42 +155,25 @@ def _per_token(
     `[T]`, None for those that are not among `outputs`. The third and the fourth have no gradient.
     """
     hidden, weight, bias = layer
-
-    def scored(temperature: float, entropy: bool = False, hits: bool = False) -> list[Tensor]:
-        found = head.linear_log_probs(
-            hidden,
-            weight,
-            targets,
-            tp_group=UNSHARDED,
-            bias=bias,
-            softcap=softcap,
-            temperature=temperature,
-            return_entropy=entropy,
-            return_hits=hits,
-        )
-        return list(found) if isinstance(found, tuple) else [found]
-
-    rest = scored(temperature, "entropy" in outputs, "is_top1" in outputs)
-    log_probs = rest.pop(0)
-    entropy = rest.pop(0) if "entropy" in outputs else None
-    squares = means = None
-    with torch.no_grad():
-        if "log_sum_sq_probs" in outputs:
-            # lse(2 z) - 2 lse(z), of logits z: half the temperature gives a log-prob of 2 z - lse(2 z).
-            squares = 2 * log_probs.detach() - scored(temperature / 2)[0]
-        if "mean_logits" in outputs:
-            means = _mean_logits(hidden, weight, bias, softcap) / temperature
-    return log_probs, entropy, squares, means, rest.pop(0) if "is_top1" in outputs else None
-
-
-def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """Mean of each token's logits over the vocabulary, `[T]`, fp32 or fp64; without a softcap no logit is made."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if softcap is not None:
-        chunks = (F.linear(x, weight, bias).to(wide) for x in hidden.split(_MEAN_CHUNK))
-        return torch.cat([softcap * (z / softcap).tanh_().mean(-1) for z in chunks])
-    means = (hidden.to(wide) * weight.mean(0, dtype=wide)).sum(-1)  # as a product, autocast would round it
-    return means if bias is None else means + bias.mean(dtype=wide)
+    lm_head = head.LmHead(weight, UNSHARDED, bias=bias, softcap=softcap, temperature=temperature)
+    asked: dict[str, head.ReadOut] = {"log_probs": head.LogProbs(targets)}
+    makers: dict[str, Callable[[], head.ReadOut]] = {
+        "entropy": head.Entropy,
+        "log_sum_sq_probs": head.SumOfSquares,
+        "mean_logits": head.MeanLogit,
+        "is_top1": lambda: head.IsArgmax(targets),
+    }
+    asked |= {name: make() for name, make in makers.items() if name in outputs}
+    results = lm_head.read(hidden, *asked.values())
+    found: dict[str, Tensor] = dict(zip(asked, results if len(asked) > 1 else (results,), strict=True))
+    squares, means = found.get("log_sum_sq_probs"), found.get("mean_logits")
+    return (
+        found["log_probs"],
+        found.get("entropy"),
+        None if squares is None else squares.detach().log(),
+        None if means is None else means.detach(),
+        found.get("is_top1"),
+    )
 
 
 def _seams() -> list[Seam]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
-from megatron_ext.head.engine.options import one_of
+from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.integrations.substitution import Report, Seam, Substitution
 
 

@@ -2,15 +2,14 @@
 missing or of another type, and labels of a shape that the loss cannot be of.
 
 Those that only one rank may see (the shape of what it is given beside the labels, a count) come back as an exception
-object from the functions named `..._fault`, and `refuse` announces them in the exchange that the call makes anyway.
+object from the functions named `..._fault`, and the head announces them in the exchange that it makes anyway.
 
 Legend: D hidden size, V vocabulary, R ranks of `tp_group`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +28,6 @@ def raise_if_any(fault: ValueError | None) -> None:
     """Raises `fault`, where nobody waits for this rank."""
     if fault is not None:
         raise fault
-
-
-def refuse(fault: ValueError, head: Callable[[Tensor], Any], columns: Tensor) -> NoReturn:
-    """Raises `fault`, which this rank alone may see, and on the others what the head says of a rank that refused.
-
-    `head(columns)` is the call that they are in, of this rank's weight `[V/R, D]` or logits `[..., V/R]`. With one of
-    another width instead the head tells them, in the exchange that they wait in.
-    """
-    width = 0 if columns.shape[-1] else 1  # a shard of logits may be empty
-    with suppress(ValueError):
-        head(columns.new_empty(*columns.shape[:-1], width))
-    raise fault from None
 
 
 def check_rows(shape: torch.Size) -> None:

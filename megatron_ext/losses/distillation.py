@@ -3,6 +3,7 @@
 Legend: `[...]` leading dims of the tokens, D hidden size, V vocabulary, R ranks of `tp_group`, K ids per token.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,25 +12,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head import (
-    js_divergence,
-    kl_divergence,
-    linear_gather_log_probs,
-    linear_js_divergence,
-    linear_kl_divergence,
-)
-from megatron_ext.head.engine.options import one_of
+from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher
 from megatron_ext.head.readouts.jensen_shannon import check_beta
-from megatron_ext.head.validation.argument_checks import check_floating
+from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,
     check_tensor,
-    check_weight,
     count_fault,
     first_fault,
     per_token_fault,
-    refuse,
 )
 from megatron_ext.losses.from_hidden import FromHidden, Metrics, widened
 from megatron_ext.losses.reductions import token_mean
@@ -59,31 +51,30 @@ class DistillationLoss(FromHidden):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | LmHead,
         teacher_hidden: Tensor,
-        teacher_weight: Tensor,
+        teacher_weight: Tensor | LmHead,
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """The mean over the tokens that count, a scalar, and no metrics; on every rank alike.
 
         Args:
-            hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each; see
-                `megatron_ext.head.linear_kl_divergence`. Gradients reach the student.
+            hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each, a weight
+                may be an `LmHead`; see `megatron_ext.head.linear_kl_divergence`. Gradients reach the student.
             mask: `[...]`, which tokens count, or weights of them; None: all. With the sequence layout of all ranks'.
             count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
-        check_weight(weight)
+        head = self._head(weight)
+        if not isinstance(teacher_weight, LmHead):
+            teacher_weight = LmHead(teacher_weight, head.tp_group, head.hidden_layout, vocab=head.vocab)
+        read = functools.partial(head.read, hidden, self._divergence(Teacher(teacher_weight, teacher_hidden)))
+        return _mean(read, self._token_shape(hidden), mask, count)
 
-        def head(own: Tensor) -> Tensor:
-            heads = hidden, own, teacher_hidden, teacher_weight
-            if self.divergence == "jsd":
-                return linear_js_divergence(*heads, self.beta, **self._head())
-            return linear_kl_divergence(*heads, self.divergence, **self._head())
-
-        return _mean(head, weight, self._token_shape(hidden), mask, count)
+    def _divergence(self, teacher: Any) -> ReadOut:
+        return JensenShannon(teacher, self.beta) if self.divergence == "jsd" else KL(teacher, self.divergence)
 
     def from_logits(
         self,
@@ -93,16 +84,11 @@ class DistillationLoss(FromHidden):
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """The same from logits, or log-probabilities, `[..., V/R]` of each."""
-        check_floating("student_logits", student_logits)
-        options: dict[str, Any] = {"tp_group": self.tp_group, "vocab": self.vocab}
-        options |= {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens}
-
-        def head(own: Tensor) -> Tensor:
-            if self.divergence == "jsd":
-                return js_divergence(own, teacher_logits, self.beta, **options)
-            return kl_divergence(own, teacher_logits, self.divergence, **options)
-
-        return _mean(head, student_logits, student_logits.shape[:-1], mask, count)
+        options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
+        student = Logits(student_logits, self.tp_group, temperature=self.temperature, name="student_logits", **options)
+        teacher = Logits(teacher_logits, self.tp_group, vocab=self.vocab, name="teacher_logits")
+        read = functools.partial(student.read, self._divergence(teacher))
+        return _mean(read, student_logits.shape[:-1], mask, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +114,7 @@ class TopKDistillationLoss(FromHidden):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | LmHead,
         teacher_topk_logits: Tensor,
         teacher_topk_indices: Tensor,
         mask: Tensor | None = None,
@@ -146,17 +132,11 @@ class TopKDistillationLoss(FromHidden):
         Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2.
         """
 
-        def head(own: Tensor) -> Any:
-            return linear_gather_log_probs(
-                hidden, own, teacher_topk_indices, **self._head(), return_entropy=self.needs_entropy
-            )
-
-        check_weight(weight)
+        head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
-        if fault is not None:
-            refuse(fault, head, weight)
-        found = head(weight)
-        student, entropy = found if isinstance(found, tuple) else (found, None)
+        readouts = [Gather(teacher_topk_indices), *([Entropy()] if self.needs_entropy else [])]
+        found = head.read(hidden, *readouts, fault=fault)
+        student, entropy = found if self.needs_entropy else (found, None)
         if not self.zero_outside_topk:
             student = student.log_softmax(-1)
         teacher = _where_counted(teacher_topk_logits.to(student.dtype) / self.temperature, mask).log_softmax(-1)
@@ -211,17 +191,10 @@ class TopKDistillationLoss(FromHidden):
 
 
 def _mean(
-    head: Callable[[Tensor], Tensor],
-    columns: Tensor,
-    shape: torch.Size,
-    mask: Tensor | None,
-    count: Tensor | float | None,
+    read: Callable[..., Tensor], shape: torch.Size, mask: Tensor | None, count: Tensor | float | None
 ) -> tuple[Tensor, Metrics]:
-    """That of `head(columns)`, of the shape given, which is asked once the rest fits; see `refuse`."""
-    fault = _mean_fault(shape, mask, count)
-    if fault is not None:
-        refuse(fault, head, columns)
-    found = head(columns)
+    """That of what `read` gives, of the shape given; a fault goes with it, see `LmHead.read`."""
+    found = read(fault=_mean_fault(shape, mask, count))
     return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import linear_log_probs
-from megatron_ext.head.engine.options import Cache, Layout, one_of
+from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.losses.checks import check_tensor, check_weight, raise_if_any, refuse
+from megatron_ext.head.validation.option_checks import Cache, Layout, one_of
+from megatron_ext.losses.checks import check_tensor, check_weight, raise_if_any
 
 Metrics = dict[str, Tensor]
 
@@ -41,15 +41,21 @@ class FromHidden:
     chunk_tokens: int | None = None
     gradient_accumulation_fusion: bool = False
 
-    def _head(self) -> dict[str, Any]:
-        return {
-            "tp_group": self.tp_group,
-            "hidden_layout": self.hidden_layout,
-            "vocab": self.vocab,
-            "temperature": self.temperature,
-            "chunk_tokens": self.chunk_tokens,
-            "gradient_accumulation_fusion": self.gradient_accumulation_fusion,
-        }
+    def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
+        """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
+        if isinstance(weight, LmHead):
+            return weight
+        check_weight(weight)
+        return LmHead(
+            weight,
+            self.tp_group,
+            self.hidden_layout,
+            vocab=self.vocab,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            **more,
+        )
 
     def _token_shape(self, hidden: Tensor) -> torch.Size:
         """That of one number for each token: of all ranks', with the sequence layout."""
@@ -83,12 +89,19 @@ class LogProbLoss(FromHidden, ABC):
     skip_ignored: bool = False
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *given: Any, mask: Tensor | None = None, **others: Any
+        self,
+        hidden: Tensor,
+        weight: Tensor | LmHead,
+        labels: Tensor,
+        *given: Any,
+        mask: Tensor | None = None,
+        **others: Any,
     ) -> tuple[Tensor, Metrics]:
         """The loss, a scalar, and metrics, 0-d tensors without gradient; on every rank alike.
 
         Args:
-            hidden, weight: of the head; see `linear_log_probs`.
+            hidden, weight: of the head; see `linear_log_probs`. The weight may be an `LmHead`, whose facts are taken
+                then.
             labels: the token that each position predicts: shifted already.
             mask: which tokens count, or weights of them; None: all whose label is not `ignore_index`.
             given, others: what `from_log_probs` takes beside log-probabilities and mask: by position only what comes
@@ -102,27 +115,17 @@ class LogProbLoss(FromHidden, ABC):
                 shape. The ranks would not agree on how many tokens there are.
         """
         check_tensor("labels", labels, "a tensor of integer token ids")
-        check_weight(weight)
+        head = self._head(weight, softcap=self.softcap, cache=self.cache)
         fault = self._fault(labels.shape, *given, mask=mask, **others)
         if mask is None or mask.shape == labels.shape:
             mask = _float(labels != self.ignore_index, mask)
 
-        def head(own: Tensor) -> Any:
-            return linear_log_probs(
-                hidden,
-                own,
-                labels,
-                **self._head(),
-                ignore_index=self.ignore_index,
-                softcap=self.softcap,
-                cache=self.cache,
-                skip_ignored=self.skip_ignored,
-                loss_mask=mask if self.skip_ignored else None,
-            )
-
-        if fault is not None:
-            refuse(fault, head, weight)
-        return self.from_log_probs(head(weight), *given, mask=mask, **others)
+        counts = None
+        if self.skip_ignored:
+            counts = labels != self.ignore_index
+            counts = counts if mask is None or mask.shape != labels.shape else counts & (mask != 0)
+        log_probs = head.read(hidden, LogProbs(labels, self.ignore_index), counts=counts, fault=fault)
+        return self.from_log_probs(log_probs, *given, mask=mask, **others)
 
     @abstractmethod
     def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:

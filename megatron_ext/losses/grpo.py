@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.options import one_of
+from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import (
     above_0,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.engine.options import one_of
+from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses.checks import (
     above_0,
     at_least_0,

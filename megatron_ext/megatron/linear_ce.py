@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.head.engine.options import Cache
+from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.fused_loss import function_wrapping, multi_token_prediction, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock

@@ -17,10 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.head import linear_kl_divergence, linear_log_probs, linear_topk_log_probs
-from megatron_ext.head.engine.options import Cache
+from megatron_ext import head
+from megatron_ext.head import LmHead, Teacher
 from megatron_ext.head.readouts.kl_divergence import Direction
+from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -75,15 +77,21 @@ class _ReadOut:
         """What the model returns, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
-    def options(self, terms: Terms, weight: Tensor) -> dict[str, Any]:
+    def head(self, terms: Terms, weight: Tensor, cache: Cache = "bounded") -> LmHead:
+        """The model's head with a weight that was gathered for it."""
         layer = terms.layer
-        return {
-            "tp_group": tp_group(layer),
-            "hidden_layout": "sequence" if layer.sequence_parallel else "replicated",
-            "chunk_tokens": self.chunk_tokens,
-            "gradient_accumulation_fusion": terms.adds_to_main_grad(weight),
-            "temperature": self.temperature / terms.scale,
-        }
+        return LmHead(
+            weight,
+            tp_group(layer),
+            "sequence" if layer.sequence_parallel else "replicated",
+            bias=None if layer.skip_bias_add else layer.bias,
+            softcap=getattr(layer, "softcap", None),
+            # The factor stands behind the softcap: scale * cap * tanh(z / cap) = cap' * tanh(scale * z / cap').
+            temperature=self.temperature / terms.scale,
+            cache=cache,
+            chunk_tokens=self.chunk_tokens,
+            gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +114,11 @@ class LogProbs(_ReadOut):
         labels_BS = log_probs.shifted(tokens_BS, given, parts, log_probs.IGNORE_INDEX)
         labels_SB = labels_BS.transpose(0, 1)
 
+        counts = labels_SB != log_probs.IGNORE_INDEX if self.return_entropy else None
+        readouts = log_prob_readouts(labels_SB, log_probs.IGNORE_INDEX, counts, False)
+
         def compute(hidden: Tensor, weight: Tensor) -> Any:
-            layer = terms.layer
-            return linear_log_probs(
-                hidden,
-                weight,
-                labels_SB,
-                bias=None if layer.skip_bias_add else layer.bias,
-                softcap=getattr(layer, "softcap", None),
-                cache=self.cache,
-                return_entropy=self.return_entropy,
-                ignore_index=log_probs.IGNORE_INDEX,
-                **self.options(terms, weight),
-            )
+            return self.head(terms, weight, self.cache).read(hidden, *readouts)
 
         found, fault = or_refuse(lambda: terms.read(compute), labels_SB.shape, terms.hidden)
         first, *more = found if isinstance(found, tuple) else (found,)
@@ -137,8 +137,7 @@ class TopK(_ReadOut):
     k: int
 
     def read(self, terms: Terms, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        _check_plain(terms, "TopK")
-        values, ids = terms.read(lambda x, w: linear_topk_log_probs(x, w, self.k, **self.options(terms, w)))
+        values, ids = terms.read(lambda x, w: self.head(terms, w).read(x, head.TopK(self.k)))
         return values.transpose(0, 1).contiguous(), ids.transpose(0, 1).contiguous()
 
 
@@ -161,19 +160,11 @@ class Divergence(_ReadOut):
     direction: Direction = "forward"
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Tensor:
-        _check_plain(terms, "Divergence")
         # The model's own factor stands in the temperature, which both sides are divided by: out of the teacher's again.
-        teacher_hidden = self.teacher_hidden if terms.scale == 1.0 else self.teacher_hidden / terms.scale
-
         def compute(hidden: Tensor, weight: Tensor) -> Tensor:
-            return linear_kl_divergence(
-                hidden,
-                weight,
-                teacher_hidden,
-                self.teacher_weight,
-                self.direction,
-                **self.options(terms, weight),
-            )
+            own = self.head(terms, weight)
+            theirs = LmHead(self.teacher_weight, own.tp_group, own.hidden_layout, logit_scale=1 / terms.scale)
+            return own.read(hidden, head.KL(Teacher(theirs, self.teacher_hidden), self.direction))
 
         return terms.read(compute).transpose(0, 1).contiguous()
 
@@ -239,15 +230,6 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
         config=model.config,
         **{name: given.get(name) for name in names},
     )
-
-
-def _check_plain(terms: Terms, name: str) -> None:
-    layer = terms.layer
-    if getattr(layer, "softcap", None) is not None or (layer.bias is not None and not layer.skip_bias_add):
-        raise ValueError(
-            f"{name} reads out of logits that are hidden @ weight.T alone, and the output layer has a bias or a "
-            f"softcap; leave output_processor out and take the logits"
-        )
 
 
 def _never(hidden: Tensor, weight: Tensor | None) -> Tensor:

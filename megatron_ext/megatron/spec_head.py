@@ -10,7 +10,7 @@ import copy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from megatron_ext.head.engine.options import Cache
+from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss.function_wrapping import HEAD
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.linear_ce import patch_for_specs

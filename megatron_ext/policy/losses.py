@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor
 
-from megatron_ext.head.engine.options import one_of
+from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import TopKDistillationLoss
 from megatron_ext.losses.preference import preference_loss, split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
-from megatron_ext.head.cross_entropy_of_logits import on_logits
+from megatron_ext.head.lm_head import Logits
+from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 
 
@@ -33,16 +34,8 @@ def vocab_parallel_cross_entropy(
         ValueError: targets out of the vocabulary, shapes that do not fit, label smoothing out of range, no group to be
             found, or (on every rank) logits that were gathered before: each rank must pass its own columns.
     """
-    return on_logits(
-        vocab_parallel_logits,
-        target,
-        vocab=None,
-        loss_mask=None,
-        gradient_into_logits=False,
-        tp_group=require_tensor_parallel_group(tp_group),
-        label_smoothing=label_smoothing,
-        smooth_others=True,
-    ).loss
+    logits = Logits(vocab_parallel_logits, require_tensor_parallel_group(tp_group))
+    return logits.read(CrossEntropy(target, label_smoothing=label_smoothing, smooth_others=True))
 
 
 class _VocabParallelCrossEntropy:

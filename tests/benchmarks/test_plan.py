@@ -63,7 +63,7 @@ def test_the_note_shows_the_committed_rows():
 
 
 # ms, or percent above the floor, at most. Why some are above 8 %: docs/head.md.
-MOST_ABOVE = (8, 11, 11, 8, 10, 16, 23, 8)
+MOST_ABOVE = (8, 11, 11, 8, 10, 16, 25, 8)
 BUDGETS = [
     (plan.A, 1, plan.MILLISECONDS, 35.1),
     (plan.A, 1, plan.WORST, 35.2),

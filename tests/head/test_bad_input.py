@@ -190,7 +190,7 @@ def test_a_group_without_this_rank():
 LOGITS_FAULTS = [
     ({"logits": torch.zeros(T, V).long()}, "logits is torch.int64"),
     ({"logits": torch.tensor(1.0)}, r"logits has shape \(\): it must have at least 1 dims"),
-    ({"labels": torch.zeros(T + 1).long()}, r"logits have shape \(4, 10\) on cpu, labels \(5,\)"),
+    ({"labels": torch.zeros(T + 1).long()}, r"labels has leading dims \(5,\) on cpu, logits \(4,\)"),
     ({"labels": torch.full((T,), V)}, r"labels holds \[10\], outside \[0, 10\)"),
     ({"vocab": VocabShard(0, 9, 9)}, "with 9 columns, logits has 10: they must be equal"),
     ({"label_smoothing": 1.5}, "label_smoothing is 1.5"),

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 KERNELS = {
     "whole_row_kernel",
-    "_token_results_kernel",
+    "_combined_kernel",
     "_token_gradient_kernel",
     "_finish_dx_kernel",
     "_label_rows_kernel",

@@ -115,7 +115,7 @@ def test_instructions_on_hopper(shard):
     found = by_name(launches(SHARDS[shard], cache=0.5))
     long_rows = SHARDS[shard] > 20480
     of_logits = {"row_gradient", "long_row" if long_rows else "whole_row"}
-    assert found.keys() == of_logits | {"label_rows", "finish_dx", "token_results", "token_gradient"}
+    assert found.keys() == of_logits | {"label_rows", "finish_dx", "combined", "token_gradient"}
     for launch in found.values():
         launch.check_spills()
         used = launch.resources()

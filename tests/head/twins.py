@@ -11,7 +11,8 @@ import torch
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import logit_passes as twin
 from megatron_ext.head.kernels import token_terms as twin_tokens
@@ -170,7 +171,7 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     assert results[2].equal(results[3])
 
 
-def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, options: dict, grads: tuple[bool, bool]) -> None:
+def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict, grads: list[str]) -> None:
     """Of every rank's statistics, from shards of which one has no finite logit and one no column, and tokens that do
     not count, have no finite logit, and are certain of their label."""
     generator = torch.Generator().manual_seed(ranks)
@@ -181,14 +182,13 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, options: di
     labels[::7] = -100
     z, labels = z.to(device), labels.to(device)
     vocab = VocabShard(0, columns, ranks * columns)
-    settings = HeadOptions(None, vocab, **options)
+    settings = Call(None, vocab, **call)
     made, targets, shifts = [], [], []
     for rank in range(ranks):
         start = rank * columns
         target = (labels - start).where((labels >= start) & (labels < start + columns), -1)
         stats, shift = statistics.new_statistics(tokens, settings, z.dtype, z.device), z.new_empty(tokens)
         stats[statistics.START, -1] = start
-        with_mean = settings.label_smoothing > 0
         counted = 0 if ranks == 3 and rank == 1 else columns
         plain.row_statistics(
             z[:, start : start + columns],
@@ -200,23 +200,24 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, options: di
             counted,
             settings.softcap,
             settings.temperature,
-            with_mean,
-            settings.entropy,
+            settings.mean,
+            settings.expected,
             settings.hits,
         )
         made.append(stats)
         targets.append(target)
         shifts.append(shift)
-    upstream = [1e-3 * torch.randn(tokens, generator=generator).to(z) if there else None for there in grads]
-    if grads[0]:
+    upstream = [
+        1e-3 * torch.randn(tokens, generator=generator).to(z) if name in grads else None for name in Basis._fields
+    ]
+    if len(grads) == 1:
         upstream[0] = z.new_tensor(0.5).expand(tokens)
     for rank in range(ranks):
         found = []
         for side in (plain_tokens, twin_tokens):
-            given = torch.stack(made), made[rank], shifts[rank] - 3.0, labels != -100, settings
-            stats, results = side.token_results(*given)
-            gradient = side.token_gradient(stats, labels != -100, targets[rank], *upstream, settings)
-            found.append([*stats[:-2], *results, *(gradient.inside or ()), *gradient[1:]])
+            stats = side.combined(torch.stack(made), made[rank], shifts[rank] - 3.0, settings)
+            gradient = side.token_gradient(stats, labels != -100, targets[rank], Basis(*upstream), settings)
+            found.append([*stats, *(gradient.inside or ()), *gradient[1:]])
         for ours, theirs in zip(*found, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
@@ -225,14 +226,17 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, options: di
                 torch.testing.assert_close(theirs, ours, **precise, equal_nan=True)
 
 
-TOKEN_OPTIONS = [
-    {},
-    {"z_loss": 0.01},
-    {"z_loss": 0.01, "z_apart": True, "hits": True},
-    {"label_smoothing": 0.1, "temperature": 0.7},
-    {"label_smoothing": 0.1, "smooth_others": True, "softcap": 20.0},
-    {"entropy": True, "softcap": 20.0},
-    {"entropy": True, "label_smoothing": 0.1, "z_loss": 0.01, "hits": True, "softcap": 20.0, "temperature": 0.7},
+# What a call asks for, and which gradients there are.
+TOKEN_CALLS = [
+    ({}, ["log_prob"]),
+    ({"hits": True}, ["log_prob", "lse"]),
+    ({"mean": True, "temperature": 0.7}, ["log_prob", "lse", "mean"]),
+    ({"mean": True, "softcap": 20.0}, ["lse", "mean"]),
+    ({"expected": True, "softcap": 20.0}, ["entropy"]),
+    (
+        {"expected": True, "mean": True, "hits": True, "softcap": 20.0, "temperature": 0.7},
+        ["log_prob", "lse", "mean", "entropy"],
+    ),
 ]
 
 SHAPES = [(1, 1, 1), (150, 11, 40), (0, 5, 8), (9, 70, 2050)]  # tokens, rows, width
@@ -242,10 +246,9 @@ def comparisons():
     """Every comparison: the function and its arguments after the device."""
     terms = [(compare_label_terms, case) for case in itertools.product(DTYPES, SHAPES, (False, True))]
     terms += [
-        (compare_token_terms, (dtype, ranks, options, (True, False)))
-        for dtype, ranks, options in itertools.product((torch.float32, torch.float64), (1, 3), TOKEN_OPTIONS)
+        (compare_token_terms, (dtype, ranks, call, grads))
+        for dtype, ranks, (call, grads) in itertools.product((torch.float32, torch.float64), (1, 3), TOKEN_CALLS)
     ]
-    terms += [(compare_token_terms, (torch.float32, 3, TOKEN_OPTIONS[i], (i == 5, True))) for i in (5, 6)]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]
     plainly, all_options = (False,) * 5, (True,) * 5
     sampled = [

@@ -71,14 +71,22 @@ def test_a_model_that_multiplies_its_logits(case):
 
 
 @ranks(1)
-def test_what_cannot_be_read_out_is_refused():
+def test_a_bias_and_a_softcap_go_with_every_read_out():
     with model_parallel():
         model = one_gpt(tied=False)
         layer = model.output_layer
-        layer.bias = torch.nn.Parameter(torch.ones(layer.weight.shape[0]))
-        given = {"hidden_states": torch.randn(SEQ, 2, 32), "output_layer": layer, "output_weight": layer.weight}
-        with pytest.raises(ValueError, match="TopK reads out of logits .* the output layer has a bias or a softcap"):
-            TopK(k=3)(**given)
+        layer.bias, layer.softcap = torch.nn.Parameter(torch.linspace(-1, 1, layer.weight.shape[0])), 2.0
+        hidden = torch.randn(SEQ, 2, 32)
+        given = {"hidden_states": hidden, "output_layer": layer, "output_weight": layer.weight}
+        z = 2.0 * torch.tanh((hidden @ layer.weight.t() + layer.bias) / 2.0)
+        values, ids = TopK(k=3)(**given)
+        expected = z.log_softmax(-1).topk(3)
+        torch.testing.assert_close(values, expected.values.transpose(0, 1), rtol=2e-6, atol=2e-6)
+        assert ids.equal(expected.indices.transpose(0, 1))
+        teacher_hidden, teacher_weight = torch.randn(SEQ, 2, 8), torch.randn(layer.weight.shape[0], 8)
+        found = Divergence(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)(**given)
+        q, p = z.log_softmax(-1), (teacher_hidden @ teacher_weight.t()).log_softmax(-1)
+        torch.testing.assert_close(found, (p.exp() * (p - q)).sum(-1).t(), rtol=2e-6, atol=2e-6)
 
 
 @ranks(2)
@@ -151,6 +159,3 @@ def test_refusals():
         model, labels = tiny_hybrid(), batch()[1]
         with pytest.raises(ValueError, match="labels are given together with output_processor.* pass labels=None"):
             run(model, labels, output_processor=TopK(k=2))
-        model.output_layer.softcap = 2.0
-        with pytest.raises(ValueError, match="TopK reads out of .* leave output_processor out"):
-            run(model, output_processor=TopK(k=2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.meter import one_rank_of
-from megatron_ext.head.readouts import top_k_filter, top_p_filter
+from megatron_ext.head.readouts import read_out, top_k_filter
 from megatron_ext.head.row_passes import dispatch, logit_passes
 from megatron_ext.head.validation import argument_checks, sampling_checks
 from megatron_ext.model_utils import (
@@ -31,7 +31,7 @@ def on_gpus(monkeypatch):
     """All tensors say that they are on a GPU, and are checked there."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(dispatch, "_twin", lambda plain: None)  # Triton cannot run on them
-    for module in (argument_checks, top_p_filter, logit_passes, sampling_checks, top_k_filter):
+    for module in (argument_checks, read_out, logit_passes, sampling_checks, top_k_filter):
         monkeypatch.setattr(module, "has_values", lambda x: True)
 
     assign = torch.Tensor.__setitem__

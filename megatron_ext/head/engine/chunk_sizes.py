@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.row_passes.gpu_properties import (
     TILE_M,
     TILE_N,
@@ -185,7 +185,7 @@ def tiles(
     return [Tile(slice(0, tokens), block) for block in found]
 
 
-def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
+def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
     """For how many of the first columns the exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
     "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
@@ -193,7 +193,7 @@ def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor
     "auto" looks at the memory that is free at the first call of a shape, leaves half of it and the `later` bytes that
     backward will need besides, and stays with that; on fake tensors and while compiling it keeps all.
     """
-    cache = options.cache
+    cache = call.cache
     if cache == "bounded":
         return columns * _bounded_eighths(tokens, like) // 8
     column = max(tokens * like.element_size(), 1)
@@ -202,9 +202,9 @@ def cached_columns(options: HeadOptions, tokens: int, columns: int, like: Tensor
     return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
 
 
-def keeps_all(options: HeadOptions, tokens: int, like: Tensor) -> bool:
+def keeps_all(call: Call, tokens: int, like: Tensor) -> bool:
     """Whether every rank keeps all of its columns, as far as each can tell of the others."""
-    return options.cache == 1 or (options.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
+    return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
 
 
 def _bounded_eighths(tokens: int, like: Tensor) -> int:

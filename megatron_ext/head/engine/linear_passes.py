@@ -15,24 +15,24 @@ from megatron_ext.head.row_passes.dispatch import finish_dx, row_gradient, row_s
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 
 
-def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep):
+def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
     """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and what exponentials are relative to."""
     tokens, columns, dtype = target_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
-    stats_KT = statistics.new_statistics(tokens, options, dtype, hidden_TD.device)
-    later = _backward_bytes(weight_VD, tokens, options) if keep else weight_VD.nbytes // 4
-    cached = cached_columns(options, tokens, columns, hidden_TD, later) if keep else 0
+    stats_KT = statistics.new_statistics(tokens, call, dtype, hidden_TD.device)
+    later = _backward_bytes(weight_VD, tokens, call) if keep else weight_VD.nbytes // 4
+    cached = cached_columns(call, tokens, columns, hidden_TD, later) if keep else 0
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
     in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
-        for rows in product_chunks(span, options.chunk_tokens, columns, hidden_TD, later, in_place):
+        for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
             kept = exp_TV[rows] if cached else None
             out_TV = kept if in_place else None
             z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
-            if kept is not None and _keeps_logits(options, x_TD):
+            if kept is not None and _keeps_logits(call, x_TD):
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
                 kept = None
@@ -43,20 +43,20 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep
                 kept,
                 shift_T[rows],
                 bias_V,
-                options.vocab.counted,
-                options.softcap,
-                options.temperature,
-                options.label_smoothing > 0,
-                options.entropy,
-                options.hits,
+                call.vocab.counted,
+                call.softcap,
+                call.temperature,
+                call.mean,
+                call.expected,
+                call.hits,
             )
             del z_TV  # before the next one is made
 
     if sizes is None or tokens == 0:
         run(hidden_TD, slice(0, tokens))
     else:
-        gathered = collectives.start_all_gather(hidden_TD, options.group, sizes=sizes)
-        start = sum(sizes[: group_rank(options.group)])
+        gathered = collectives.start_all_gather(hidden_TD, call.group, sizes=sizes)
+        start = sum(sizes[: group_rank(call.group)])
         own = slice(start, start + hidden_TD.shape[0])
         run(hidden_TD, own)  # while the other ranks' hidden states are on their way
         full_TD = gathered.wait()
@@ -65,22 +65,22 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, options, sizes, keep
     return stats_KT, exp_TV, shift_T
 
 
-def _keeps_logits(options, x_TD) -> bool:
+def _keeps_logits(call, x_TD) -> bool:
     """Whether forward keeps logits, not their exponentials: those cannot tell the softcap's slope where it is small.
 
     Where forward has fp32 logits and keeps 16 bits of them (16-bit operands on CUDA), and a wide softcap leaves them
     large, that would cost more digits of the probabilities than it saves of the slope.
     """
-    return options.softcap is not None and (not matmul.widens(x_TD) or options.softcap < 16)
+    return call.softcap is not None and (not matmul.widens(x_TD) or call.softcap < 16)
 
 
-def _backward_bytes(weight_VD, tokens, options) -> int:
+def _backward_bytes(weight_VD, tokens, call) -> int:
     """Bytes that backward will need for dx and dW and that nothing holds during forward."""
-    dw = 0 if options.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
+    dw = 0 if call.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
     return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
 
 
-def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> Tensor:
+def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, call) -> Tensor:
     """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
     tokens, block = tile
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
@@ -94,7 +94,7 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> 
         source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
         row_gradient(
             source_TV,
-            kept and not _keeps_logits(options, x_TD),
+            kept and not _keeps_logits(call, x_TD),
             target_T[rows],
             grad.shift[rows],
             None if scale is None else scale[rows],
@@ -103,15 +103,15 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, options) -> 
             None,
             out_TV,
             bias_V,
-            min(max(options.vocab.counted - block.start, 0), width),
-            options.softcap,
-            options.temperature,
+            min(max(call.vocab.counted - block.start, 0), width),
+            call.softcap,
+            call.temperature,
         )
         del source_TV
     return g_TV
 
 
-def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing) -> Tensor:
+def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, call, passing) -> Tensor:
     """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
@@ -124,7 +124,7 @@ def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
-        counted_V = counted(bias_V, w_VD.shape[0], options, grad.target)
+        counted_V = counted(bias_V, w_VD.shape[0], call, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
@@ -133,9 +133,9 @@ def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, options, passing
     return out_TD
 
 
-def counted(bias_V, columns, options, like) -> Tensor:
+def counted(bias_V, columns, call, like) -> Tensor:
     """1 for each column that counts, else 0, `[V]`: below the true vocabulary size and not masked by a bias of -inf."""
-    counted_V = torch.arange(columns, device=like.device) < options.vocab.counted
-    if bias_V is not None and options.softcap is None:
+    counted_V = torch.arange(columns, device=like.device) < call.vocab.counted
+    if bias_V is not None and call.softcap is None:
         counted_V &= bias_V > -torch.inf
     return counted_V.to(like.dtype)

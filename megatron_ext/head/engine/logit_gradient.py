@@ -1,4 +1,4 @@
-"""The gradient of every read-out, in one form.
+"""The gradient of every function of a row's softmax, in one form.
 
     dz_v = p_v (a + c (z_v - E_p[z])) + b [v == y] + d
 
@@ -7,13 +7,39 @@ with per-token a, b, c, d, whatever was read out and whatever gradients came bac
 Legend: T tokens; everything is `[T]`, in fp64 until it is given to a pass over logits. p_y: the label's probability.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.options import HeadOptions
-from megatron_ext.head.engine.statistics import Statistics, log_prob, lse, smoothing
+from megatron_ext.head.engine.statistics import Statistics, log_prob
+
+
+class Basis(NamedTuple):
+    """What read-outs are functions of: the gradient of each, `[T]`, 0 where a token does not count; None: no gradient.
+
+    Attributes:
+        log_prob: of the label's log-probability.
+        lse: of the log of the sum of all exponentials.
+        mean: of the mean logit of the columns that count.
+        entropy: of the entropy.
+    """
+
+    log_prob: Tensor | None = None
+    lse: Tensor | None = None
+    mean: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def added(parts: Iterable[Basis]) -> Basis:
+    """The sum of several read-outs' gradients."""
+    total: list[Tensor | None] = [None] * len(Basis._fields)
+    for part in parts:
+        for i, x_T in enumerate(part):
+            before_T = total[i]
+            total[i] = x_T if before_T is None else before_T if x_T is None else before_T + x_T
+    return Basis(*total)
 
 
 class Coefficients(NamedTuple):
@@ -38,32 +64,31 @@ class PassCoefficients(NamedTuple):
     offset: Tensor | None
 
 
-def coefficients(
-    stats: Statistics, kept_T: Tensor, grad_loss_T: Tensor | None, grad_entropy_T: Tensor | None, options: HeadOptions
-) -> Coefficients:
-    """What the gradients of `statistics.loss` and `statistics.entropy` mean for the logits (before the softcap)."""
-    dtype, factor = stats.log_sum.dtype, 1.0 / options.temperature
+def coefficients(stats: Statistics, kept_T: Tensor, basis: Basis, temperature: float) -> Coefficients:
+    """What the gradients of `basis` mean for the logits before the softcap. `kept_T`: bool, tokens with a gradient."""
+    dtype, factor = stats.log_sum.dtype, 1.0 / temperature
 
-    def pulled(grad_T: Tensor | None) -> Tensor:
-        if grad_T is None:
-            return torch.zeros_like(stats.log_sum)
+    def pulled(grad_T: Tensor) -> Tensor:
         return (grad_T.to(dtype) * factor).where(kept_T, 0.0)
 
-    g = pulled(grad_loss_T)
     log_p = log_prob(stats).where(kept_T, 0.0)
     p_y = log_p.exp()
-    a, target = g, g * torch.expm1(log_p)
-    if options.z_loss:
-        bend = g * (2 * options.z_loss) * lse(stats).where(kept_T, 0.0)
-        a, target = a + bend, target + bend * p_y
+    a = target = None
+    if basis.log_prob is not None:
+        g = pulled(basis.log_prob)
+        a, target = -g, -g * torch.expm1(log_p)
+    if basis.lse is not None:
+        g = pulled(basis.lse)
+        a, target = (g, g * p_y) if a is None or target is None else (a + g, target + g * p_y)
+    if a is None or target is None:
+        a, target = torch.zeros_like(p_y), torch.zeros_like(p_y)
     c = d = None
-    if stats.columns is not None:
-        e = smoothing(stats, options)
-        target = target + g * e
-        d = -g * e / stats.columns.clamp(min=1)
-    if grad_entropy_T is not None:
+    if basis.mean is not None:
+        assert stats.columns is not None
+        d = pulled(basis.mean) / stats.columns.clamp(min=1)
+    if basis.entropy is not None:
         assert stats.expected is not None
-        c = -pulled(grad_entropy_T)
+        c = -pulled(basis.entropy)
         away = (stats.target - stats.expected).clamp(min=-1e4).where(kept_T, 0.0)  # p_y is 0 further away
         target = target + c * p_y * away
     # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
@@ -83,7 +108,11 @@ def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | No
         a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
     dtype, scale, slope = stats.shift.dtype, alpha * a, None
     if c is not None:
-        assert stats.expected is not None
-        away = (stats.shift - stats.largest - stats.expected).where(alpha > 0, 0.0)
-        scale, slope = alpha * (a + c * away), (alpha * c).to(dtype)
+        scale, slope = alpha * (a + c * below_expected(stats, alpha)), (alpha * c).to(dtype)
     return PassCoefficients(scale.to(dtype), slope, None if d is None else d.to(dtype))
+
+
+def below_expected(stats: Statistics, alpha_T: Tensor) -> Tensor:
+    """`shift - E_p[z]`, 0 where this shard has no probability."""
+    assert stats.expected is not None
+    return (stats.shift - stats.largest - stats.expected).where(alpha_T > 0, 0.0)

@@ -1,4 +1,4 @@
-"""Row statistics of all ranks combined into those of the whole vocabulary, and losses computed from them.
+"""Row statistics of all ranks combined into those of the whole vocabulary.
 
 Legend: T tokens, K statistics of a shard (see `logit_passes.py`), R ranks. Everything here is `[T]` or
 `[K, T]`: nothing of vocabulary size.
@@ -9,16 +9,17 @@ log_softmax does, and the gradient of the label's logit as often. M and log S st
 logits near 1000 the lse in fp32 is off by 6e-5.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import agreement
-from megatron_ext.head.engine.options import HeadOptions
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, statistics_rows
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, statistics_rows
+from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.readable_values import has_values
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
@@ -27,7 +28,7 @@ from megatron_ext.head.validation.readable_values import has_values
 SIZE, COUNTED, START, OPTIONS, LABELS = range(5)
 REFUSED = -1.0
 
-# Rows that every call with these statistics sends, whichever of them it has: a rank with other options is told so then.
+# Shared rows that every call sends, whichever of them it has: a rank with other options is told so then.
 SENT = statistics_rows(True, True, True, False)
 
 
@@ -46,38 +47,41 @@ class Statistics(NamedTuple):
     bend: Tensor | None  # the softcap's slope at the label, 0 where another rank owns it
 
 
-def written_rows(options: HeadOptions) -> int:
-    """How many `row_statistics` writes."""
-    with_bend = options.softcap is not None
-    return statistics_rows(options.label_smoothing > 0, options.entropy, options.hits, with_bend)
+def own_rows(call: Call) -> int:
+    """Number of rows that `row_statistics` writes."""
+    return statistics_rows(call.mean, call.expected, call.hits, call.softcap is not None)
 
 
-def new_statistics(
-    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, rows: int | None = None
-) -> Tensor:
-    """`[K, T + 1]`: room for what `row_statistics` writes, or `rows`, and the column that says whose it is."""
-    if rows is None:  # not all of them are written
-        stats_KT = torch.zeros(max(written_rows(options), SENT), tokens + 1, dtype=dtype, device=device)
-    else:
-        stats_KT = torch.empty(rows, tokens + 1, dtype=dtype, device=device)
-        stats_KT[:, -1] = 0
-    facts = {SIZE: options.vocab.size, COUNTED: options.vocab.counted, START: options.vocab.start}
+def shared_rows(call: Call) -> int:
+    """Number of rows before those of read-outs' own: those of the shared pass, and what fills them up to `SENT`."""
+    return max(own_rows(call), SENT)
+
+
+def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.device, more: int = 0) -> Tensor:
+    """`[K, T + 1]`: room for the shared rows and `more`, and the column that says whose it is."""
+    shared = shared_rows(call)
+    stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
+    stats_KT[:shared].zero_()  # not all of them are written
+    if more:
+        stats_KT[shared:, -1] = 0
+    facts = {SIZE: call.vocab.size, COUNTED: call.vocab.counted, START: call.vocab.start}
     for row, number in facts.items():
         stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits
     return stats_KT
 
 
-def sign(stats_KT: Tensor, options: HeadOptions, labels: Tensor, places_T: Tensor | None = None, **more: Any) -> Tensor:
-    """`stats_KT`, once it says what options and labels it is of; `more` are options of a read-out."""
-    if options.ranks > 1 and has_values(stats_KT):
-        stats_KT[OPTIONS, -1].fill_(agreement.of_options(options, **more))
-        stats_KT[LABELS, -1].copy_(agreement.of_labels(labels, places_T))
-    return stats_KT
+def sign(
+    stats_KT: Tensor, call: Call, words: Callable[[], str], ids: Sequence[Tensor], places_T: Tensor | None = None
+) -> None:
+    """Makes `stats_KT` say what options and labels it is of."""
+    if call.ranks > 1 and has_values(stats_KT):
+        stats_KT[OPTIONS, -1].fill_(agreement.of_options(words()))
+        number = agreement.of_labels(ids, places_T)
+        if isinstance(number, Tensor):
+            stats_KT[LABELS, -1].copy_(number)
 
 
-def exchange(
-    stats_KT: Tensor, options: HeadOptions, places_T: Tensor | None = None, tokens: int | None = None
-) -> Tensor:
+def exchange(stats_KT: Tensor, call: Call, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
     """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; none at one rank or T = 0.
 
     Args:
@@ -85,27 +89,25 @@ def exchange(
         tokens: how many there are in that order, if more than this rank has.
     """
     tokens = stats_KT.shape[1] - 1 if tokens is None else tokens
-    if options.ranks == 1 or tokens == 0:
+    if call.ranks == 1 or tokens == 0:
         return stats_KT.unsqueeze(0)
-    if options.softcap is not None:
+    if call.softcap is not None:
         stats_KT = stats_KT[:SENT]  # its slope at the label is nobody else's
     if places_T is None:
-        return collectives.all_gather(stats_KT.unsqueeze(0), options.group)
+        return collectives.all_gather(stats_KT.unsqueeze(0), call.group)
     places_T = F.pad(places_T, (0, 1), value=tokens)
     sent_KT = stats_KT.new_zeros(stats_KT.shape[0], tokens + 1).index_copy_(1, places_T, stats_KT)
-    stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), options.group)
+    stats_RKT = collectives.all_gather(sent_KT.unsqueeze(0), call.group)
     found_T = stats_RKT.flatten(0, 1).index_select(1, places_T)  # of 3 dims it is 10 times slower
     return found_T.view(*stats_RKT.shape[:2], -1)
 
 
-def refuse(
-    tokens: int, options: HeadOptions, dtype: torch.dtype, device: torch.device, rows: int | None = None
-) -> None:
+def refuse(tokens: int, call: Call, dtype: torch.dtype, device: torch.device, more: int = 0) -> None:
     """Take part in the exchange, telling the other ranks that this one refused its arguments."""
-    exchange(new_statistics(tokens, options, dtype, device, rows).fill_(REFUSED), options)
+    exchange(new_statistics(tokens, call, dtype, device, more).fill_(REFUSED), call)
 
 
-def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions, shift_T: Tensor | None = None) -> Statistics:
+def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | None = None) -> Statistics:
     """The statistics of all shards together; `own_KT` are this rank's. The last column of both is left out.
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
@@ -122,23 +124,31 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, options: HeadOptions, shift_T: Te
     total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
     mean = columns = expected = hits = None
     extra = 3
-    if options.label_smoothing:
+    if call.mean:
         columns_RT = stats_RKT[:, extra + 1]
         columns = columns_RT.sum(0)
         mean = (stats_RKT[:, extra] + columns_RT * below_RT).sum(0) / columns
         extra += 2
-    if options.entropy:
+    if call.expected:
         inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
         expected = (weight_RT * inner_RT).sum(0) / total
         extra += 1
-    if options.hits:
+    if call.hits:
         first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
         hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
         extra += 1
-    bend = own_KT[extra] if options.softcap is not None else None
+    bend = own_KT[extra].clone() if call.softcap is not None else None  # all that is kept of these rows
     target = stats_RKT[:, TARGET].amax(0) - reference
     shift = _finite(own_KT[MAX]) if shift_T is None else shift_T
     return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
+
+
+def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
+    """`[2, T]`: a logit and the sum of a few, by which the same logits on every rank show, instead of all of them."""
+    if not counted:
+        return z_TV.new_zeros(2, z_TV.shape[0], dtype=accumulation_dtype(z_TV.dtype))
+    few_TN = z_TV[:, : counted : max(1, counted // 16)].to(accumulation_dtype(z_TV.dtype))
+    return torch.stack([few_TN[:, 0], few_TN.sum(1)])
 
 
 # Functions, not properties: torch.compile before torch 2.11 takes none of a NamedTuple.
@@ -150,46 +160,6 @@ def log_prob(stats: Statistics) -> Tensor:
 def lse(stats: Statistics) -> Tensor:
     """`log sum exp z`."""
     return stats.largest + stats.log_sum
-
-
-def loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
-    """`(1 - e) nll - e mean_log_prob + z_loss lse^2`, 0 where not kept, in the dtype of the passes.
-
-    With `options.z_apart` the last term is left to `z_loss`.
-    """
-    value = -log_prob(stats)
-    if stats.mean is not None:
-        e = smoothing(stats, options)
-        value = (1 - e) * value - e * (stats.mean - stats.log_sum)
-    if options.z_loss and not options.z_apart:
-        value = value + options.z_loss * lse(stats).square()
-    return value.to(stats.shift.dtype).where(kept_T, 0.0)
-
-
-def z_loss(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> Tensor:
-    """`z_loss lse^2`, 0 where not kept, in the dtype of the passes."""
-    return (options.z_loss * lse(stats).square()).to(stats.shift.dtype).where(kept_T, 0.0)
-
-
-def marks(stats: Statistics, kept_T: Tensor, options: HeadOptions) -> tuple[Tensor | None, Tensor | None]:
-    """What is read out without a gradient, where it is asked for: hits (False where not kept), and the z-loss apart."""
-    hits = None if stats.hits is None else stats.hits & kept_T
-    return hits, z_loss(stats, kept_T, options) if options.z_apart else None
-
-
-def smoothing(stats: Statistics, options: HeadOptions) -> Tensor | float:
-    """e of `(1 - e) nll - e mean_log_prob`."""
-    e = options.label_smoothing
-    if not options.smooth_others:
-        return e
-    assert stats.columns is not None
-    return e * stats.columns / (stats.columns - 1).clamp(min=1)
-
-
-def entropy(stats: Statistics, kept_T: Tensor) -> Tensor:
-    """`log S - E_p[z - M]`, 0 where not kept, in the dtype of the passes."""
-    assert stats.expected is not None
-    return (stats.log_sum - stats.expected).to(stats.shift.dtype).where(kept_T, 0.0)
 
 
 def _finite(peak_T: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`token_results` and `token_gradient` in Triton, one launch each: arguments and results as in
+"""`combined` and `token_gradient` in Triton, one launch each: arguments and results as in
 `megatron_ext.head.row_passes.token_terms`. All arithmetic is fp64, rounded where it is written."""
 
 import torch
@@ -6,49 +6,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_ext.head.engine.logit_gradient import PassCoefficients
-from megatron_ext.head.engine.options import HeadOptions
-from megatron_ext.head.engine.statistics import START, Statistics
-from megatron_ext.head.row_passes.token_terms import Gradient, Results
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.logit_gradient import Basis, PassCoefficients
+from megatron_ext.head.engine.statistics import START, Statistics, own_rows
+from megatron_ext.head.row_passes.token_terms import Gradient
 
 _TOKENS, _WARPS = 128, 4  # of a program: 8192 tokens fill 64 of a GPU's multiprocessors
 _START = tl.constexpr(START)
 
 
 @triton.jit
-def _smoothing(columns, smoothing, SMOOTH_OTHERS: tl.constexpr):
-    if SMOOTH_OTHERS:
-        return smoothing * columns / tl.maximum(columns - 1.0, 1.0)
-    return columns * 0.0 + smoothing
-
-
-@triton.jit
-def _token_results_kernel(
+def _combined_kernel(
     stats_ptr,
-    kept_ptr,
     facts_ptr,
-    loss_ptr,
-    entropy_ptr,
     hits_ptr,
-    z_loss_ptr,
     tokens,
     ranks,
     stats_stride_r,
     stats_stride_k,
     stats_stride_t,
-    smoothing: tl.float64,
-    z_factor: tl.float64,
     WITH_MEAN: tl.constexpr,
-    SMOOTH_OTHERS: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
+    WITH_EXPECTED: tl.constexpr,
     WITH_HITS: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    Z_APART: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = at < tokens
-    kept = tl.load(kept_ptr + at, mask=inside, other=0) != 0
     nothing = tl.zeros([BLOCK_T], tl.float64)
     infinity = nothing + float("inf")
 
@@ -77,7 +60,7 @@ def _token_results_kernel(
             mean_sum += tl.load(row_ptr, mask=inside, other=0.0).to(tl.float64) + count * below
             columns += count
             row_ptr += 2 * stats_stride_k
-        if WITH_ENTROPY:
+        if WITH_EXPECTED:
             inner = tl.load(row_ptr, mask=inside, other=0.0).to(tl.float64)
             expected += weight * (inner + more * below)
             row_ptr += stats_stride_k
@@ -96,30 +79,14 @@ def _token_results_kernel(
     tl.store(facts_ptr + tokens, log_sum, mask=inside)
     tl.store(facts_ptr + 2 * tokens, target, mask=inside)
     facts_ptr += 3 * tokens
-    loss = log_sum - target
     if WITH_MEAN:
-        mean = mean_sum / columns
-        tl.store(facts_ptr, mean, mask=inside)
+        tl.store(facts_ptr, mean_sum / columns, mask=inside)
         tl.store(facts_ptr + tokens, columns, mask=inside)
         facts_ptr += 2 * tokens
-        e = _smoothing(columns, smoothing, SMOOTH_OTHERS)
-        loss = (1.0 - e) * loss - e * (mean - log_sum)
-    if WITH_ENTROPY:
-        expected = expected / total
-        tl.store(facts_ptr, expected, mask=inside)
-    dtype = loss_ptr.dtype.element_ty
-    if Z_LOSS:
-        lse = largest + log_sum
-        z_loss = z_factor * lse * lse
-        if Z_APART:
-            tl.store(z_loss_ptr + at, tl.where(kept, z_loss, 0.0).to(dtype), mask=inside)
-        else:
-            loss += z_loss
-    tl.store(loss_ptr + at, tl.where(kept, loss, 0.0).to(dtype), mask=inside)
-    if WITH_ENTROPY:
-        tl.store(entropy_ptr + at, tl.where(kept, log_sum - expected, 0.0).to(dtype), mask=inside)
+    if WITH_EXPECTED:
+        tl.store(facts_ptr, expected / total, mask=inside)
     if WITH_HITS:
-        tl.store(hits_ptr + at, ((hit > 0.0) & kept).to(tl.int8), mask=inside)
+        tl.store(hits_ptr + at, (hit > 0.0).to(tl.int8), mask=inside)
 
 
 @triton.jit
@@ -129,6 +96,11 @@ def _expm1(x):
     inexact = (u != 1.0) & (u > 0.0)
     quotient = (u - 1.0) * x / tl.log(tl.where(inexact, u, 2.0))
     return tl.where(inexact, quotient, tl.where(u > 0.0, x, -1.0))
+
+
+@triton.jit
+def _pulled(grad_ptr, inside, kept, factor):
+    return tl.where(kept, tl.load(grad_ptr, mask=inside, other=0.0).to(tl.float64) * factor, 0.0)
 
 
 @triton.jit
@@ -142,25 +114,26 @@ def _token_gradient_kernel(
     bend_ptr,
     kept_ptr,
     target_ptr,
-    grad_loss_ptr,
+    grad_log_prob_ptr,
+    grad_lse_ptr,
+    grad_mean_ptr,
     grad_entropy_ptr,
     out_ptr,
     tokens,
-    grad_loss_stride,
+    grad_log_prob_stride,
+    grad_lse_stride,
+    grad_mean_stride,
     grad_entropy_stride,
-    smoothing: tl.float64,
-    z_factor: tl.float64,
     temperature: tl.float64,
-    WITH_MEAN: tl.constexpr,
-    SMOOTH_OTHERS: tl.constexpr,
-    Z_LOSS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_GRAD_LOSS: tl.constexpr,
+    HAS_GRAD_LOG_PROB: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    HAS_GRAD_MEAN: tl.constexpr,
     HAS_GRAD_ENTROPY: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Writes rows of `out`: scale and target, the offset if there is one and no softcap, and what is inside of G where
-    entropy or softcap bend it: scale, slope, and the offset with a softcap. See `gradient.py` for a, c and d."""
+    entropy or softcap bend it: scale, slope, and the offset with a softcap. See `logit_gradient.py` for a, c and d."""
     at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = at < tokens
     kept = tl.load(kept_ptr + at, mask=inside, other=0) != 0
@@ -171,29 +144,23 @@ def _token_gradient_kernel(
     at_label = tl.load(target_logit_ptr + at, mask=inside, other=0.0)
     shift = tl.load(shift_ptr + at, mask=inside, other=0.0).to(tl.float64)
 
-    g = nothing
-    if HAS_GRAD_LOSS:
-        g = tl.load(grad_loss_ptr + at * grad_loss_stride, mask=inside, other=0.0).to(tl.float64)
-        g = tl.where(kept, g * factor, 0.0)
     log_p = tl.where(kept, at_label - log_sum, 0.0)
     p_y = tl.exp(log_p)
-    a, target = g, g * _expm1(log_p)
-    if Z_LOSS:
-        more = g * (2.0 * z_factor) * tl.where(kept, largest + log_sum, 0.0)
-        a += more
-        target += more * p_y
-    d = nothing
-    if WITH_MEAN:
-        columns = tl.load(columns_ptr + at, mask=inside, other=1.0)
-        e = _smoothing(columns, smoothing, SMOOTH_OTHERS)
-        target += g * e
-        d = -g * e / tl.maximum(columns, 1.0)
+    a, d, target = nothing, nothing, nothing
+    if HAS_GRAD_LOG_PROB:
+        g = _pulled(grad_log_prob_ptr + at * grad_log_prob_stride, inside, kept, factor)
+        a, target = -g, -g * _expm1(log_p)
+    if HAS_GRAD_LSE:
+        g = _pulled(grad_lse_ptr + at * grad_lse_stride, inside, kept, factor)
+        a, target = a + g, target + g * p_y
+    if HAS_GRAD_MEAN:
+        g = _pulled(grad_mean_ptr + at * grad_mean_stride, inside, kept, factor)
+        d = g / tl.maximum(tl.load(columns_ptr + at, mask=inside, other=1.0), 1.0)
     alpha = tl.where(kept, tl.exp(tl.minimum(shift - largest - log_sum, 0.0)), 0.0)
     c, away = nothing, nothing
     if HAS_GRAD_ENTROPY:
         expected = tl.load(expected_ptr + at, mask=inside, other=0.0)
-        c = tl.load(grad_entropy_ptr + at * grad_entropy_stride, mask=inside, other=0.0).to(tl.float64)
-        c = tl.where(kept, -c * factor, 0.0)
+        c = -_pulled(grad_entropy_ptr + at * grad_entropy_stride, inside, kept, factor)
         target += c * p_y * tl.where(kept, tl.maximum(at_label - expected, -1e4), 0.0)  # p_y is 0 further away
         away = tl.where(alpha > 0.0, shift - largest - expected, 0.0)
 
@@ -205,7 +172,7 @@ def _token_gradient_kernel(
         scale = tl.abs(a)
         if HAS_GRAD_ENTROPY:
             scale = tl.maximum(scale, tl.abs(c) / 256)
-        if HAS_SOFTCAP and WITH_MEAN:
+        if HAS_SOFTCAP and HAS_GRAD_MEAN:
             scale = tl.maximum(scale, tl.abs(d) / 256)
     if HAS_SOFTCAP:
         target = (target + d) * tl.load(bend_ptr + at, mask=inside, other=0.0).to(tl.float64)
@@ -213,7 +180,7 @@ def _token_gradient_kernel(
     tl.store(out_ptr, scale.to(dtype), mask=inside)
     tl.store(out_ptr + tokens, tl.where(owned, target, 0.0).to(dtype), mask=inside)
     out_ptr += 2 * tokens
-    if WITH_MEAN and not HAS_SOFTCAP:
+    if HAS_GRAD_MEAN and not HAS_SOFTCAP:
         tl.store(out_ptr, d.to(dtype), mask=inside)
         out_ptr += tokens
     if BENT:
@@ -223,63 +190,41 @@ def _token_gradient_kernel(
         if HAS_GRAD_ENTROPY:
             tl.store(out_ptr, (alpha * (c / unit)).to(dtype), mask=inside)
             out_ptr += tokens
-        if HAS_SOFTCAP and WITH_MEAN:
+        if HAS_SOFTCAP and HAS_GRAD_MEAN:
             tl.store(out_ptr, (d / unit).to(dtype), mask=inside)
 
 
-def token_results(
-    stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, kept_T: Tensor, options: HeadOptions
-) -> tuple[Statistics, Results]:
-    """See `megatron_ext.head.row_passes.token_terms.token_results`."""
-    tokens, with_mean = kept_T.shape[0], options.label_smoothing > 0
-    facts_FT = shift_T.new_empty(3 + 2 * with_mean + options.entropy, tokens, dtype=torch.float64)
-    loss_T = shift_T.new_empty(tokens)
-    entropy_T = torch.empty_like(loss_T) if options.entropy else None
-    hits_T = torch.empty_like(kept_T) if options.hits else None
-    z_loss_T = torch.zeros_like(loss_T) if options.z_apart else None
+def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> Statistics:
+    """See `megatron_ext.head.row_passes.token_terms.combined`."""
+    tokens = shift_T.shape[0]
+    facts_FT = shift_T.new_empty(3 + 2 * call.mean + call.expected, tokens, dtype=torch.float64)
+    hits_T = torch.empty(tokens, dtype=torch.bool, device=shift_T.device) if call.hits else None
     if tokens:
         with torch.cuda.device_of(shift_T):  # Triton launches on the current device, wherever the tensors are
-            _token_results_kernel[(triton.cdiv(tokens, _TOKENS),)](
+            _combined_kernel[(triton.cdiv(tokens, _TOKENS),)](
                 stats_RKT,
-                kept_T.view(torch.int8),
                 facts_FT,
-                loss_T,
-                loss_T if entropy_T is None else entropy_T,
-                loss_T if hits_T is None else hits_T.view(torch.int8),
-                loss_T if z_loss_T is None else z_loss_T,
+                facts_FT if hits_T is None else hits_T.view(torch.int8),
                 tokens,
                 stats_RKT.shape[0],
                 *stats_RKT.stride(),
-                options.label_smoothing,
-                options.z_loss,
-                WITH_MEAN=with_mean,
-                SMOOTH_OTHERS=options.smooth_others,
-                WITH_ENTROPY=options.entropy,
-                WITH_HITS=options.hits,
-                Z_LOSS=options.z_loss != 0,
-                Z_APART=options.z_apart,
+                WITH_MEAN=call.mean,
+                WITH_EXPECTED=call.expected,
+                WITH_HITS=call.hits,
                 BLOCK_T=_TOKENS,
                 num_warps=_WARPS,
             )
     largest, log_sum, target, *facts = facts_FT.unbind()
-    mean, columns = (facts.pop(0), facts.pop(0)) if with_mean else (None, None)
-    expected = facts.pop() if options.entropy else None
-    bend = own_KT[-1, :-1] if options.softcap is not None else None
-    stats = Statistics(largest, log_sum, target, shift_T, mean, columns, expected, None, bend)
-    return stats, Results(loss_T, entropy_T, hits_T, z_loss_T)
+    mean, columns = (facts.pop(0), facts.pop(0)) if call.mean else (None, None)
+    expected = facts.pop() if call.expected else None
+    bend = own_KT[own_rows(call) - 1, :-1] if call.softcap is not None else None
+    return Statistics(largest, log_sum, target, shift_T, mean, columns, expected, hits_T, bend)
 
 
-def token_gradient(
-    stats: Statistics,
-    kept_T: Tensor,
-    target_T: Tensor,
-    grad_loss_T: Tensor | None,
-    grad_entropy_T: Tensor | None,
-    options: HeadOptions,
-) -> Gradient:
+def token_gradient(stats: Statistics, kept_T: Tensor, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
     """See `megatron_ext.head.row_passes.token_terms.token_gradient`."""
     tokens, shift_T = kept_T.shape[0], stats.shift
-    smoothed, capped, inner = stats.columns is not None, options.softcap is not None, grad_entropy_T is not None
+    smoothed, capped, inner = basis.mean is not None, call.softcap is not None, basis.entropy is not None
     bent = capped or inner
     rows = 2 + smoothed + (1 + inner if bent else 0)
     out_NT = shift_T.new_empty(rows, tokens)
@@ -299,20 +244,15 @@ def token_gradient(
                 given(stats.bend),
                 kept_T.contiguous().view(torch.int8),
                 target_T.contiguous(),
-                shift_T if grad_loss_T is None else grad_loss_T,
-                shift_T if grad_entropy_T is None else grad_entropy_T,
+                *(shift_T if grad_T is None else grad_T for grad_T in basis),
                 out_NT,
                 tokens,
-                0 if grad_loss_T is None else grad_loss_T.stride(0),
-                0 if grad_entropy_T is None else grad_entropy_T.stride(0),
-                options.label_smoothing,
-                options.z_loss,
-                options.temperature,
-                WITH_MEAN=smoothed,
-                SMOOTH_OTHERS=options.smooth_others,
-                Z_LOSS=options.z_loss != 0,
+                *(0 if grad_T is None else grad_T.stride(0) for grad_T in basis),
+                call.temperature,
                 HAS_SOFTCAP=capped,
-                HAS_GRAD_LOSS=grad_loss_T is not None,
+                HAS_GRAD_LOG_PROB=basis.log_prob is not None,
+                HAS_GRAD_LSE=basis.lse is not None,
+                HAS_GRAD_MEAN=smoothed,
                 HAS_GRAD_ENTROPY=inner,
                 BLOCK_T=_TOKENS,
                 num_warps=_WARPS,

@@ -11,72 +11,89 @@ A shard's sum of exp(a) (x - y) is moved to the common maxima as in `statistics.
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K statistics, R ranks.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine import statistics
-from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
-from megatron_ext.head.readouts.vocabulary_order import blocks
+from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
+from megatron_ext.head.readouts.teacher import SIDE, Normaliser, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.validation.option_checks import one_of
 
 Direction = Literal["forward", "reverse"]
+_SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics
 
 
-@dataclass(frozen=True)
-class Divergence(ReadOut):
-    """`[T]`: cross entropy or KL divergence of the first logits from the second."""
+class KL(ReadOut):
+    """KL divergence of a student from a teacher over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
 
-    kind: Literal["cross entropy", "forward", "reverse"]
+    It is infinite where the one on the left gives a token probability that the other has at -inf.
 
-    more = OWN + 1  # the teacher's own, and the sum
+    Args:
+        teacher: a `Teacher` of hidden states, or other `Logits`: of the same tokens and vocabulary shards; hidden
+            sizes and dtypes may differ. Without a gradient. The student's temperature divides both logits.
+        direction: "forward": KL(teacher | student); "reverse": KL(student | teacher); "cross entropy":
+            `-sum softmax(teacher) log_softmax(student)`.
 
-    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
-        for i, z_tV in enumerate(logits):
-            self.own_statistics(z_tV, stats_Kt[i * OWN : (i + 1) * OWN])
-        stats_Kt[2 * OWN] = 0
-        for at in blocks(logits[0]) if self.options.vocab.counted else []:
-            student, teacher = self._below(logits, [_finite(stats_Kt[i * OWN + MAX, at]) for i in (0, 1)], at)
+    A teacher of hidden states takes its product in both passes, and with the sequence layout its hidden states travel
+    with the student's.
+    """
+
+    softmax = False  # both sides have statistics of their own
+    needs_logits = True
+    rows = _SUM + 1
+
+    def __init__(self, teacher: Any, direction: Literal["forward", "reverse", "cross entropy"] = "forward"):
+        one_of("direction", direction, (*get_args(Direction), "cross entropy"))
+        self.teacher, self.kind = teacher, direction
+
+    def scan(self, chunk: Chunk) -> None:
+        stats_Kt, logits = chunk.stats_Kt, chunk.logits
+        side_statistics(logits, stats_Kt, self.call)
+        stats_Kt[_SUM] = 0
+        for at in blocks(logits[0]) if self.call.vocab.counted else []:
+            student, teacher = self._below(logits, [_finite(stats_Kt[i * SIDE + MAX, at]) for i in (0, 1)], at)
             weight, apart = self._parts(student, teacher)
             weight = weight.exp()
-            stats_Kt[2 * OWN, at] = (weight * apart).where(weight > 0, 0.0).sum(1)
+            stats_Kt[_SUM, at] = (weight * apart).where(weight > 0, 0.0).sum(1)
 
-    def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        sides = [slice(i * OWN, (i + 1) * OWN) for i in (0, 1)]
-        student, teacher = (statistics.combine(stats_RKT[:, s], own_KT[s], self.options) for s in sides)
-        below = [
-            _finite(stats_RKT[:, s][:, MAX, :-1]) - _finite(stats.largest)
-            for s, stats in zip(sides, (student, teacher), strict=True)
-        ]
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        sides: list[Normaliser] = [normaliser(stats_RKT, i) for i in (0, 1)]
+        student, teacher = sides
+        below = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - side.largest for i, side in enumerate(sides)]
         weight_RT, apart_RT = self._parts(*below)
-        sum_RT = stats_RKT[:, sides[self.kind != "reverse"]][:, SUM_EXP, :-1]
+        sum_RT = stats_RKT[:, (self.kind != "reverse") * SIDE + SUM_EXP].double()
         weight_RT = weight_RT.exp().where(sum_RT > 0, 0.0)
-        parts_RT = weight_RT * (stats_RKT[:, 2 * OWN, :-1] + sum_RT * apart_RT)
+        parts_RT = weight_RT * (stats_RKT[:, _SUM] + sum_RT * apart_RT)
         apart_T = parts_RT.where(weight_RT > 0, 0.0).sum(0) / (weight_RT * sum_RT).sum(0)
         value_T = apart_T - self._parts(student.log_sum, teacher.log_sum)[1]
-        sides_T = [x for stats in (student, teacher) for x in (_finite(stats.largest), stats.log_sum.neg().exp())]
+        sides_T = [x for side in sides for x in (side.largest, side.log_sum.neg().exp())]
         return [value_T.to(own_KT.dtype)], [apart_T, *sides_T]
 
-    def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
-        wide, counted, both = accumulation_dtype(out_tV.dtype), self.options.vocab.counted, logits()
-        out_tV[:, counted:] = 0
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        return True
+
+    def pull(
+        self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
+    ) -> None:
+        wide, counted = accumulation_dtype(out_tV.dtype), self.call.vocab.counted
         apart_t, *sides = (x[rows] for x in saved)
-        g_t = grad[rows].double() / self.options.temperature
+        g_t = grad[rows].double() / self.call.temperature
         silent_t1 = (g_t == 0).unsqueeze(1)  # whose logits may be NaN, which 0 times is NaN
         # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
         q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:
-            student, teacher = self._below(both, [x[at].to(wide) for x in sides[::2]], at)
+            student, teacher = self._below(logits, [x[at].to(wide) for x in sides[::2]], at)
             if self.kind == "reverse":
                 pulled = student - teacher - apart_t[at].to(wide).unsqueeze(1)
                 q = student.exp_().mul_(q_scale_t1[at])
                 pulled = (q * pulled).where(q != 0, 0.0)  # an infinite divergence left out has a g of 0
             else:
                 pulled = student.exp_().mul_(q_scale_t1[at]) - teacher.exp_().mul_(p_scale_t1[at])
-            out_tV[at, :counted] = pulled.masked_fill_(silent_t1[at], 0)
+            put(out_tV[at, :counted], pulled.masked_fill_(silent_t1[at], 0), first)
 
     def _parts(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """What is weighed by, as a logarithm, and what is weighed."""
@@ -84,11 +101,11 @@ class Divergence(ReadOut):
             return teacher, -student
         return (teacher, teacher - student) if self.kind == "forward" else (student, student - teacher)
 
-    def _below(self, logits: Logits, peaks: list[Tensor], at: slice) -> list[Tensor]:
+    def _below(self, logits: Sequence[Tensor], peaks: list[Tensor], at: slice) -> list[Tensor]:
         """New tensors: the logits over the temperature, less what is given for each row."""
-        counted = self.options.vocab.counted
+        counted = self.call.vocab.counted
         return [
-            transformed(z_tV[at, :counted], None, None, self.options.temperature, peak_t.dtype) - peak_t.unsqueeze(1)
+            transformed(z_tV[at, :counted], None, None, self.call.temperature, peak_t.dtype) - peak_t.unsqueeze(1)
             for z_tV, peak_t in zip(logits, peaks, strict=True)
         ]
 

@@ -10,12 +10,25 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.once_differentiable import differentiable_once
-from megatron_ext.head.engine.options import HeadOptions
-from megatron_ext.head.readouts.vocabulary_order import blocks
+from megatron_ext.head.engine.autograd import differentiable_once
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import row_statistics
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
-from megatron_ext.head.validation.argument_checks import check_exchange
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.validation import argument_checks
+
+
+def dense_softmax(z: Any, logarithm: bool) -> Tensor:
+    """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
+    flat, call = Flat(z.logits), z.call()
+    z_TV = flat(z.logits)
+    fault = argument_checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
+    if fault is not None:
+        if call.ranks > 1:
+            statistics.refuse(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
+        raise fault
+    return flat.up(DenseSoftmax.apply(z_TV, logarithm, call, flat.places(z_TV.device, call.ranks)))
 
 
 class DenseSoftmax(torch.autograd.Function):
@@ -26,19 +39,17 @@ class DenseSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, z_TV: Tensor, logarithm: bool, options: HeadOptions, places_T: Tensor | None = None
-    ) -> Tensor:
-        counted, temperature = options.vocab.counted, options.temperature
+    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: Call, places_T: Tensor | None = None) -> Tensor:
+        counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
-        stats_KT = statistics.new_statistics(z_TV.shape[0], options, accumulation_dtype(z_TV.dtype), z_TV.device)
+        stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
         row_statistics(
             z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, counted, None, temperature, False, False, False
         )
-        stats_KT = statistics.sign(stats_KT, options, nowhere_T, places_T, logarithm=logarithm)
-        stats_RKT = statistics.exchange(stats_KT, options, places_T)
-        check_exchange(stats_RKT, nowhere_T, options)
-        stats = statistics.combine(stats_RKT, stats_KT, options)
+        statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
+        stats_RKT = statistics.exchange(stats_KT, call, places_T)
+        argument_checks.check_exchange(stats_RKT, nowhere_T, call)
+        stats = statistics.combine(stats_RKT, stats_KT, call)
         log_sum_T = stats.log_sum.to(stats.shift.dtype)
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0).to(stats.shift.dtype)
         out_TV = torch.full_like(z_TV, -torch.inf if logarithm else 0, dtype=largest_T.dtype)
@@ -48,7 +59,7 @@ class DenseSoftmax(torch.autograd.Function):
             out.sub_(largest_T[at].unsqueeze(1)).sub_(log_sum_T[at].unsqueeze(1))
             if not logarithm:
                 out.exp_()
-        ctx.options, ctx.logarithm, ctx.dtype = options, logarithm, z_TV.dtype
+        ctx.call, ctx.logarithm, ctx.dtype = call, logarithm, z_TV.dtype
         ctx.save_for_backward(out_TV, places_T)
         return out_TV
 
@@ -64,11 +75,11 @@ class DenseSoftmax(torch.autograd.Function):
             sums_T[at] = weighed.sum(1)
         if places_T is not None:
             sums_T = torch.empty_like(sums_T).index_copy_(0, places_T, sums_T)
-        sums_T = collectives.all_reduce(sums_T, ctx.options.group if out_TV.shape[0] else None, in_place=True)
+        sums_T = collectives.all_reduce(sums_T, ctx.call.group if out_TV.shape[0] else None, in_place=True)
         if places_T is not None:
             sums_T = sums_T[places_T]
         for at in blocks(out_TV):
             out, g, sums = out_TV[at], grad_TV[at], sums_T[at].unsqueeze(1)
             dz = g.where(out > -torch.inf, 0.0) - out.exp() * sums if ctx.logarithm else out * (g - sums)
-            dz_TV[at] = dz / ctx.options.temperature
+            dz_TV[at] = dz / ctx.call.temperature
         return dz_TV, None, None, None

@@ -9,48 +9,44 @@ most tokens, and only where these reach beyond all candidates is the row of logi
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K candidates, R ranks.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import agreement, statistics
-from megatron_ext.head.engine.statistics import REFUSED
-from megatron_ext.head.readouts.fixed_order_sums import prefix_sums
-from megatron_ext.head.readouts.readout import OWN, Logits, ReadOut
-from megatron_ext.head.readouts.vocabulary_order import blocks, largest_columns
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.head.readouts.gather import integers
+from megatron_ext.head.readouts.labels import Filtered
+from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
+from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
+from megatron_ext.head.row_passes.vocabulary_order import blocks, largest_columns
+from megatron_ext.head.validation.readable_values import has_values
 
-# Rows after those of `row_statistics`: the label's logit, how many columns equal the k-th candidate, k candidates, and,
-# which stay here, further candidates and the columns of all.
-_LABEL, _EQUAL, _VALUES = OWN, OWN + 1, OWN + 2
+# Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
+# candidates and the columns of all.
+_LABEL, _EQUAL, _VALUES = 0, 1, 2
 
 # Above as many, candidates are cut down to the vocabulary, after the ranks have told each other how large it is: else
 # ranks that disagree would wait for messages of other lengths.
 _MANY = 4096
 
 
-@dataclass(frozen=True)
-class TopKTopP(ReadOut):
+class TopKFiltered(Filtered):
     """`[T]`: log-probability of each label among the `top_k` largest logits, of which `top_p` keeps those in front.
 
     -inf for a label that is not kept, 0 for `ignore_index`. Values and gradients in fp64, rounded once.
 
-    Communicates: 1 all-gather; with a `top_k` above 4096 1 more, of the size of the vocabulary.
+    Communicates: nothing beside the common exchange; with a `top_k` above 4096 1 all-gather of the vocabulary's size.
     """
 
-    labels_T: Tensor
-    top_k: int
-    top_p: float
+    def __init__(self, labels: Tensor, top_k: int, top_p: float, ignore_index: int):
+        super().__init__(labels, ignore_index)
+        self.top_k, self.top_p = top_k, top_p
 
     @property
     def k(self) -> int:
-        return self.top_k if self.top_k <= _MANY else min(self.top_k, self.options.vocab.size)
+        return self.top_k if self.top_k <= _MANY else min(self.top_k, self.call.vocab.size)
 
     @property
     def candidates(self) -> int:
@@ -59,77 +55,52 @@ class TopKTopP(ReadOut):
     @property
     def own_candidates(self) -> int:
         """Those that this rank has."""
-        return min(self.candidates, self.options.vocab.counted)
+        return min(self.candidates, self.call.vocab.counted)
 
     @property
-    def sent(self) -> int:
-        """Rows that the other ranks get."""
+    def rows(self) -> int:  # type: ignore[override]
         return _VALUES + self.k
 
     @property
-    def more(self) -> int:
-        return _VALUES - OWN + 2 * self.candidates
+    def own_rows(self) -> int:  # type: ignore[override]
+        return 2 * self.candidates - self.k
 
-    def begin(self, tokens: int, device: torch.device) -> None:
-        if self.top_k > _MANY and self.options.ranks > 1 and tokens:
-            self._agree(device, self.options.vocab.size)
+    @property
+    def begins(self) -> bool:  # type: ignore[override]
+        return self.top_k > _MANY
 
-    def refuse(self, like: Tensor, tokens: int) -> None:
-        if self.top_k > _MANY:
-            self._agree(like.device, int(REFUSED))
-            return
-        dtype = accumulation_dtype(like.dtype)
-        statistics.refuse(tokens, self.options, dtype, like.device, self.sent)
-
-    def _agree(self, device: torch.device, size: int) -> None:
-        own, shared = torch.full((1, 2), size, dtype=torch.int64, device=device), agreement.scalars(self)
-        own[:, 1] = agreement.of_options(self.options, **shared) if has_values(own) else 0
-        size_R, options_R = collectives.all_gather(own, self.options.group).unbind(1)
-        if size == int(REFUSED) or not has_values(size_R):
-            return
-        raise_if((size_R == int(REFUSED)).any(), REFUSAL)
-        raise_if(
-            (size_R != size).any(),
-            "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
-        )
-        check_agreement(options_R, torch.zeros_like(options_R), self.options, **shared)
-
-    def labels(self, tokens: Tensor) -> Tensor:
-        return self.labels_T
-
-    def scan(self, logits: Logits, rows: slice, stats_Kt: Tensor) -> None:
-        (z_tV,), vocab, found = logits, self.options.vocab, self.own_candidates
-        self.own_statistics(z_tV, stats_Kt[:OWN], False)
-        stats_Kt[OWN : _VALUES + self.candidates] = -torch.inf
+    def scan(self, chunk: Chunk) -> None:
+        z_tV, vocab, found = chunk.logits[0], self.call.vocab, self.own_candidates
+        stats_Kt, own_Kt = chunk.stats_Kt, chunk.own_Kt
+        stats_Kt.fill_(-torch.inf)
         stats_Kt[_EQUAL] = 0
-        columns_Kt = _integers(stats_Kt)[_VALUES + self.candidates :]
-        labels_t = self.labels_T[rows]
+        own_Kt[: self.candidates - self.k] = -torch.inf
+        columns_Kt = integers(own_Kt)[self.candidates - self.k :]
+        labels_t = self.labels_T[chunk.rows]
         for at in blocks(z_tV, 8) if found else []:
             z_uV, own_u = z_tV[at, : vocab.counted], vocab.owns(labels_t[at])
             columns_uK = largest_columns(z_uV, found, any_equals=True)
             z_uK = z_uV.gather(1, columns_uK)
-            stats_Kt[_VALUES : _VALUES + found, at] = z_uK.t().to(stats_Kt.dtype)
+            z_Ku = z_uK.t().to(stats_Kt.dtype)
+            sent = min(found, self.k)
+            stats_Kt[_VALUES : _VALUES + sent, at] = z_Ku[:sent]
+            own_Kt[: found - sent, at] = z_Ku[sent:]
             columns_Kt[:found, at] = columns_uK.t().to(columns_Kt.dtype)
-            stats_Kt[_EQUAL, at] = _equal_to_kth(z_uV, z_uK, min(self.k, found)).to(stats_Kt.dtype)
+            stats_Kt[_EQUAL, at] = _equal_to_kth(z_uV, z_uK, sent).to(stats_Kt.dtype)
             label_u1 = (labels_t[at] - vocab.start).where(own_u, 0).unsqueeze(1)
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
-    def exchange(self, stats_KT: Tensor, places_T: Tensor | None) -> Tensor:
-        return super().exchange(stats_KT[: self.sent], places_T)
-
-    def combine(self, stats_RKT: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        tokens, found = own_KT.shape[1] - 1, self.own_candidates
-        columns_TK = _integers(own_KT)[_VALUES + self.candidates :, :-1][:found].t().long()
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        tokens, found, first = own_KT.shape[1], self.own_candidates, _VALUES + self.candidates
+        columns_TK = integers(own_KT)[first : first + found].t().long()
         probs_TK = own_KT.new_empty(tokens, found, dtype=torch.float64)
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))
         kth_T = own_KT.new_empty(tokens)
-        for at in blocks(stats_RKT[:, _VALUES:, :-1].flatten(0, 1).t()):
-            own_Kt = own_KT[: _VALUES + self.candidates, :-1][:, at]
-            results = self._among_candidates(stats_RKT[..., :-1][..., at], own_Kt, self.labels_T[at])
-            log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = results
+        for at in blocks(stats_RKT[:, _VALUES:].flatten(0, 1).t()):
+            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:first, at], self.labels_T[at])
+            log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = found_t
             probs_TK[at] = probs_tK[:, :found]
-        saved = [self.labels_T, log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
-        return [log_prob_T.to(own_KT.dtype)], saved
+        return [log_prob_T.to(own_KT.dtype)], [log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
 
     def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, labels_t: Tensor) -> tuple[Tensor, ...]:
         """Log-probability of the labels; probabilities of this rank's candidates; the k-th largest logit; and the
@@ -142,7 +113,7 @@ class TopKTopP(ReadOut):
         equal_t = stats_RKt[:, _EQUAL].where(z_RKt[:, -1] == kth_t, among_Rt).double().sum(0)
         beyond_t = equal_t - (z_tK == kth_t.unsqueeze(1)).sum(1)
 
-        scaled_tK = z_tK.double() / self.options.temperature
+        scaled_tK = z_tK.double() / self.call.temperature
         peak_t = scaled_tK[:, 0].where(z_tK[:, 0] > -torch.inf, 0.0)
         exp_tK = (scaled_tK - peak_t.unsqueeze(1)).exp()
         total_t = exp_tK.sum(1) + beyond_t * exp_tK[:, -1]
@@ -159,7 +130,7 @@ class TopKTopP(ReadOut):
         label_t = stats_RKt[:, _LABEL].amax(0)
         there_t = (label_t >= cut_t1[:, 0]) & (label_t > -torch.inf)
         log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf)
-        log_prob_t = log_prob_t.where(labels_t != self.options.ignore_index, 0.0)
+        log_prob_t = log_prob_t.where(labels_t != self.ignore_index, 0.0)
         own_tK = own_Kt[_VALUES:].t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
         probs_tK = self._log_prob(own_tK, lse_t.unsqueeze(1)).where(kept_tK, -torch.inf).exp()
@@ -169,41 +140,56 @@ class TopKTopP(ReadOut):
         return log_prob_t, probs_tK, kth_t, tied_t
 
     def _log_prob(self, z: Tensor, lse: Tensor) -> Tensor:
-        return z.double() / self.options.temperature - lse
+        return z.double() / self.call.temperature - lse
 
-    def pull(self, logits: Callable[[], Logits], rows: slice, saved: list[Tensor], grad: Tensor, out_tV: Tensor):
-        """The candidates', then of tokens whose k-th logit has more equals here theirs, found by reading the logits.
+    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns:
+        """The candidates' and the label's: a probability of the softmax over what is kept, and 1 less."""
+        log_prob_t, probs_tK, columns_tK = (x[rows] for x in saved[:3])
+        labels_t, g_t = self.labels_T[rows], self._counted(saved, rows, grad)
+        vocab = self.call.vocab
+        candidates_tK = (-g_t.unsqueeze(1) * probs_tK).where(columns_tK + vocab.start != labels_t.unsqueeze(1), 0.0)
+        at_label_t = -g_t * log_prob_t.where(g_t != 0, 0.0).expm1()
+        ids_tK = torch.cat([columns_tK + vocab.start, labels_t.where(vocab.owns(labels_t), -1).unsqueeze(1)], 1)
+        return AtColumns(ids_tK, torch.cat([candidates_tK, at_label_t.unsqueeze(1)], 1))
 
-        On CPU, where it costs no wait to see that no token of the chunk has any, they are then not read.
-        """
-        labels_t, log_prob_t, probs_tK, columns_tK, kth_t, tied_t = (x[rows] for x in saved)
-        o, vocab = self.options, self.options.vocab
-        out_tV.zero_()
-        if vocab.counted == 0:
-            return
-        counts_t = (log_prob_t > -torch.inf) & (labels_t != o.ignore_index)
-        g_t = (grad[rows].double() / o.temperature).where(counts_t, 0.0)
-        # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
-        row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
-        out_tV.index_put_((row_t1, columns_tK), (-g_t.unsqueeze(1) * probs_tK).to(out_tV.dtype))
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""
+        tied_t = saved[4][rows]
+        return not _is_free_to_look(tied_t) or bool(tied_t.any())
+
+    def pull(
+        self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
+    ) -> None:
+        """Of tokens whose k-th logit has more equals here than candidates: theirs, found by reading the logits."""
+        kth_t, tied_t = saved[3][rows], saved[4][rows]
+        value_t = -self._counted(saved, rows, grad) * tied_t / self.call.temperature
         tied = tied_t.nonzero()[:, 0] if _is_free_to_look(tied_t) else None
-        if tied is None or len(tied):
-            _fill_equals(out_tV[:, : vocab.counted], logits()[0], kth_t, (-g_t * tied_t), tied)
-        own_t1 = (vocab.owns(labels_t) & counts_t).unsqueeze(1)
-        at_t1 = (labels_t - vocab.start).unsqueeze(1).where(own_t1, 0)
-        log_prob_t = log_prob_t.where(counts_t, 0.0)
-        label_t1 = (-g_t * log_prob_t.expm1()).unsqueeze(1).to(out_tV.dtype)
-        out_tV.index_put_((row_t1, at_t1), label_t1.where(own_t1, out_tV.gather(1, at_t1)))
+        columns_tK, counted = saved[2][rows], self.call.vocab.counted
+        labels_t = self.labels_T[rows]
+        besides_tK = torch.cat([columns_tK, (labels_t - self.call.vocab.start).unsqueeze(1)], 1)
+        if first:
+            out_tV.zero_()
+        _add_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK, tied)
+
+    def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
+        """The gradient, 0 for labels that are not kept or do not count; fp64."""
+        counts_t = (saved[0][rows] > -torch.inf) & (self.labels_T[rows] != self.ignore_index)
+        return grad[rows].double().where(counts_t, 0.0)
 
 
-def _fill_equals(out_tV: Tensor, z_tV: Tensor, kth_t: Tensor, value_t: Tensor, tied: Tensor | None) -> None:
-    """Write a token's value at its columns that equal its k-th logit, where the value is not 0."""
+def _add_equals(
+    out_tV: Tensor, z_tV: Tensor, kth_t: Tensor, value_t: Tensor, besides_tK: Tensor, tied: Tensor | None
+) -> None:
+    """Add a token's value at its columns that equal its k-th logit, `besides_tK` aside, which have theirs already."""
     kth_t, value_t = kth_t.to(z_tV.dtype), value_t.to(out_tV.dtype)
     z_tV = z_tV[:, : out_tV.shape[1]]
     for at in blocks(z_tV) if tied is None else tied.split(64):
         value_u1 = value_t[at].unsqueeze(1)
         equal_uV = (z_tV[at] == kth_t[at].unsqueeze(1)) & (value_u1 != 0)
-        out_tV[at] = value_u1.where(equal_uV, out_tV[at])
+        own_uK = (besides_tK[at] >= 0) & (besides_tK[at] < out_tV.shape[1])
+        there_uV = F.pad(equal_uV, (0, 1))  # one column more for what is not here
+        there_uV.scatter_(1, besides_tK[at].where(own_uK, out_tV.shape[1]), False)
+        out_tV[at] += value_u1.where(there_uV[:, :-1], 0.0)
 
 
 def _equal_to_kth(z_uV: Tensor, z_uK: Tensor, k: int) -> Tensor:
@@ -222,8 +208,3 @@ def _equal_to_kth(z_uV: Tensor, z_uK: Tensor, k: int) -> Tensor:
 def _is_free_to_look(x: Tensor) -> bool:
     """Whether a branch may depend on values without waiting for a device."""
     return has_values(x) and not x.is_cuda
-
-
-def _integers(stats: Tensor) -> Tensor:
-    """The same memory as integers."""
-    return stats.view(torch.int64 if stats.dtype == torch.float64 else torch.int32)

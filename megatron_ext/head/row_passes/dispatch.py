@@ -44,9 +44,9 @@ def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
     _run(label_terms, "finish_dx", out_TD, *arguments)
 
 
-def token_results(stats_RKT: Tensor, *arguments: Any) -> tuple[Statistics, token_terms.Results]:
-    """See `token_terms.token_results`."""
-    return _side(stats_RKT, token_terms).token_results(stats_RKT, *arguments)
+def combined(stats_RKT: Tensor, *arguments: Any) -> Statistics:
+    """See `token_terms.combined`."""
+    return _side(stats_RKT, token_terms).combined(stats_RKT, *arguments)
 
 
 def token_gradient(stats: Statistics, *arguments: Any) -> token_terms.Gradient:

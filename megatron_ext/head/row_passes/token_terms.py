@@ -1,4 +1,4 @@
-"""Per-token results of the combined statistics in forward, and per-token coefficients of the gradient in backward.
+"""The statistics of all shards combined in forward, and per-token coefficients of the gradient in backward.
 
 A few numbers per token, in fp64 and rounded once. `kernels/token_terms.py` has the same two functions in Triton: one
 launch each, where these take some thirty. No groups, no autograd.
@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
-
-
-class Results(NamedTuple):
-    """`[T]`, in the dtype of the passes, 0 where a token does not count; `hits` bool."""
-
-    loss: Tensor
-    entropy: Tensor | None
-    hits: Tensor | None
-    z_loss: Tensor | None
 
 
 class Gradient(NamedTuple):
@@ -39,30 +31,25 @@ class Gradient(NamedTuple):
     offset: Tensor | None
 
 
-def token_results(
-    stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, kept_T: Tensor, options: HeadOptions
-) -> tuple[Statistics, Results]:
-    """The statistics of all shards together (see `statistics.combine`), and what the call returns."""
-    stats = statistics.combine(stats_RKT, own_KT, options, shift_T)
-    entropy = statistics.entropy(stats, kept_T) if options.entropy else None
-    return stats, Results(statistics.loss(stats, kept_T, options), entropy, *statistics.marks(stats, kept_T, options))
+def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> Statistics:
+    """The statistics of all shards together (see `statistics.combine`)."""
+    return statistics.combine(stats_RKT, own_KT, call, shift_T)
 
 
-def token_gradient(
-    stats: Statistics,
-    kept_T: Tensor,
-    target_T: Tensor,
-    grad_loss_T: Tensor | None,
-    grad_entropy_T: Tensor | None,
-    options: HeadOptions,
-) -> Gradient:
-    """The parts of the gradient, in the dtype of the passes. `target_T`: the label's column, -1 if not this rank's."""
-    coef = logit_gradient.coefficients(stats, kept_T, grad_loss_T, grad_entropy_T, options)
+def token_gradient(stats: Statistics, kept_T: Tensor, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
+    """The parts of the gradient, in the dtype of the passes.
+
+    Args:
+        kept_T: bool, the tokens that have a gradient.
+        target_T: the label's column, -1 if not this rank's.
+        basis: the gradients of what was read out.
+    """
+    coef = logit_gradient.coefficients(stats, kept_T, basis, call.temperature)
     owned_T = target_T >= 0
-    if coef.c is None and options.softcap is None:
+    if coef.c is None and call.softcap is None:
         return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.where(owned_T, 0.0), coef.d)
     target, through = coef.target, None
-    if options.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
+    if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
         target = target * logit_gradient.target_bend(stats)
     # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's

@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.agreement import options_in_words
-from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
@@ -39,16 +38,31 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
 
 
+def check_integers(labels: Any) -> None:
+    """Raises ValueError unless `labels` is a tensor of integers."""
+    check_plain("labels", labels)
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+
+
+def check_counts(counts: Any, leading: torch.Size) -> None:
+    """Raises ValueError unless `counts` says of each token whether it counts."""
+    if not isinstance(counts, Tensor) or counts.dtype != torch.bool or counts.shape != leading:
+        found = f"{counts.dtype} {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+        raise ValueError(
+            f"counts is {found}: it must be a bool tensor {tuple(leading)}, which tokens count; compare labels with "
+            f"ignore_index"
+        )
+
+
 def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> None:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`.
 
     The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
     compiling or on fake tensors it is not looked at. `hint`: see `size_fault`.
     """
-    check_plain("labels", labels)
-    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
-        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+    check_integers(labels)
     if has_values(labels):
         ids = labels.long()  # a narrow integer would wrap the size
         wrong = ((ids < 0) | (ids >= size)) & (ids != ignore_index)
@@ -182,7 +196,19 @@ def main_grad_fault(weight: Tensor) -> ValueError | None:
     return None
 
 
-def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int) -> ValueError | None:
+def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None:
+    """Raises ValueError unless `x` has an entry for each token of `logits`."""
+    if x.shape != logits.shape[:-1] or x.device != logits.device:
+        raise ValueError(
+            f"{argument} has leading dims {tuple(x.shape)} on {x.device}, {name} {tuple(logits.shape[:-1])} on "
+            f"{logits.device}: they must be equal, a row of logits for each token, on the same device; reshape one of "
+            f"them"
+        )
+
+
+def layout_fault(
+    hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str = "labels"
+) -> ValueError | None:
     """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
 
     Only a slice can be wrong on one rank alone; what all ranks see is raised.
@@ -192,37 +218,38 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int) ->
             labels, or the labels cannot be sliced.
     """
     if hidden.device != labels.device:
-        raise ValueError(f"labels is on {labels.device}, hidden on {hidden.device}: move them to one device")
+        raise ValueError(f"{argument} is on {labels.device}, hidden on {hidden.device}: move them to one device")
     if not in_slices:
         if hidden.shape[:-1] != labels.shape:
             raise ValueError(
-                f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)}: hidden must be labels' shape "
-                f"and D; transpose one of them if the sequence and batch dims are swapped"
+                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}: hidden must have "
+                f"that shape and D; transpose one of them if the sequence and batch dims are swapped"
             )
         return None
     if labels.dim() == 0 or labels.shape[0] % ranks:
         raise ValueError(
-            f'labels has shape {tuple(labels.shape)}: with hidden_layout="sequence" its dim 0, the full sequence, must '
-            f"divide by the {ranks} ranks of tp_group; pad the sequence"
+            f'{argument} has shape {tuple(labels.shape)}: with hidden_layout="sequence" its dim 0, the full sequence, '
+            f"must divide by the {ranks} ranks of tp_group; pad the sequence"
         )
     wanted = (labels.shape[0] // ranks, *labels.shape[1:])
     if tuple(hidden.shape[:-1]) == wanted:
         return None
     return ValueError(
-        f"hidden has shape {tuple(hidden.shape)}, labels {tuple(labels.shape)} over {ranks} ranks: with "
+        f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)} over {ranks} ranks: with "
         f'hidden_layout="sequence" hidden must be [{", ".join(map(str, wanted))}, D], this rank\'s slice of dim 0, and '
-        f'labels the full sequence; use hidden_layout="replicated" if hidden is full'
+        f'{argument} the full sequence; use hidden_layout="replicated" if hidden is full'
     )
 
 
-def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str = "") -> None:
     """Raises on every rank alike what only the statistics of all ranks together show.
 
-    Without a host sync: on CUDA a device-side assertion; not looked at while compiling or on fake tensors.
+    Without a host sync: on CUDA a device-side assertion; not looked at while compiling or on fake tensors. `words`:
+    this rank's options.
 
     Raises:
-        ValueError: a rank refused its arguments; the shards do not make up the vocabulary; or every rank holds the
-            whole vocabulary and not a shard of it.
+        ValueError: a rank refused its arguments; ranks passed different options or labels; the shards do not make up
+            the vocabulary; or every rank holds the whole vocabulary and not a shard of it.
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
@@ -238,23 +265,22 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, options: HeadOptions) ->
     )
     raise_if(refused, REFUSAL)
     if stats_RKT.shape[1] > LABELS:
-        check_agreement(stats_RKT[:, OPTIONS, -1], stats_RKT[:, LABELS, -1], options)
+        check_agreement(stats_RKT[:, OPTIONS, -1], stats_RKT[:, LABELS, -1], words)
     raise_if(apart, shards)
-    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, options)
+    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, call)
 
 
-def check_agreement(options_R: Tensor, labels_R: Tensor, options: HeadOptions, **more: Any) -> None:
+def check_agreement(options_R: Tensor, labels_R: Tensor, words: str) -> None:
     """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
 
     Args:
         options_R, labels_R: what `agreement` makes of them on each rank; 0 where a rank does not say.
-        more: options of a read-out.
+        words: this rank's options.
     """
     raise_if(
         _differ(options_R),
-        f"the options are not the same on every rank of tp_group; this rank's: {options_in_words(options, **more)}. "
-        f"Pass the same on each; also return_entropy and return_hits, where one rank alone logs them: they change what "
-        f"is computed and sent",
+        f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
+        f"return_entropy and return_hits, where one rank alone logs them: they change what is computed and sent",
     )
     raise_if(
         _differ(labels_R),
@@ -270,7 +296,7 @@ def _differ(numbers_R: Tensor) -> Tensor:
     return ((numbers_R != largest) & (numbers_R != 0)).any()
 
 
-def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
     """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
 
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
@@ -279,13 +305,12 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, options: HeadOptions) -> Non
     if not has_values(sums_RKT):
         return
     alike, same = sums_RKT == sums_RKT[..., :1], sums_RKT == sums_RKT[:1]
-    if options.softcap is not None:  # where logits reach it, those of different shards are alike
-        limit = _SATURATED * options.softcap / options.temperature
-        tells = (sums_RKT[:, :1].abs() < limit).any(0, keepdim=True)
+    if call.largest is not None:  # where logits reach the softcap, those of different shards are alike
+        tells = (sums_RKT[:, :1].abs() < _SATURATED * call.largest).any(0, keepdim=True)
         alike, same = alike | ~tells, same | ~tells
-    whole = same.all() & (labels_T < options.vocab.columns).all() & ~alike.all()
+    whole = same.all() & (labels_T < call.vocab.columns).all() & ~alike.all()
     raise_if(
         whole,
-        f"every rank of tp_group passed the same {options.vocab.columns} columns: each must pass its own shard of the "
+        f"every rank of tp_group passed the same {call.vocab.columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
     )

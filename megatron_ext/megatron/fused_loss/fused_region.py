@@ -8,8 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.options import Cache
-from megatron_ext.head.training_loss import TrainingLoss, linear_training_loss, training_loss_of_logits
+from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.training_loss import (
+    LossSettings,
+    TrainingLoss,
+    linear_training_loss,
+    training_loss_of_logits,
+)
+from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import multi_token_prediction, patch_points, z_loss_log
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -142,19 +148,18 @@ class Region:
         softcap, temperature = bent(terms, settings)
 
         def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
-            found = linear_training_loss(
-                hidden,
+            head = LmHead(
                 weight,
-                labels.transpose(0, 1),
-                hidden_layout="sequence" if layer.sequence_parallel else "replicated",
+                tp_group(layer),
+                "sequence" if layer.sequence_parallel else "replicated",
                 bias=None if layer.skip_bias_add else layer.bias,
-                cache=self.cache,
-                hits=self.hits,
-                fuse_main_grad=terms.adds_to_main_grad(weight),
                 softcap=softcap,
                 temperature=temperature,
-                **self.options(labels),
+                cache=self.cache,
+                chunk_tokens=settings.chunk(labels.shape[0]),
+                gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
             )
+            found = linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
             return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
@@ -164,21 +169,18 @@ class Region:
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
         """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
-        softcap, temperature = self.settings.softcap, self.settings.temperature
-        return _batch_first(
-            training_loss_of_logits(
-                logits, labels.transpose(0, 1), softcap=softcap, temperature=temperature, **self.options(labels)
-            )
+        made = Logits(
+            logits,
+            tp_group(self.layer),
+            softcap=self.settings.softcap,
+            temperature=self.settings.temperature,
+            chunk_tokens=self.settings.chunk(labels.shape[0]),
         )
+        return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.asked_of_loss(hits=False)))
 
-    def options(self, labels: Tensor) -> dict[str, Any]:
-        return {
-            "tp_group": tp_group(self.layer),
-            "ignore_index": IGNORE_INDEX,
-            "z_loss": self.settings.z_loss,
-            "label_smoothing": self.settings.label_smoothing,
-            "chunk_tokens": self.settings.chunk(labels.shape[0]),
-        }
+    def asked_of_loss(self, hits: bool) -> LossSettings:
+        settings = self.settings
+        return LossSettings(IGNORE_INDEX, settings.label_smoothing, z_loss=settings.z_loss, hits=hits)
 
     def asked(self, terms: Terms) -> None:
         """Somebody wants real logits: say who, and what they cost."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.options import Cache, HeadOptions
+from megatron_ext.head.validation import option_checks
+from megatron_ext.head.validation.option_checks import Cache
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,8 @@ class HeadSettings:
                 f"chunk_size is {self.chunk_size} and chunk_tokens {self.chunk_tokens}: they say the same thing in "
                 f"sequence positions and in tokens; pass one of them"
             )
-        # Has the head's own rules for the rest checked here.
-        HeadOptions(
-            None,
-            VocabShard(0, 1, 1),
-            cache=self.cache,
-            z_loss=self.z_loss,
-            label_smoothing=self.label_smoothing,
-            softcap=self.softcap,
-            temperature=self.temperature,
-        )
+        for check in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
+            getattr(option_checks, f"check_{check}")(getattr(self, check))
 
     def chunk(self, batch_size: int) -> int | None:
         """Tokens per chunk."""

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.engine.options import HeadOptions
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
+from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.fused_loss.multi_token_prediction import counts_acceptance
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Pass, Sent, Shape
@@ -73,14 +74,9 @@ class VocabularyPasses:
         self.messages, self.groups, self.marks = messages, messages.groups, messages.marks
         self.embedding, self.output, self.sync = embedding, output, sync
         self.backward, self.beside = not shape.forward_only, shape.beside
-        self.options = HeadOptions(
-            self.groups.statistics,
-            output.vocab,
-            ignore_index=IGNORE_INDEX,
-            cache=1,
-            hits=output.mtp_layers > 0 and counts_acceptance(),
-            fuse_main_grad=output.gradient_accumulation_fusion,
-        )
+        fuse = output.gradient_accumulation_fusion
+        self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
+        self.hits = output.mtp_layers > 0 and counts_acceptance()
         self.asks_further = self.groups.is_last and messages.predictions > 1
         self.side = SideWork(output.weight.device, shape.beside)
         self.ids: dict[int, Tensor] = {}
@@ -167,19 +163,20 @@ class VocabularyPasses:
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
 
         def go(weight: Tensor) -> Any:
-            return linear_steps.products(hidden_TD, weight, labels_T, self.options, self.backward)
+            return linear_steps.products(hidden_TD, weight, self._readouts(labels_T), self.call, self.backward)
 
         found = self.marks.attempt(lambda: self.output(go))
         if found is None:  # take part in the exchange
             ignored_T = labels_T.new_full(labels_T.shape, IGNORE_INDEX)
             zeros_TD, weight = hidden_TD.new_zeros(hidden_TD.shape), self.output.weight.detach()
-            found = linear_steps.products(zeros_TD, weight, ignored_T, self.options, self.backward)
+            readouts = self._readouts(ignored_T)
+            found = linear_steps.products(zeros_TD, weight, readouts, self.call, self.backward)
         self.products[n] = found
 
     def gather_statistics(self, n: int) -> None:
         """Begin `Sent.STATISTICS`."""
         found = self.products[n]
-        begin = partial(linear_steps.start_exchange, found, self.options)
+        begin = partial(linear_steps.start_exchange, found)
         # Where they are read: there is their memory.
         self.statistics[n] = self.side.run(begin, self.side.now(), [found.first.stats_KT])
 
@@ -188,25 +185,29 @@ class VocabularyPasses:
         n = what.micro_batch
         found, statistics = self.products.pop(n), self.statistics.pop(n).found
         failures: list[Exception] = []
-        result = self.side.run(lambda: self._result(found, statistics, failures), reads=tree_leaves(found))
+        result = self.side.run(lambda: self._result(found, statistics, failures), reads=found.tensors())
         for error in failures:  # marks are of the passes' stream
             self.marks.fail(error)
         if self.backward or self.groups.is_last:
             self.results[n] = result
+
+    def _readouts(self, labels_T: Tensor) -> list[ReadOut]:
+        loss = CrossEntropy(labels_T, IGNORE_INDEX)
+        return [loss, IsArgmax(labels_T, IGNORE_INDEX)] if self.hits else [loss]
 
     def _result(self, found: linear_steps.Products, statistics: Pending, failures: list[Exception]) -> Any:
         """A `linear_steps.Result`; in sequence parallelism its `unit_dx_TD` is that of this rank's tokens."""
         stats_RKT, weight, result = statistics.wait(), self.output.weight.detach(), None
         try:
             if not self.marks.has_failed:
-                result = linear_steps.result(found, stats_RKT, weight, self.options)
+                result = linear_steps.result(found, stats_RKT, weight)
         except Exception as error:
             failures.append(error)
         if result is None:
             unit = weight.new_zeros(found.x_TD.shape) if self.backward else None
             loss = torch.zeros_like(found.first.shift_T)
-            hits = loss.bool() if self.options.hits else None
-            result = linear_steps.Result(loss, hits, unit, found, None)  # type: ignore[arg-type]
+            results = [[loss], [loss.bool()]][: 1 + self.hits]
+            result = linear_steps.Result(results, unit, found, None, [])
         if result.unit_dx_TD is not None and self.output.sequence_parallel:
             group = self.groups.tp_aside if self.beside else self.groups.tp
             result = result._replace(unit_dx_TD=collectives.reduce_scatter(result.unit_dx_TD, group))
@@ -263,7 +264,7 @@ class VocabularyPasses:
         def go() -> None:
             weight = self.output.weight
             if weight.requires_grad:
-                dw = linear_steps.weight_gradient(result, grad.reshape(-1), weight, self.options)
+                dw = linear_steps.weight_gradient(result, grad.reshape(-1), weight)
                 self._contribute(weight, dw)
 
         self.marks.attempt(go)

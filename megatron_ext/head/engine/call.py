@@ -1,0 +1,52 @@
+"""What every pass, exchange and gradient of one call takes: facts of the head, and which sums over rows are wanted."""
+
+from dataclasses import dataclass, replace
+
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.validation.option_checks import Cache
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. All ranks of `group` hold equal calls, `vocab` aside. Checked where `LmHead` and `Logits` are made.
+
+    Attributes:
+        group: the ranks that share the vocabulary; None: not sharded.
+        vocab: this rank's columns.
+        softcap, temperature, logit_scale: logits become `softcap * tanh(logit_scale * logits / softcap) / temperature`;
+            softcap None: no cap.
+        chunk_tokens: tokens per chunk; None: chosen from the sizes.
+        cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; from 1024 on: bytes; "bounded"
+            or "auto": see `chunk_sizes.cached_columns`.
+        fuse_main_grad: the weight gradient is added into `weight.main_grad`.
+        largest: what no logit that is read can pass, because of a softcap; None: nothing.
+        mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
+            logits times their probabilities, and whether the label has the largest logit.
+    """
+
+    group: Group
+    vocab: VocabShard
+    softcap: float | None = None
+    temperature: float = 1.0
+    chunk_tokens: int | None = None
+    cache: Cache = "bounded"
+    fuse_main_grad: bool = False
+    mean: bool = False
+    expected: bool = False
+    hits: bool = False
+    logit_scale: float = 1.0
+    largest: float | None = None
+
+    def without_scale(self) -> "Call":
+        """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
+        if self.logit_scale == 1.0:
+            return self
+        softcap = None if self.softcap is None else self.softcap / self.logit_scale
+        temperature = self.temperature / self.logit_scale
+        return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the vocabulary."""
+        return group_size(self.group)

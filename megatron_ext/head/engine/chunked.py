@@ -1,0 +1,421 @@
+"""Read-outs of logits chunk by chunk, forward and backward: of logits that exist, and of those that a product makes.
+
+`FromLogits` serves every read-out; `FromHidden` those whose gradient wants logits or that have statistics of their own.
+The others have `linear.py`, which makes no logits again for what it keeps.
+
+Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K columns, R ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group
+from megatron_ext.head.engine import chunk_sizes, logit_gradient, statistics
+from megatron_ext.head.engine.autograd import (
+    differentiable_once,
+    first_of_each,
+    give,
+    keep_for_backward,
+    kept_from_forward,
+)
+from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.readouts.read_out import AtColumns, Chunk
+from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
+from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, bend, transformed
+
+
+class Rule(NamedTuple):
+    """What turns a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
+
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything."""
+        return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
+
+    def applied(self, z_tV: Tensor) -> Tensor:
+        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes."""
+        if not self.changes:
+            return z_tV
+        return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, accumulation_dtype(z_tV.dtype))
+
+    def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
+        """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
+        if self._own_cap is not None:
+            out_tV.mul_(bend(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
+        if self.scale != 1.0:
+            out_tV.mul_(self.scale)
+
+    @property
+    def _own_cap(self) -> float | None:
+        """Of the logits before they are multiplied."""
+        return None if self.softcap is None else self.softcap / self.scale
+
+
+class FromLogits(torch.autograd.Function):
+    """The results of `plan`'s read-outs from logits `[T, V]`, or as `Flat.rows` has them, one after the other.
+
+    `teachers`: the logits of read-outs that have a teacher, with their rules in `rules` behind the first one, that of
+    `z`; they get no gradient. Saves the logits themselves. `into_logits`: backward writes the gradient into their
+    memory, once. The ranks' logits may lie in memory in different orders, above all those of an empty shard:
+    `plan.places_T` says in which.
+
+    Communicates: forward what the read-outs' exchange does, backward nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        plan: Plan,
+        rules: Sequence[Rule],
+        into_logits: bool,
+        *teachers: Tensor,
+    ):
+        logits = [z, *teachers]
+        shared = plan.chunks()
+        chunks = _chunks(logits, plan) if shared is None else shared
+        stats, results, saved = _read(plan, _given(logits, rules), chunks, z)
+        ctx.rules, ctx.into_logits = rules, into_logits
+        keep_for_backward(ctx, plan, logits, stats, saved)
+        return give(ctx, plan, results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None):
+        logits, stats, saved = kept_from_forward(ctx)
+        plan, z = ctx.plan, logits[0]
+        gradient = _Gradient(plan, stats, saved, first_of_each(ctx, grads), _given(logits, ctx.rules))
+        dz = z.detach() if ctx.into_logits else new_gradient(z)
+        for rows in _chunks(logits, plan, copy=not ctx.into_logits):
+            gradient.write(rows, rows_of(dz, rows))
+        return dz.view(z.shape), *[None] * (2 + len(logits))
+
+
+class FromHidden(torch.autograd.Function):
+    """The results of `plan`'s read-outs from hidden states `[T, D]`, weight `[V, D]` and bias `[V]`, one after the
+    other.
+
+    `rules`: softcap and scale of these logits and of each teacher's. `teachers`: hidden states, weight and bias of each
+    read-out's teacher, without a gradient. Never holds more than a
+    chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none). Weight
+    gradients add up in fp32. `sizes`: with the sequence layout, where hidden states are this rank's slice, the number
+    of each rank's tokens; else None.
+
+    Communicates, at several ranks: forward what the exchange does, backward one all-reduce of dx. With the sequence
+    layout each also gathers the hidden states, with the teachers' in the same collective, and dx is reduce-scattered.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        w_VD: Tensor,
+        bias_V: Tensor | None,
+        plan: Plan,
+        rules: Sequence[tuple[float | None, float]],
+        sizes: list[int] | None,
+        *teachers: Tensor | None,
+    ):
+        inputs = [x_TD, w_VD, bias_V, *teachers]
+        with torch.autocast(x_TD.device.type, enabled=False):
+            made = _products(inputs, rules, plan.call.group, sizes)
+            shared = plan.chunks()
+            chunks = _row_chunks(plan, w_VD.shape[0]) if shared is None else shared
+            stats, results, saved = _read(plan, made, chunks, x_TD)
+        ctx.rules, ctx.sizes, ctx.chunks = rules, sizes, chunks
+        # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
+        ctx.parameter = w_VD if plan.call.fuse_main_grad else None
+        keep_for_backward(ctx, plan, inputs, stats, saved)
+        return give(ctx, plan, results)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None):
+        inputs, stats, saved = kept_from_forward(ctx)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            found = _hidden_gradients(ctx, inputs, stats, saved, first_of_each(ctx, grads))
+        return *found, *[None] * len(inputs)
+
+
+def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[Tensor]], grads: list[Tensor | None]):
+    plan, sizes, weight_VD, bias_V = ctx.plan, ctx.sizes, inputs[1], inputs[2]
+    group = plan.call.group
+    made = _products(inputs, ctx.rules, group, sizes)
+    x_TD, w_VD = made[0].x_TD, made[0].w_VD
+    gradient = _Gradient(plan, stats, saved, grads, made)
+    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+    dx_TD = torch.empty_like(x_TD) if need_dx else None
+    fused = main_grad.buffer_of(ctx.parameter) if need_dw and plan.call.fuse_main_grad else None
+    wide = accumulation_dtype(w_VD.dtype)
+    total_VD = None
+    if need_dw:
+        total_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if fused is None else fused
+    total_V = bias_V.new_zeros(bias_V.shape, dtype=wide) if need_db else None
+    for rows in ctx.chunks:
+        dz_tV = x_TD.new_empty(rows.stop - rows.start, w_VD.shape[0])
+        gradient.write(rows, dz_tV)
+        if dx_TD is not None:
+            dx_TD[rows] = matmul.add_product(None, dz_tV, w_VD)
+        if total_VD is not None:
+            main_grad.add_product(total_VD, dz_tV, x_TD[rows])
+        if total_V is not None:
+            total_V += dz_tV.sum(0, dtype=wide)
+        del dz_tV  # before the next one is made
+    if dx_TD is not None and plan.tokens:
+        if sizes is not None:
+            dx_TD = collectives.reduce_scatter(dx_TD, group, sizes=sizes)
+        else:
+            dx_TD = collectives.all_reduce(dx_TD, group, in_place=True)
+    db_V = None if total_V is None else total_V.to(bias_V.dtype)
+    if fused is not None:
+        return dx_TD, main_grad.finish(ctx.parameter, weight_VD.dtype), db_V
+    return dx_TD, None if total_VD is None else total_VD.to(weight_VD.dtype), db_V
+
+
+class _Given:
+    """Logits that exist."""
+
+    def __init__(self, z: Tensor, rule: Rule):
+        self.z, self.rule = z, rule
+
+    def __call__(self, rows: slice) -> Tensor:
+        return rows_of(self.z, rows)
+
+
+class _Product:
+    """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul."""
+
+    def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule):
+        self.x_TD, self.w_VD, self.rule = x_TD, w_VD, rule
+
+    def __call__(self, rows: slice) -> Tensor:
+        return matmul.logits(self.x_TD[rows], self.w_VD)
+
+
+def _given(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Any]:
+    return [_Given(z, rule) for z, rule in zip(logits, rules, strict=True)]
+
+
+def _products(
+    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float]], group: Group, sizes: list[int] | None
+) -> list[Any]:
+    """The student's, and the teachers', with all tokens' hidden states."""
+    hidden = [*inputs[::3]]
+    if sizes and any(sizes):
+        hidden = gather_tokens(hidden, group, sizes)
+    found = []
+    for x_TD, w_VD, bias_V, rule in zip(hidden, inputs[1::3], inputs[2::3], rules, strict=True):
+        wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
+        found.append(_Product(x_TD, w_VD.to(x_TD.dtype), Rule(wide_V, *rule)))
+    return found
+
+
+def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
+    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ. Communicates: 1 all-gather."""
+    if len(hidden) == 1:
+        return [collectives.all_gather(hidden[0], group, sizes=sizes)]
+    dtypes = [x.dtype for x in hidden]
+    alike = all(dtype == dtypes[0] for dtype in dtypes)
+    sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
+    whole = collectives.all_gather(torch.cat(sides, 1), group, sizes=sizes)
+    found = whole.split([x.shape[1] for x in sides], 1)
+    return [x if alike else x.contiguous().view(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+
+
+def _row_chunks(plan: Plan, columns: int) -> list[slice]:
+    return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns)
+
+
+def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> Iterator[slice] | list[slice]:
+    """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
+    chunks: Iterable[slice] = plan.chunks() or _row_chunks(plan, logits[0].shape[-1])
+    for z in logits:
+        chunks = in_runs(z, chunks, copy=copy)
+    return [*chunks]
+
+
+def _read(
+    plan: Plan, sources: Sequence[Any], chunks: Iterable[slice], like: Tensor
+) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]]]:
+    """The shared statistics, the results, and what gradients want of forward."""
+    call, dtype, chunks = plan.call, accumulation_dtype(like.dtype), [*chunks]
+    plan.begin(chunks if plan.tokens else [], like.device)
+    stats_KT = statistics.new_statistics(plan.tokens, call, dtype, like.device, plan.rows)
+    own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens)
+    shift_T = stats_KT.new_empty(plan.tokens)
+    for rows in chunks:
+        logits = _bent(plan, sources, rows)
+        stats_Kt = stats_KT[:, rows]
+        if plan.softmax:
+            row_statistics(
+                logits[0],
+                plan.target_T[rows],
+                stats_Kt,
+                None,
+                shift_T[rows],
+                None,
+                call.vocab.counted,
+                call.softcap,
+                call.temperature,
+                call.mean,
+                call.expected,
+                call.hits,
+            )
+        else:
+            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.vocab.counted)
+        for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT[:, rows]):
+            readout.scan(Chunk(rows, _sides(plan, logits, at), part_Kt, own_Kt))
+        del logits  # before the next ones are made
+    stats_RKT = plan.exchange(stats_KT)
+    stats = combined(stats_RKT, stats_KT, shift_T, call) if plan.softmax else None
+    return stats, *plan.results(stats, stats_RKT, stats_KT, own_KT)
+
+
+def _bent(plan: Plan, sources: Sequence[Any], rows: slice) -> list[Tensor]:
+    """The logits of each source, as bias and softcap leave them where read-outs read them."""
+    return [source.rule.applied(source(rows)) if plan.needs_logits else source(rows) for source in sources]
+
+
+def _sides(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
+    """The first logits, and those of the teacher of read-out `at`, where it has one."""
+    teacher = plan.teachers[at]
+    return logits[:1] if teacher is None else [logits[0], logits[teacher]]
+
+
+class _Softmax(NamedTuple):
+    """The gradient through the softmax: what `row_gradient` takes, and its scale and slope in fp64."""
+
+    passed: logit_gradient.PassCoefficients
+    value: Tensor  # at the label
+    scale: Tensor
+    slope: Tensor | None
+
+
+class _Gradient:
+    """The gradient of logits, chunk by chunk: all read-outs' added in it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        stats: Statistics | None,
+        saved: list[list[Tensor]],
+        grads: Sequence[Tensor | None],
+        sources: Sequence[Any],
+    ):
+        self.plan, self.sources = plan, sources
+        self.stats: Any = stats
+        self.given = [
+            (at, readout, each, grad)
+            for at, (readout, each, grad) in enumerate(zip(plan.readouts, saved, grads, strict=True))
+            if grad is not None
+        ]
+        self.softmax: Any = None
+        if stats is not None:
+            basis = plan.basis(stats, saved, grads)
+            if any(grad_T is not None for grad_T in basis):
+                coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
+                passed = logit_gradient.pass_coefficients(stats, coef)
+                value = (coef.target if coef.d is None else coef.target + coef.d) * logit_gradient.target_bend(stats)
+                scale, slope = coef.alpha * coef.a, None
+                if coef.c is not None:
+                    slope = coef.alpha * coef.c
+                    scale = scale + slope * logit_gradient.below_expected(stats, coef.alpha)
+                self.softmax = _Softmax(passed, value.to(stats.shift.dtype), scale, slope)
+
+    def write(self, rows: slice, out_tV: Tensor) -> None:
+        """Write that of the tokens `rows`."""
+        plan, call = self.plan, self.plan.call
+        if call.vocab.counted == 0:
+            out_tV.zero_()
+            return
+        pulling = [each for each in self.given if each[1].reads_logits(each[2], rows)]
+        columns = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
+        found = [each for each in columns if each is not None]
+        bent = plan.needs_logits and self.sources[0].rule.changes
+        logits = raw_tV = None
+        if self.softmax is not None or pulling or bent:
+            if bent:
+                raw_tV = self.sources[0](rows)
+                first_tV = self.sources[0].rule.applied(raw_tV)
+                logits = [first_tV, *_bent(plan, self.sources[1:], rows)]
+            else:
+                logits = _bent(plan, self.sources, rows)
+        nothing = True
+        if self.softmax is not None and logits is not None:
+            self._write_softmax(logits[0], rows, out_tV)
+            nothing = False
+        if found:
+            if nothing:
+                out_tV.zero_()
+            self._add_at_columns(found, None if logits is None else logits[0], rows, out_tV)
+            nothing = False
+        for at, readout, saved, grad in pulling:
+            assert logits is not None
+            readout.pull(saved, rows, _sides(plan, logits, at), grad, out_tV, nothing)
+            if nothing:
+                out_tV[:, call.vocab.counted :] = 0
+            nothing = False
+        if nothing:
+            out_tV.zero_()
+        elif raw_tV is not None:
+            self.sources[0].rule.pull(raw_tV, out_tV)
+
+    def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
+        plan, call = self.plan, self.plan.call
+        scale, slope, offset = self.softmax.passed
+        row_gradient(
+            z_tV,
+            False,
+            plan.target_T[rows],
+            self.stats.shift[rows],
+            scale[rows],
+            None if slope is None else slope[rows],
+            None if offset is None else offset[rows],
+            self.softmax.value[rows],
+            out_tV,
+            None,
+            call.vocab.counted,
+            call.softcap,
+            call.temperature,
+        )
+
+    def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Tensor | None, rows: slice, out_tV: Tensor) -> None:
+        """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
+        call = self.plan.call
+        ids_tK = torch.cat([each.ids_tK for each in found], 1) if len(found) > 1 else found[0].ids_tK
+        grad_tK = torch.cat([each.grad_tK for each in found], 1) if len(found) > 1 else found[0].grad_tK
+        own_tK = call.vocab.owns(ids_tK)
+        at_tK = (ids_tK - call.vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it
+        value_tK = sums_of_equals((grad_tK.double() / call.temperature).where(own_tK, 0.0), at_tK)
+        if self.softmax is not None and z_tV is not None:
+            value_tK = value_tK + self._softmax_at(z_tV, at_tK, rows)
+        # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
+        row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
+        out_tV.index_put_((row_t1, at_tK), value_tK.to(out_tV.dtype))
+
+    def _softmax_at(self, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
+        """The gradient through the softmax at a few columns, fp64."""
+        shift_t = self.stats.shift[rows]
+        u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.plan.call.temperature, shift_t.dtype).double()
+        u_tK = u_tK - shift_t.unsqueeze(1)
+        factor_tK = self.softmax.scale[rows].unsqueeze(1)
+        if self.softmax.slope is not None:
+            factor_tK = factor_tK + self.softmax.slope[rows].unsqueeze(1) * u_tK.clamp(min=-1e4)
+        found_tK = u_tK.exp() * factor_tK
+        if self.softmax.passed.offset is not None:
+            found_tK = found_tK + self.softmax.passed.offset[rows].unsqueeze(1) * (u_tK > -torch.inf)
+        is_label_tK = at_tK == self.plan.target_T[rows].unsqueeze(1)
+        return self.softmax.value[rows].double().unsqueeze(1).where(is_label_tK, found_tK)

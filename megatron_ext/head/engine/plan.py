@@ -1,0 +1,170 @@
+"""The read-outs of one call together: what the shared pass reads for them, where their rows are, what they give.
+
+Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shard, R ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine import logit_gradient, statistics
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.validation import agreement
+from megatron_ext.head.validation.argument_checks import check_exchange
+
+if TYPE_CHECKING:
+    from megatron_ext.head.readouts.read_out import ReadOut
+
+
+class Plan:
+    """Read-outs bound to one call.
+
+    Attributes:
+        call: of all of them.
+        readouts: in the order in which they were asked for.
+        tokens: T.
+        softmax: whether any wants the softmax of whole rows.
+        needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
+        teachers: of each read-out which logits are its teacher's: a place behind those that are read; None: none.
+        target_T: the column of each label whose logit the shared pass reads, -1 where this rank has none.
+        kept_T: bool, the tokens that may have a gradient through the softmax.
+        ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
+        asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
+        all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
+        rows: statistics of the read-outs' own.
+    """
+
+    def __init__(self, readouts: "Sequence[ReadOut]", call: Call, flat: Any, tokens: int, device: torch.device):
+        self.softmax = any(r.softmax for r in readouts)
+        self.needs_logits = any(r.needs_logits for r in readouts)
+        # Read-outs of logits are given those that bias, scale and softcap leave.
+        bare = replace(call, softcap=None, logit_scale=1.0) if self.needs_logits else call.without_scale()
+        largest = None if call.softcap is None else call.softcap / min(call.temperature, 1.0)
+        self.call = replace(
+            bare,
+            largest=largest,
+            mean=any(r.mean for r in readouts),
+            expected=any(r.expected for r in readouts),
+            hits=any(r.hits for r in readouts),
+        )
+        self.readouts = [r.bind(self.call, flat) for r in readouts]
+        self.tokens = self.all_tokens = tokens
+        self.places_T: Tensor | None = None
+        labels = next((r for r in self.readouts if r.reads_labels), None)
+        if labels is None or labels.labels_T is None or labels.counts_T is None:
+            self.target_T = torch.full((tokens,), -1, device=device)
+        else:
+            own_T = call.vocab.owns(labels.labels_T) & labels.counts_T
+            self.target_T = (labels.labels_T - call.vocab.start).masked_fill(~own_T, -1)
+        self.ids = self._ids()
+        self.asked: Tensor = self.ids[0] if self.ids else self.target_T[:1]
+        self._more_words = {"softcap": call.softcap, "temperature": call.temperature, "logit_scale": call.logit_scale}
+        for r in self.readouts:
+            r.plan = self
+        self.kept_T = self._kept(tokens, device)
+        first = statistics.shared_rows(self.call)
+        self._spans = [slice(*span) for span in pairwise(accumulate((r.rows for r in self.readouts), initial=first))]
+        self._own_spans = [
+            slice(*span) for span in pairwise(accumulate((r.own_rows for r in self.readouts), initial=0))
+        ]
+        count = iter(range(1, len(readouts) + 1))
+        self.teachers = [None if r.teacher is None else next(count) for r in readouts]
+        self.rows = sum(r.rows for r in self.readouts)
+        self.own_rows = sum(r.own_rows for r in self.readouts)
+
+    def _ids(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for r in self.readouts:
+            for x in (r.labels_T, None if r.counts_T is None or r.labels_T is not None else r.counts_T.long()):
+                if x is not None and not any(x is other for other in found):
+                    found.append(x)
+        return found
+
+    def words(self) -> str:
+        """What all ranks must pass alike."""
+        each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
+        return agreement.in_words(self._more_words | each)
+
+    def _kept(self, tokens: int, device: torch.device) -> Tensor:
+        kept_T = None
+        for r in self.readouts:
+            if r.softmax and r.differentiable:
+                if r.counts_T is None:
+                    return torch.ones(tokens, dtype=torch.bool, device=device)
+                kept_T = r.counts_T if kept_T is None or kept_T is r.counts_T else kept_T | r.counts_T
+        return torch.ones(tokens, dtype=torch.bool, device=device) if kept_T is None else kept_T
+
+    def tensors(self) -> list[Tensor]:
+        """Those that backward and a later step of forward read."""
+        ids = [x for r in self.readouts for x in (r.labels_T, r.counts_T) if x is not None]
+        return [self.target_T, self.kept_T, self.asked, *ids]
+
+    def chunks(self) -> list[slice] | None:
+        """How all ranks must cut the tokens; None: as each likes."""
+        found = None
+        for r in self.readouts:
+            found = found or r.chunks(self.tokens)
+        return found
+
+    def begin(self, chunks: list[slice], device: torch.device) -> None:
+        """What the read-outs must know or agree on before the first chunk."""
+        for r in self.readouts:
+            r.begin(chunks, device)
+
+    def refuse(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
+        """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
+        if self.call.ranks > 1 and self.all_tokens:
+            begins = next((r for r in self.readouts if r.begins), None)
+            if begins is not None:
+                begins.refuse(device)
+            else:
+                statistics.refuse(self.all_tokens, self.call, dtype, device, self.rows)
+        raise fault
+
+    def exchange(self, stats_KT: Tensor) -> Tensor:
+        """Every rank's statistics, `[R, K, T + 1]`. Communicates: 1 all-gather; see `statistics.exchange`.
+
+        Raises:
+            ValueError: ranks passed different options or labels, or shards that do not make up the vocabulary.
+        """
+        if not any(r.exchanges for r in self.readouts):
+            return stats_KT.unsqueeze(0)
+        statistics.sign(stats_KT, self.call, self.words, self.ids, self.places_T)
+        stats_RKT = statistics.exchange(stats_KT, self.call, self.places_T, self.all_tokens)
+        if stats_RKT.shape[0] > 1 and not torch.compiler.is_compiling():
+            check_exchange(stats_RKT, self.asked, self.call, self.words())
+        return stats_RKT
+
+    def parts(self, stats_KT: Tensor, own_KT: Tensor) -> "list[tuple[int, ReadOut, Tensor, Tensor]]":
+        """Each read-out with rows of its own, its place, the rows that are sent and those that stay."""
+        spans = enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True))
+        return [(at, r, stats_KT[span], own_KT[own]) for at, (r, span, own) in spans if r.rows]
+
+    def results(
+        self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """What each read-out gives, and what its gradient wants of forward."""
+        found, saved = [], []
+        for r, span, own in zip(self.readouts, self._spans, self._own_spans, strict=True):
+            mine_KT = stats_KT[span, :-1]
+            if own_KT is not None and r.own_rows:
+                mine_KT = torch.cat([mine_KT, own_KT[own]])
+            given, kept = r.results(stats, stats_RKT[:, span, :-1], mine_KT)
+            found.append(given)
+            saved.append(kept)
+        return found, saved
+
+    def basis(self, stats: Statistics, saved: list[list[Tensor]], grads: Sequence[Tensor | None]) -> Basis:
+        """The gradients of all of them in the form of a function of the softmax."""
+        parts = []
+        for r, each, grad in zip(self.readouts, saved, grads, strict=True):
+            part = None if grad is None else r.basis(stats, each, grad)
+            if part is not None:
+                parts.append(part)
+        return logit_gradient.added(parts)

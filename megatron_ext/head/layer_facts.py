@@ -1,0 +1,56 @@
+"""What a layer that makes logits says of its head: an `nn.Linear`, a DTensor, Megatron-Core's output layer."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_ext.distributed.groups import UNSHARDED
+from megatron_ext.distributed.vocab import VocabShard
+
+
+def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `LmHead`: what is given, and where that is None or missing what the layer says.
+
+    Raises:
+        ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.
+    """
+    weight = layer if isinstance(layer, Tensor) else getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise ValueError(
+            f"layer is {type(layer).__name__} without a weight: it must be a tensor [V, D], or a layer that has one; "
+            f"under weight tying pass the embedding's weight"
+        )
+    bias = None if isinstance(layer, Tensor) or getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
+    said: dict[str, Any] = {"weight": weight, "hidden_layout": "replicated"}
+    if isinstance(weight, DTensor):
+        said["weight"], said["tp_group"], said["vocab"] = local_shard(weight, 0)
+    elif isinstance(layer, nn.Linear):
+        said["tp_group"] = UNSHARDED
+    elif hasattr(layer, "sequence_parallel"):
+        said["tp_group"] = getattr(layer, "tp_group", None)
+        said["hidden_layout"] = "sequence" if layer.sequence_parallel else "replicated"
+        said["softcap"] = getattr(layer, "softcap", None)
+        said["gradient_accumulation_fusion"] = bool(getattr(layer, "gradient_accumulation_fusion", False))
+    if isinstance(bias, Tensor):
+        said["bias"] = local_shard(bias, 0)[0] if isinstance(bias, DTensor) else bias
+    return said | {name: value for name, value in given.items() if value is not None}
+
+
+def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
+    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are.
+
+    Raises:
+        ValueError: a DTensor that is cut along the vocabulary over a mesh of more than one dim.
+    """
+    size = x.shape[dim]
+    if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
+        local = x.to_local() if isinstance(x, DTensor) else x
+        return local, UNSHARDED, VocabShard(0, size, size)
+    if x.device_mesh.ndim != 1:
+        raise ValueError(
+            f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
+        )
+    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
+    start = min(longest * x.device_mesh.get_local_rank(), size)
+    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)

@@ -1,0 +1,360 @@
+"""`LmHead`: the facts of an lm head, checked once, and any set of read-outs of hidden states through it.
+
+`Logits` is the same for logits that exist. Shapes: `[...]` are the leading dims of the tokens, D the hidden size, V the
+vocabulary, R the ranks of `group`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gather_tokens
+from megatron_ext.head.engine.flatten import Flat
+from megatron_ext.head.engine.linear import FusedHead
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.teacher import Teacher
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.validation import argument_checks, option_checks
+from megatron_ext.head.validation.option_checks import Cache, Layout
+
+
+@dataclass(frozen=True, eq=False)
+class LmHead:
+    """An lm head: logits are `softcap * tanh(logit_scale * (hidden @ weight.T + bias) / softcap) / temperature`.
+
+    A value: nothing in it changes, and what every rank can see wrong with it is raised when it is made. What only one
+    rank may see (its shard of the weight) is told to the other ranks by the first `read`, and raised on all of them.
+
+    Attributes:
+        weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast).
+        tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
+            initialised, else no sharding.
+        hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its equal slice of dim 0.
+        bias: `[V/R]`. Columns with a bias of -inf do not count.
+        vocab: this rank's columns; None: equal shards in rank order, all columns count.
+        logit_scale: the model multiplies its logits by it (muP), before a softcap.
+        softcap: None: logits are not capped.
+        temperature: logits are divided by it.
+        cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
+            FLOPs and `cache * T * V / R` elements of memory; from 1024 on: that many bytes at most. "bounded": as many
+            eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
+            fits into half of the memory that is free at the first call of a shape. For read-outs of the softmax alone:
+            others keep none.
+        chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
+        gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
+    """
+
+    weight: Tensor
+    tp_group: Group = None
+    hidden_layout: Layout = "replicated"
+    bias: Tensor | None = field(default=None, kw_only=True)
+    vocab: VocabShard | None = field(default=None, kw_only=True)
+    logit_scale: float = field(default=1.0, kw_only=True)
+    softcap: float | None = field(default=None, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+    cache: Cache = field(default="bounded", kw_only=True)
+    chunk_tokens: int | None = field(default=None, kw_only=True)
+    gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        option_checks.one_of("hidden_layout", self.hidden_layout, get_args(Layout))
+        option_checks.check_cache(self.cache)
+        _check_logits(self)
+        object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
+        rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
+        object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, max(rows, 1), self.tp_group))
+
+    shard: VocabShard = field(init=False, repr=False)
+
+    @classmethod
+    def of(cls, layer: Any, tp_group: Group = None, hidden_layout: Layout | None = None, **facts: Any) -> "LmHead":
+        """The head of a layer that makes logits, or of its weight.
+
+        Args:
+            layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
+                an `nn.Linear`; or Megatron-Core's output layer, of which bias, softcap, tensor-parallel group, sequence
+                parallelism and gradient accumulation fusion are taken.
+            tp_group, hidden_layout, facts: as for `LmHead`; they go before what the layer says.
+
+        Raises:
+            ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.
+        """
+        return cls(**head_facts(layer, {"tp_group": tp_group, "hidden_layout": hidden_layout, **facts}))
+
+    def read(
+        self, hidden: Tensor, *readouts: ReadOut, counts: Tensor | None = None, fault: ValueError | None = None
+    ) -> Any:
+        """What `readouts` read out of the logits of `hidden`, without ever holding them all.
+
+        Args:
+            hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0. fp32, bf16, fp16 or fp64.
+            readouts: any, in one pass over the logits; those of labels take the same tensor of labels.
+            counts: `[...]`, bool, of all ranks' tokens: others are left out before the first product, with results of
+                0 and no gradient. One host sync, dynamic shapes.
+            fault: what the caller found wrong, and other ranks may not see: it is raised here, and on the others what
+                the exchange says of a rank that refused.
+
+        Returns:
+            Of one read-out its result, of several a tuple of them; a result is a tensor of the tokens of all ranks,
+            with the leading dims of the labels (or of the hidden states of all ranks), or a tuple of such. On every
+            rank alike. Gradients of all of them are added in one backward pass.
+
+        Communicates, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2; what a read-out
+        needs besides is said there.
+
+        Raises:
+            ValueError: an argument breaks its rule; the message says which, and the fix.
+        """
+        argument_checks.check_floating("hidden", hidden)
+        given, fault = fault, _checked(readouts, self)
+        ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
+        leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
+        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
+        if self.gradient_accumulation_fusion and torch.is_grad_enabled():
+            fault = fault or argument_checks.main_grad_fault(self.weight)
+        teachers = [r.teacher for r in readouts if r.teacher is not None]
+        for teacher in teachers:
+            fault = _teacher_fault(teacher, hidden, self) or fault
+        fault, tokens = given or fault, leading.numel()
+        sizes = [tokens // ranks] * ranks if in_slices and ranks > 1 else None
+
+        kept_T = mine_T = among = None
+        if counts is not None:
+            argument_checks.check_counts(counts, leading)
+            per_rank = counts.reshape(ranks if sizes else 1, -1)
+            kept_T = counts.reshape(-1).nonzero().squeeze(1)
+            mine_T = per_rank[group_rank(self.tp_group) if sizes else 0].nonzero().squeeze(1)
+            tokens, among = kept_T.shape[0], None if sizes else (kept_T, leading.numel())
+            sizes = per_rank.sum(1).tolist() if sizes else None
+
+        def flat(x: Tensor) -> Tensor:
+            x_T = x.reshape((leading.numel(), *x.shape[len(leading) :]))
+            return x_T if kept_T is None else x_T[kept_T]
+
+        plan = Plan(readouts, self.call(), flat, tokens, hidden.device)
+        if among is not None:  # ranks that leave out others learn it then
+            plan.places_T, plan.all_tokens = among
+        sides = [_computed(x) for x in (hidden, *(teacher.hidden.detach() for teacher in teachers))]
+        if fault is not None:
+            if sizes is not None and tokens:
+                gather_tokens(
+                    [x.new_zeros(sizes[group_rank(self.tp_group)], x.shape[1]) for x in sides], self.tp_group, sizes
+                )
+            plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
+        if mine_T is not None:
+            sides = [x.index_select(0, mine_T) for x in sides]
+        if self.gradient_accumulation_fusion:
+            main_grad.promise(self.weight)
+        return _shaped(plan, self._apply(sides, teachers, plan, sizes), leading, kept_T)
+
+    def _apply(
+        self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
+    ) -> Sequence[Tensor]:
+        if plan.needs_logits:
+            inputs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in (side, *t.head.fixed())]
+            rules = [(head.softcap, head.logit_scale) for head in (self, *(t.head for t in teachers))]
+            return FromHidden.apply(sides[0], self.weight, self.bias, plan, rules, sizes, *inputs)
+        weight, bias = self.weight, self.bias
+        if weight.shape[0] == 0:  # one column that does not count is simpler than none
+            nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
+            plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
+            weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
+        return FusedHead.apply(sides[0], weight, bias, plan, sizes, keep)
+
+    def _leading(
+        self, hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool, fault: ValueError | None
+    ) -> tuple[torch.Size, ValueError | None]:
+        """The leading dims of all ranks' tokens, and whether hidden states fit them."""
+        given = _per_token(readouts)
+        if not given:
+            lead = hidden.shape[:-1]
+            if in_slices and ranks > 1:
+                lead = torch.Size((lead[0] * ranks, *lead[1:]))
+            return lead, fault
+        name, first = given[0]
+        found = argument_checks.layout_fault(hidden, first, in_slices, ranks, name)
+        for other, x in given[1:]:
+            argument_checks.check_same_shape(other, x, first)
+        return first.shape, found or fault
+
+    def call(self) -> Call:
+        """What the engine takes of it."""
+        return Call(
+            self.tp_group,
+            self.shard,
+            self.softcap,
+            self.temperature,
+            self.chunk_tokens,
+            self.cache,
+            self.gradient_accumulation_fusion,
+            logit_scale=self.logit_scale,
+        )
+
+    def fixed(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias without a gradient: of a teacher."""
+        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """Logits that exist, `softcap * tanh(logits / softcap) / temperature` of them, for the same read-outs.
+
+    Attributes:
+        logits: `[..., V/R]`, this rank's columns, any floating dtype, in any memory order of the leading dims. -inf
+            columns of a token do not count.
+        tp_group, vocab, softcap, temperature, chunk_tokens: as for `LmHead`.
+        gradient_into_logits: backward writes the gradient into the memory of `logits` instead of new memory; it runs
+            once then, and who needs the logits afterwards gets an error from autograd. Of read-outs of the softmax, and
+            not into a leaf's memory.
+    """
+
+    logits: Tensor
+    tp_group: Group = None
+    vocab: VocabShard | None = field(default=None, kw_only=True)
+    softcap: float | None = field(default=None, kw_only=True)
+    temperature: float = field(default=1.0, kw_only=True)
+    chunk_tokens: int | None = field(default=None, kw_only=True)
+    gradient_into_logits: bool = field(default=False, kw_only=True)
+    name: str = field(default="logits", kw_only=True)
+
+    def __post_init__(self) -> None:
+        argument_checks.check_floating(self.name, self.logits)
+        _check_logits(self)
+        object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
+        columns = max(self.logits.shape[-1], 1)
+        object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, columns, self.tp_group))
+
+    shard: VocabShard = field(init=False, repr=False)
+
+    def read(self, *readouts: ReadOut, fault: ValueError | None = None) -> Any:
+        """What `readouts` read out; see `LmHead.read`. Nothing of vocabulary size is saved beside the logits, whose
+        dtype their gradient has.
+
+        Communicates: forward 1 collective at R > 1, backward none; what a read-out needs besides is said there.
+        """
+        logits = self.logits
+        given, fault = fault, _checked(readouts, self)
+        for name, x in _per_token(readouts):
+            argument_checks.check_tokens_of(name, x, self.name, logits)
+        ranks = group_size(self.tp_group)
+        fault = argument_checks.shard_fault(self.shard, logits.shape[-1], self.name, ranks) or fault
+        teachers = [r.teacher for r in readouts if r.teacher is not None]
+        for teacher in teachers:
+            fault = _teacher_logits_fault(teacher, logits, self.shard, ranks) or fault
+        fault = given or fault
+        in_step = any(r.in_step for r in readouts) and ranks > 1
+        flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
+        plan = Plan(readouts, self.call(), flat, flat.shape.numel(), logits.device)
+        if fault is not None:
+            plan.refuse(fault, accumulation_dtype(logits.dtype), logits.device)
+        z = flat.rows(logits)
+        base = logits if logits._base is None else logits._base
+        of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
+        in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
+        own_memory = in_place and not of_a_leaf
+        rules = [Rule(None, self.softcap), *(Rule(None, teacher.softcap) for teacher in teachers)]
+        into_logits = self.gradient_into_logits and own_memory and not plan.needs_logits
+        others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
+        plan.places_T = flat.places(z.device, ranks)
+        found = FromLogits.apply(z, plan, rules, into_logits, *others)
+        return _given_back(plan, [flat.up(x) for x in found])
+
+    def call(self) -> Call:
+        """What the engine takes of it."""
+        return Call(self.tp_group, self.shard, self.softcap, self.temperature, self.chunk_tokens)
+
+
+def _check_logits(facts: Any) -> None:
+    """What `LmHead` and `Logits` have in common."""
+    option_checks.check_softcap(facts.softcap)
+    option_checks.check_temperature(facts.temperature)
+    option_checks.check_logit_scale(getattr(facts, "logit_scale", 1.0))
+    option_checks.check_chunk_tokens(facts.chunk_tokens)
+
+
+def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError | None:
+    """Raises what every rank sees wrong with the read-outs, returns what this rank alone may see."""
+    fault, labels = None, None
+    for r in readouts:
+        if not isinstance(r, ReadOut):
+            raise ValueError(f"readouts hold {r!r}: each must be a read-out, as LogProbs(labels) or Entropy()")
+        fault = r.check(facts.shard.size, facts.vocab, facts.tp_group) or fault
+        if r.reads_labels:
+            labels = r if labels is None else labels
+            if r.labels is not labels.labels or r.ignore_index != labels.ignore_index:
+                raise ValueError(
+                    f"{type(labels).__name__} and {type(r).__name__} have other labels: one call reads those of one "
+                    f"tensor; pass the same one, or ask for the others by Gather(labels.unsqueeze(-1))"
+                )
+    if not readouts:
+        raise ValueError("readouts are none: there is nothing to read; pass LogProbs(labels), Entropy() or another")
+    return fault
+
+
+def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError | None:
+    """Whether a teacher's hidden states are of the student's tokens, and its weight of the student's shards."""
+    if not isinstance(teacher, Teacher):
+        raise ValueError(
+            f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
+        )
+    argument_checks.check_floating("teacher_hidden", teacher.hidden)
+    if teacher.hidden.shape[:-1] != hidden.shape[:-1] or teacher.hidden.device != hidden.device:
+        return ValueError(
+            f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
+            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device"
+        )
+    head, ranks = teacher.head, group_size(student.tp_group)
+    return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks)
+
+
+def _teacher_logits_fault(teacher: Any, logits: Tensor, shard: VocabShard, ranks: int) -> ValueError | None:
+    """Whether a teacher's logits are of the student's tokens and shards."""
+    if not isinstance(teacher, Logits):
+        raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
+    theirs = teacher.logits
+    if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
+        raise ValueError(
+            f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
+            f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
+        )
+    return argument_checks.shard_fault(shard, theirs.shape[-1], "teacher_logits", ranks)
+
+
+def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
+    """The arguments that have one entry for each token, with their names."""
+    given = [r.per_token() for r in readouts]
+    return [each for each in given if each is not None]
+
+
+def _computed(hidden: Tensor) -> Tensor:
+    """`[T, D]` in the dtype to compute in: autocast's where it is on."""
+    kind = hidden.device.type
+    narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if narrow else hidden.dtype
+    return hidden.to(dtype).reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+
+
+def _shaped(plan: Plan, found: Sequence[Tensor], leading: torch.Size, kept_T: Tensor | None) -> Any:
+    """The results with the leading dims of the tokens, 0 where a token was left out."""
+    if kept_T is not None:
+        found = [x.new_zeros(leading.numel(), *x.shape[1:]).index_copy(0, kept_T, x) for x in found]
+    return _given_back(plan, [x.reshape((*leading, *x.shape[1:])) for x in found])
+
+
+def _given_back(plan: Plan, found: Sequence[Tensor]) -> Any:
+    """The result of each read-out, a tuple where it gives several; alone where it is the only one."""
+    rest = iter(found)
+    each = [tuple(next(rest) for _ in range(r.count)) for r in plan.readouts]
+    results = tuple(one[0] if len(one) == 1 else one for one in each)
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,202 @@
+"""What a read-out is: numbers per token that one pass over logits gives, and the gradient of the first of them.
+
+`LmHead.read` and `Logits.read` take any set of read-outs. The engine knows none by name. It asks each one
+
+    which sums over rows it wants of the shared pass (`mean`, `expected`, `labels_T`, `hits`), and how many rows of
+        statistics of its own it fills from each chunk of logits (`scan`): all ranks' come back from one exchange;
+    what the statistics of all shards together mean (`results`);
+    what its gradient is: in the form that every function of a row's softmax has (`basis`), at a few chosen columns
+        (`at_columns`), or anything else of a chunk of logits (`pull`). The engine adds those of all read-outs.
+
+Tensors that need a gradient are never hidden in a read-out: those of labels, ids and teachers need none.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics or columns, R ranks.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.statistics import REFUSED, Statistics
+from megatron_ext.head.validation import agreement
+from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
+from megatron_ext.head.validation.readable_values import has_values, raise_if
+
+# Per-token results, and what the gradient wants of forward: nothing of vocabulary size in either.
+Found = tuple[list[Tensor], list[Tensor]]
+Flatten = Callable[[Tensor], Tensor]
+
+
+class AtColumns(NamedTuple):
+    """A gradient of a few logits of each token, added to what the others give.
+
+    Attributes:
+        ids_tK: int64 token ids, of any rank; one may come twice.
+        grad_tK: the gradient of their logits after the temperature, beside that of the softmax.
+    """
+
+    ids_tK: Tensor
+    grad_tK: Tensor
+
+
+class Chunk(NamedTuple):
+    """The logits of some tokens, as bias and softcap leave them, and where the read-out's rows for them are.
+
+    Attributes:
+        rows: the tokens.
+        logits: `[t, V]`, of the head that is read, and then of the read-out's teacher if it has one.
+        stats_Kt: `[rows, t]`, to be written: what all ranks get.
+        own_Kt: `[own_rows, t]`, to be written: what this rank keeps to itself.
+    """
+
+    rows: slice
+    logits: Sequence[Tensor]
+    stats_Kt: Tensor
+    own_Kt: Tensor
+
+
+class ReadOut:
+    """The base class; what a class does not say is nothing."""
+
+    softmax: ClassVar[bool] = True  # the maximum and sum of exponentials of the whole row are wanted
+    mean: bool = False  # the mean logit is
+    expected: bool = False  # E_p[z] is
+    hits: bool = False  # whether the label has the largest logit is
+    in_step: ClassVar[bool] = False  # `scan` communicates: all ranks must cut the tokens alike
+    needs_logits: bool = False  # the gradient is not of `Basis` alone
+    differentiable: ClassVar[bool] = True  # the first result
+    count: int = 1  # results
+    rows: int = 0  # of statistics of its own
+    own_rows: int = 0  # of which nothing is sent
+    begins: bool = False  # `begin` communicates at several ranks
+    exchanges: bool = True  # its statistics, or the shared ones, are sent
+    reads_labels: ClassVar[bool] = False  # the shared pass reads the logits of `labels`
+    labels: Any = None
+    ignore_index: int = -100
+    labels_T: Tensor | None = None  # token ids that it asks for
+    counts_T: Tensor | None = None  # bool: tokens that count; None: all
+    teacher: Any = None  # a `Teacher`, or other `Logits`
+
+    call: Call
+    plan: Any  # of the call
+    parts: list[slice]  # how all ranks cut the tokens
+
+    def per_token(self) -> tuple[str, Tensor] | None:
+        """The name and the value of an argument that has one entry for each token of all ranks."""
+        return None
+
+    def bind(self, call: Call, flat: Flatten) -> Self:
+        """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
+        bound = copy.copy(self)
+        bound.call = call
+        bound.flatten(flat)
+        return bound
+
+    def flatten(self, flat: Flatten) -> None:
+        """Makes its own per-token tensors `[T, ...]`."""
+
+    def options(self) -> dict[str, Any]:
+        """Its numbers and names: all ranks must pass the same."""
+        plain = int | float | str | bool | None
+        return {name: x for name, x in sorted(vars(self).items()) if isinstance(x, plain) and name != "labels"}
+
+    def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
+        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see.
+
+        Args:
+            size: of the vocabulary; a guess where `vocab` is None, see `argument_checks.size_fault`.
+            group: the ranks that share it.
+        """
+        return None
+
+    def begin(self, chunks: list[slice], device: torch.device) -> None:
+        """What the ranks must agree on before the first chunk, where it `begins`, and how the tokens are cut.
+
+        Communicates, at several ranks: 1 all-gather of a few numbers.
+        """
+        self.parts = chunks
+        if not self.begins or self.call.ranks == 1 or not chunks:
+            return
+        words = f"{self.plan.words()}, chunks {len(chunks)}" if self.in_step else self.plan.words()
+        numbers = [self.call.vocab.size, *self.agreed()]
+        found_RN = agreement.gathered(numbers, words, self.plan.ids, self.call.group, device)
+        if has_values(found_RN):
+            size_R = found_RN[:, 0]
+            raise_if((size_R == int(REFUSED)).any(), REFUSAL)
+            raise_if(
+                (size_R != size_R[0]).any(),
+                "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
+            )
+            self.check_agreed(found_RN)
+            check_agreement(found_RN[:, -2], found_RN[:, -1], words)
+
+    def agreed(self) -> list[int]:
+        """Further numbers that `begin` sends."""
+        return []
+
+    def check_agreed(self, found_RN: Tensor) -> None:
+        """Raises on every rank what every rank's `agreed`, from column 1 on, shows."""
+
+    def refuse(self, device: torch.device) -> None:
+        """Take part in what `begin` sends, telling the others that this rank refused its arguments. Those raise there:
+        it is called only where it `begins`."""
+        numbers = [int(REFUSED)] * (1 + len(self.agreed()))
+        agreement.gathered(numbers, "", [], self.call.group, device)
+
+    def chunks(self, tokens: int) -> list[slice] | None:
+        """How all ranks cut the tokens, where `in_step`; None: any way that they all share."""
+        return None
+
+    def scan(self, chunk: Chunk) -> None:
+        """Write the statistics of this rank's columns."""
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        """What is read out, and what the gradient wants of it.
+
+        Args:
+            stats: the `Statistics` of the shared pass; None where no read-out wanted the softmax.
+            stats_RKT: all ranks' rows, `[R, rows, T]`.
+            own_KT: this rank's, `[rows + own_rows, T]`.
+        """
+        raise NotImplementedError
+
+    def counted_gradient(self, grad: Tensor) -> Tensor:
+        """`grad`, 0 where a token does not count; as it is where all read-outs count the same, as is seen to later."""
+        return grad if self.counts_T is self.plan.kept_T else counted(grad, self.counts_T)
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
+        """The gradient in the form of every function of the softmax, given that of the first result."""
+        return None
+
+    def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns | None:
+        """Further gradients at a few columns of the tokens `rows`."""
+        return None
+
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        """Whether `pull` has anything to add for the tokens `rows`."""
+        return False
+
+    def pull(
+        self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
+    ) -> None:
+        """Add the rest of the gradient of a chunk's logits to `out_tV`; `first`: write it, nothing is there yet."""
+
+
+def counted(x_T: Tensor, counts_T: Tensor | None) -> Tensor:
+    """0 where a token does not count."""
+    return x_T if counts_T is None else x_T.masked_fill(~counts_T, 0.0)
+
+
+def put(out: Tensor, value: Tensor, first: bool) -> None:
+    """`out = value` where it is the `first`, else `out += value`."""
+    if first:
+        out.copy_(value)
+    else:
+        out.add_(value)

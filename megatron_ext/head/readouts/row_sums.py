@@ -1,0 +1,136 @@
+"""What sums over a whole row of logits say: entropy, mean logit, log of the sum of exponentials, sum of squares.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.validation import argument_checks
+
+
+class OfRows(ReadOut):
+    """What read-outs of a whole distribution share.
+
+    Args:
+        counts: `[...]`, bool: tokens that count; others get 0 and no gradient. None: all.
+    """
+
+    def __init__(self, counts: Tensor | None = None):
+        self.counts = counts
+
+    def flatten(self, flat: Flatten) -> None:
+        self.counts_T = None if self.counts is None else flat(self.counts)
+
+    def per_token(self) -> tuple[str, Tensor] | None:
+        return None if self.counts is None else ("counts", self.counts)
+
+    def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
+        if self.counts is not None:
+            argument_checks.check_counts(self.counts, self.counts.shape)
+        return None
+
+    def given(self, value_T: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """`value_T` as the only result."""
+        return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
+
+
+class Entropy(OfRows):
+    """Entropy `-sum p log p` of each token's distribution: `[...]`, fp32 (fp64 for fp64)."""
+
+    expected = True
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        return self.given(stats.log_sum - stats.expected, own_KT)
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
+        return Basis(entropy=self.counted_gradient(grad))
+
+
+class MeanLogit(OfRows):
+    """Mean of each token's logits over the columns that count: `[...]`, fp32 (fp64 for fp64)."""
+
+    mean = True
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        return self.given(stats.largest + stats.mean, own_KT)
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
+        return Basis(mean=self.counted_gradient(grad))
+
+
+class LogSumExp(OfRows):
+    """`log sum exp z` of each token: `[...]`, fp32 (fp64 for fp64). With a log-probability it gives a logit."""
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        return self.given(statistics.lse(stats), own_KT)
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
+        return Basis(lse=self.counted_gradient(grad))
+
+
+class ZLoss(OfRows):
+    """`(log sum exp z)^2` of each token: `[...]`, fp32 (fp64 for fp64)."""
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        return self.given(statistics.lse(stats).square(), own_KT)
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
+        return Basis(lse=self.counted_gradient(2 * grad.double() * statistics.lse(stats)))
+
+
+class SumOfSquares(OfRows):
+    """`sum p^2` of each token's distribution, its probability of drawing one token twice: `[...]`, fp32 (fp64).
+
+    With E = exp(z - m) a rank sends `sum E^2`. dz = 2 p (p - sum p^2): the second term is one of the softmax, the first
+    is added from logits that are made again.
+    """
+
+    rows = 2
+    needs_logits = True
+
+    def scan(self, chunk: Chunk) -> None:
+        z_tV, columns = chunk.logits[0], self.call.vocab.counted
+        chunk.stats_Kt[0], chunk.stats_Kt[1] = -torch.inf, 0
+        for at in blocks(z_tV) if columns else []:
+            z = transformed(z_tV[at, :columns], None, None, self.call.temperature, chunk.stats_Kt.dtype)
+            peak = z.amax(1)
+            chunk.stats_Kt[0, at] = peak
+            below = z - peak.clamp(min=torch.finfo(z.dtype).min).unsqueeze(1)
+            chunk.stats_Kt[1, at] = below.exp_().square_().sum(1)
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
+        below_RT = (stats_RKT[:, 0].double() - largest_T).clamp(min=-1e4)
+        value_T = (stats_RKT[:, 1].double() * (2 * (below_RT - stats.log_sum)).exp()).sum(0)
+        return [counted(value_T.to(own_KT.dtype), self.counts_T)], [value_T, largest_T, stats.log_sum]
+
+    def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
+        return Basis(lse=self.counted_gradient(-2 * grad.double() * saved[0]))
+
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        return True
+
+    def pull(
+        self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
+    ) -> None:
+        z_tV, columns, temperature = logits[0], self.call.vocab.counted, self.call.temperature
+        wide = accumulation_dtype(z_tV.dtype)
+        largest_t1, log_sum_t1 = (x[rows].to(wide).unsqueeze(1) for x in saved[1:])
+        counts_T = None if self.counts_T is None else self.counts_T[rows]
+        g_t1 = counted(2 * grad[rows].double() / temperature, counts_T).to(wide).unsqueeze(1)
+        for at in blocks(out_tV) if columns else []:
+            z = transformed(z_tV[at, :columns], None, None, temperature, wide)
+            squares = ((z - largest_t1[at]) - log_sum_t1[at]).exp_().square_().mul_(g_t1[at])
+            put(out_tV[at, :columns], squares.where(g_t1[at] != 0, 0.0), first)

@@ -1,0 +1,28 @@
+"""Log-probabilities of labels under the distribution that they were sampled from: temperature, top-k, then top-p."""
+
+from torch import Tensor
+
+from megatron_ext.head.readouts.labels import LogProbs
+from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.readouts.top_k_filter import TopKFiltered
+from megatron_ext.head.readouts.top_p_filter import TopPFiltered
+from megatron_ext.head.validation.sampling_checks import filters
+
+
+def Sampled(labels: Tensor, top_k: int | None = None, top_p: float = 1.0, ignore_index: int = -100) -> ReadOut:
+    """The read-out of `sampled_log_probs`, which says what is kept: `[...]`, fp32 (fp64 for fp64).
+
+    Args:
+        labels: `[...]`, integers: global token ids; `ignore_index` gives 0 and no gradient, a label that is not kept
+            -inf and no gradient.
+        top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
+        top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
+
+    Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 a number of each rank; with
+    top-p alone one all-gather of the shards, then one exchange of logits a chunk.
+    """
+    if not filters(top_k, top_p):
+        return LogProbs(labels, ignore_index)
+    if top_k is None or top_k == -1:
+        return TopPFiltered(labels, float(top_p), ignore_index)
+    return TopKFiltered(labels, top_k, float(top_p), ignore_index)

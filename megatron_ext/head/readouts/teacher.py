@@ -1,0 +1,54 @@
+"""The two sides of a divergence: where a teacher's logits come from, and the statistics of student and teacher.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
+
+SIDE = 3  # rows of each side, those of `row_statistics`
+
+
+class Teacher(NamedTuple):
+    """A teacher's lm head and its last hidden states.
+
+    Attributes:
+        head: its `LmHead`, of the student's group and vocabulary shards.
+        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's.
+    """
+
+    head: Any
+    hidden: Tensor
+
+
+class Normaliser(NamedTuple):
+    """fp64 `[T]`: the largest logit (0 if all are -inf), and the log of the sum of exponentials below it."""
+
+    largest: Tensor
+    log_sum: Tensor
+
+
+def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: Call) -> None:
+    """Write the statistics of the student's logits of a chunk, and below them the teacher's."""
+    for i, z_tV in enumerate(logits):
+        nowhere = torch.full((z_tV.shape[0],), -1, device=z_tV.device)
+        rows_Kt = stats_Kt[i * SIDE : (i + 1) * SIDE]
+        last = (call.vocab.counted, None, call.temperature, False, False, False)
+        row_statistics(z_tV, nowhere, rows_Kt, None, None, None, *last)
+
+
+def normaliser(stats_RKT: Tensor, side: int) -> Normaliser:
+    """Of all shards together."""
+    peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
+    largest_T = peaks_RT.amax(0)
+    largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
+    below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
+    total_T = (sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0)).sum(0)
+    return Normaliser(largest_T, total_T.masked_fill(total_T == 0, 1.0).log())

@@ -1,0 +1,68 @@
+"""What the ranks of a call must have in common, as two numbers that travel in the exchange: its options and its labels.
+
+Statistics of ranks that disagree would be combined into wrong numbers without a word. The numbers are checksums below
+2^23, exact in fp32, odd, and alike in every process; 0 stands for one that is not known.
+
+Legend: T tokens, N ids of them.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group
+from megatron_ext.head.validation.readable_values import has_values
+
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
+_BITS = 22
+
+
+def in_words(options: dict[str, Any]) -> str:
+    """Names and values; of equal numbers the same words."""
+    return ", ".join(f"{name} {_plain(value)}" for name, value in options.items())
+
+
+def of_options(words: str) -> int:
+    """A number for options in words."""
+    return _odd(zlib.crc32(words.encode()))
+
+
+def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
+    """A number, int64 without dims, for ids `[T]` or `[T, N]`, whatever their order in memory; 0 of none.
+
+    `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
+    """
+    total: Tensor | int = 0
+    for x in ids:
+        places = torch.arange(x.shape[0], device=x.device) if places_T is None or not len(x) else places_T
+        if x.dim() == 2:
+            places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
+        mixed = (x + places * _MULTIPLIER) * _MULTIPLIER
+        mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+        total = total + (mixed ^ (mixed >> 32)).sum()
+    return _odd(total) if ids else 0
+
+
+def gathered(numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
+    """Every rank's `numbers`, and behind them those of its options and its labels, int64 `[R, N + 2]`.
+
+    Communicates: 1 all-gather.
+    """
+    own = torch.zeros(1, len(numbers) + 2, dtype=torch.int64, device=device)
+    for i, number in enumerate(numbers):
+        own[:, i] = number
+    if has_values(own):
+        own[:, -2], own[:, -1] = of_options(words), of_labels(ids)
+    return collectives.all_gather(own, group)
+
+
+def _odd(checksum: Any) -> Any:
+    return (checksum & ((1 << _BITS) - 1)) * 2 + 1
+
+
+def _plain(value: Any) -> str:
+    return str(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)

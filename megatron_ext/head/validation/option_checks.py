@@ -1,0 +1,85 @@
+"""Checks of the head's options: numbers and names that every rank gives alike, raised before anything is computed."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+Layout = Literal["replicated", "sequence"]
+Reduction = Literal["none", "sum", "mean"]
+Cache = float | Literal["bounded", "auto"]
+
+LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
+
+
+def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of the names in `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{argument} is {value!r}: it must be one of {', '.join(map(repr, allowed))}")
+
+
+def check_ignore_index(value: Any) -> None:
+    """Raises ValueError unless it is an int."""
+    if _not_an_int(value):
+        raise ValueError(f"ignore_index is {value!r}: it must be an int; PyTorch's default is -100")
+
+
+def check_label_smoothing(value: Any) -> None:
+    """Raises ValueError unless it is a share of the loss."""
+    check_number("label_smoothing", value, "in [0, 1)", lambda e: 0 <= e < 1, "0.0 turns it off")
+
+
+def check_z_loss(value: Any) -> None:
+    """Raises ValueError unless it is a finite factor."""
+    check_number("z_loss", value, "at least 0 and finite", _at_least_0, "0.0 turns it off")
+
+
+def check_temperature(value: Any) -> None:
+    """Raises ValueError unless logits can be divided by it."""
+    check_number("temperature", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
+
+
+def check_logit_scale(value: Any) -> None:
+    """Raises ValueError unless logits can be multiplied by it without losing their order."""
+    check_number("logit_scale", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
+
+
+def check_softcap(value: Any) -> None:
+    """Raises ValueError unless it is None or a bound of logits."""
+    if value is not None:
+        check_number("softcap", value, "above 0 and finite", _positive, "None turns it off")
+
+
+def check_cache(value: Any) -> None:
+    """Raises ValueError unless it says how much is kept."""
+    if value not in ("bounded", "auto"):
+        rule = f"in [0, 1], a fraction of the columns, or at least {LEAST_BYTES}, bytes"
+        fix = '"bounded" goes by the sizes, "auto" by free memory'
+        check_number("cache", value, rule, _fraction_or_bytes, fix)
+
+
+def check_chunk_tokens(value: Any) -> None:
+    """Raises ValueError unless it is None or a positive int."""
+    if value is not None and (_not_an_int(value) or value < 1):
+        raise ValueError(f"chunk_tokens is {value!r}: it must be a positive int; None lets the head choose")
+
+
+def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> None:
+    """Raises ValueError unless `value` is a number for which `holds` is true."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+        raise ValueError(f"{argument} is {value!r}: it must be a number {rule}; {fix}")
+
+
+def _not_an_int(value: Any) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int)
+
+
+def _positive(value: float) -> bool:
+    return 0 < value < math.inf
+
+
+def _fraction_or_bytes(value: float) -> bool:
+    return 0 <= value <= 1 or LEAST_BYTES <= value < math.inf
+
+
+def _at_least_0(value: float) -> bool:
+    return 0 <= value < math.inf
