@@ -34,6 +34,8 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
     if not options.linear_ce and _settings(options):
         given = ", ".join("--" + name.replace("_", "-") for name in _settings(options))
         parser.error(f"settings of the fused head are given ({given}), and the head is not: add --linear-ce")
+    if options.nccl_rules and not options.cpu:
+        parser.error("--nccl-rules is given without --cpu: on GPUs NCCL itself sees to its rules; add --cpu")
     if options.transformer_engine and not options.cpu:
         parser.error("--transformer-engine is given without --cpu: on GPUs Megatron itself takes its layers; add --cpu")
     try:
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
     if options.cpu:
-        _emulate(parser, options.transformer_engine)
+        _emulate(parser, options)
     if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
         _change_megatron(parser, options)
     if before is not None:
@@ -58,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron_ext.run", description="Run a Megatron script unmodified.", allow_abbrev=False
     )
     parser.add_argument("--cpu", action="store_true", help="Megatron-Core on CPU and gloo, no GPU asked for")
+    parser.add_argument(
+        "--nccl-rules", action="store_true", help="with --cpu: hang and refuse where NCCL does, and say why"
+    )
     parser.add_argument(
         "--transformer-engine", action="store_true", help="with --cpu: Transformer Engine's layers, without its kernels"
     )
@@ -97,13 +102,16 @@ def _cache(text: str) -> Any:
     raise argparse.ArgumentTypeError(f"{text!r} must be a fraction from 0 to 1, a number of bytes, bounded or auto")
 
 
-def _emulate(parser: argparse.ArgumentParser, transformer_engine: bool) -> None:
+def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
     from megatron_ext.emulation import megatron_on_cpu
+    from megatron_ext.emulation.nccl_rules import NcclRules
 
     emulation = ExitStack()
     try:
-        emulation.enter_context(megatron_on_cpu(transformer_engine=transformer_engine))
+        emulation.enter_context(
+            megatron_on_cpu(options.transformer_engine, NcclRules() if options.nccl_rules else None)
+        )
     except ModuleNotFoundError as missing:
         parser.error(f"--transformer-engine: {missing}")
     atexit.register(emulation.close)

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.emulation import transformer_engine as engine
 from megatron_ext.emulation.megatron_modules import MODULES, AfterImport, Modules
+from megatron_ext.emulation.nccl_rules import NcclRules
 from megatron_ext.emulation.random_numbers import two_generators
 from megatron_ext.emulation.redirections import redirections
 
@@ -22,7 +23,7 @@ _with_engine = False  # whether the outermost one emulates Transformer Engine
 
 
 @contextmanager
-def megatron_on_cpu(transformer_engine: bool = False) -> Iterator[None]:
+def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | None = None) -> Iterator[None]:
     """Megatron-Core runs on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
 
     For laptops, CI and debuggers: what Megatron would do on CUDA device 0 it does on the CPU, unmodified. It may be
@@ -43,6 +44,8 @@ def megatron_on_cpu(transformer_engine: bool = False) -> Iterator[None]:
         transformer_engine: Transformer Engine's own Python code runs too, over plain PyTorch in the place of its
             compiled module: `transformer_impl="transformer_engine"`, and gradient accumulation fusion. Its Python
             package has to be installed. Once imported, it stays as it is for the process, and so does Megatron.
+        nccl_rules: what Megatron does over NCCL is done over a backend that hangs and refuses where NCCL does, and says
+            why; without, over gloo, which forgives. `docs/nccl_rules.md` has the rules.
 
     Raises:
         RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
@@ -52,7 +55,7 @@ def megatron_on_cpu(transformer_engine: bool = False) -> Iterator[None]:
     global _entered, _undo, _with_engine
     with _lock:
         if _entered == 0:
-            _undo, _with_engine = _enter(transformer_engine), transformer_engine
+            _undo, _with_engine = _enter(transformer_engine, nccl_rules), transformer_engine
         elif transformer_engine and not _with_engine:
             raise RuntimeError(
                 "megatron_on_cpu(transformer_engine=True) was entered inside of megatron_on_cpu() without it; ask for "
@@ -68,7 +71,7 @@ def megatron_on_cpu(transformer_engine: bool = False) -> Iterator[None]:
                 _undo.close()
 
 
-def _enter(transformer_engine: bool) -> ExitStack:
+def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
     """Make all replacements; closing the stack takes them back, the last one first."""
     if torch.cuda.is_initialized():
         raise RuntimeError(
@@ -85,7 +88,7 @@ def _enter(transformer_engine: bool) -> ExitStack:
     undo = ExitStack()
     try:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
-        _replace(redirections(*undo.enter_context(two_generators())), undo)
+        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo)
         modules = MODULES
         if transformer_engine:
             _replace(engine.redirections(), undo)

@@ -2,7 +2,7 @@
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and
-ranks talk over gloo.
+ranks talk over gloo, or over a backend that has NCCL's rules.
 
 Functions are replaced, rather than intercepted by a `TorchFunctionMode`. A mode costs every torch call and every
 `tensor.shape` about a microsecond (a training step of a small GPT took 13 to 26 % longer under one) and holds for one
@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
 
+from megatron_ext.emulation.nccl_rules import NcclRules, register
+from megatron_ext.emulation.nccl_rules.torch_functions import device_was_set
 from megatron_ext.emulation.random_numbers import DeviceGenerator, on_host
 
 _CPU = torch.device("cpu")
@@ -117,8 +120,9 @@ def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: 
     return redirected
 
 
-def _over_gloo(create_group: Callable[..., Any], default: str | None) -> Callable[..., Any]:
-    """`create_group` with gloo in the place of NCCL, and without what only NCCL understands."""
+def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: NcclRules | None) -> Callable[..., Any]:
+    """`create_group` with gloo in the place of NCCL, or with the backend that has NCCL's `rules`, and without what only
+    NCCL understands. With rules a `device_id` means what it means there: eager initialisation."""
     signature = inspect.signature(create_group)
 
     @functools.wraps(create_group)
@@ -126,8 +130,10 @@ def _over_gloo(create_group: Callable[..., Any], default: str | None) -> Callabl
         given = signature.bind(*args, **kwargs).arguments
         backend = given.get("backend") or default
         if backend is None or "nccl" in backend:
-            given["backend"] = backend and "gloo"
+            given["backend"] = backend and ("gloo" if rules is None else "nccl_rules")
             given.pop("pg_options", None)
+            if rules is not None and default is not None:
+                given["pg_options"] = replace(rules, eager=rules.eager or given.get("device_id") is not None)
         given.pop("device_id", None)
         return create_group(**given)
 
@@ -322,11 +328,11 @@ def _tensor() -> dict[str, Any]:
     }
 
 
-def _distributed() -> dict[str, Any]:
+def _distributed(rules: NcclRules | None) -> dict[str, Any]:
     """The functions of `torch.distributed`."""
     return {
-        "init_process_group": _over_gloo(dist.init_process_group, default="gloo"),
-        "new_group": _over_gloo(dist.new_group, default=None),  # None: the default group's
+        "init_process_group": _over_cpu(dist.init_process_group, "nccl", rules),
+        "new_group": _over_cpu(dist.new_group, None, rules),  # None: the default group's
         "all_to_all_single": _with_split_lists(dist.all_to_all_single),
         "ProcessGroupNCCL": _NcclGroup,
         "_make_nccl_premul_sum": _ScaledSum,
@@ -335,14 +341,20 @@ def _distributed() -> dict[str, Any]:
     }
 
 
-def redirections(device: DeviceGenerator, host: torch.Generator) -> Iterator[tuple[Any, dict[str, Any]]]:
+def redirections(
+    device: DeviceGenerator, host: torch.Generator, rules: NcclRules | None = None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced.
 
-    `device` and `host` are the generators of the emulated device and of the program beside it.
+    `device` and `host` are the generators of the emulated device and of the program beside it. With `rules` ranks talk
+    over the backend that has NCCL's rules instead of gloo.
 
     Nothing here knows Megatron: it may not be imported yet. `megatron_modules.py` has what must be replaced there.
     """
     cuda = _cuda(device)
+    if rules is not None:
+        register(rules)
+        cuda["set_device"] = device_was_set
     yield torch.cuda, cuda
     for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
         yield module, {name: new for name, new in cuda.items() if name in vars(module)}
@@ -356,7 +368,7 @@ def redirections(device: DeviceGenerator, host: torch.Generator) -> Iterator[tup
     yield Tensor, _tensor()
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
-    yield dist, _distributed()
+    yield dist, _distributed(rules)
     messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
     for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own
         yield module, messages

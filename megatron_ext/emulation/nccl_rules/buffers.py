@@ -23,17 +23,23 @@ def unobserved() -> Iterator[None]:
         yield
 
 
-def flat(x: Tensor) -> Tensor:
-    """The elements in the order of memory, sharing it."""
-    return torch.as_strided(x.detach(), (x.numel(),), (1,))
+class _Memory:
+    """The memory of a tensor, for NumPy. `Tensor.numpy()` would forbid its owner to resize it ever after."""
+
+    def __init__(self, x: Tensor):
+        self.kept = x
+        array = {"shape": (size_bytes(x),), "typestr": "|u1", "data": (x.data_ptr(), False), "version": 3}
+        self.__array_interface__ = array
 
 
 def content(x: Tensor) -> memoryview:
-    """The bytes of `x`, sharing its memory."""
+    """The bytes of `x` in the order of memory, sharing it."""
     if x.numel() == 0:
         return memoryview(b"")
+    import numpy as np
+
     with unobserved():
-        return flat(x).view(torch.uint8).numpy().data
+        return np.asarray(_Memory(x.detach())).data
 
 
 def size_bytes(x: Tensor) -> int:

@@ -17,6 +17,8 @@ _REDUCTIONS = {
 def check_all(what: str, tensors: Sequence[Tensor]) -> None:
     """Each dense, contiguous in its memory format, of a type that NCCL has; all of the same type."""
     for x in tensors:
+        if x.device.type != "cpu":
+            raise ValueError(f"{what}: a tensor on {x.device} was given; this backend takes tensors on the CPU")
         if x.layout is not torch.strided:
             raise ValueError(f"{what}: a tensor of layout {x.layout} was given; NCCL takes dense tensors")
         if not x.is_contiguous() and not _channels_last(x):

@@ -20,7 +20,7 @@ def join_world() -> torch.device:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if "nccl" not in dist.get_backend():
+    if not torch.cuda.is_available() or "nccl" not in dist.get_backend():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank() % torch.cuda.device_count())))
     torch.cuda.set_device(device)

@@ -1,0 +1,101 @@
+"""Two communicators launched in different orders on two ranks: a hazard on GPUs, told even where nothing hangs here."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.emulation.nccl_rules import LaunchOrderHazard, LaunchOrderWarning, NcclRules
+from tests.ranks import ranks
+
+
+def two_groups():
+    groups = dist.new_group(), dist.new_group()
+    for group in groups:
+        dist.barrier(group)
+    return groups
+
+
+def launch_in_different_orders(*, waits=False):
+    """Nothing waits for anything else, as long as each communicator has a queue of its own."""
+    first, second = two_groups()
+    for group in (first, second) if dist.get_rank() == 0 else (second, first):
+        x = torch.ones(2)
+        works = [dist.all_reduce(x, group=group, async_op=True)]
+        if waits and group is first:
+            works.pop().wait()
+    dist.barrier()
+    dist.barrier()
+
+
+@ranks(2, rules=NcclRules(order="raise"))
+def test_different_orders_are_told():
+    with pytest.raises(LaunchOrderHazard) as told:
+        launch_in_different_orders()
+    assert str(told.value).count("test_launch_order.py:") >= 4
+    assert "rank 0 launched" in str(told.value)
+    assert "rank 1 launched" in str(told.value)
+
+
+@ranks(2, rules=NcclRules())
+def test_different_orders_are_a_warning_by_default():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        launch_in_different_orders()
+        gathered = torch.tensor([sum(issubclass(w.category, LaunchOrderWarning) for w in told)])
+    dist.all_reduce(gathered)
+    assert gathered.item() >= 1
+
+
+@ranks(2, rules=NcclRules(order="ignore"))
+def test_different_orders_can_be_ignored():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        launch_in_different_orders()
+
+
+@ranks(2, rules=NcclRules(order="raise"))
+def test_the_same_order_everywhere_is_no_hazard():
+    groups = two_groups()
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for _ in range(3) for group in groups]
+    for work in reversed(works):
+        work.wait()
+
+
+@ranks(2, rules=NcclRules(order="raise"))
+def test_what_was_waited_for_is_no_hazard():
+    """Both ranks launch each of the two communicators first at some time, but never with the other one under way."""
+    groups = two_groups()
+    for group in (*groups, *groups[::-1]):
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def a_message_and_a_collective():
+    if dist.get_rank() == 0:
+        message = dist.isend(torch.ones(1), 1)
+        dist.all_reduce(torch.ones(1))
+        message.wait()
+    else:
+        dist.all_reduce(torch.ones(1))
+        dist.recv(torch.ones(1), 0)
+    dist.barrier()
+
+
+@ranks(2, rules=NcclRules(order="raise"))
+def test_a_message_and_a_collective():
+    dist.barrier()
+    dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+    with pytest.raises(LaunchOrderHazard, match="all_reduce"):
+        a_message_and_a_collective()
+
+
+@ranks(2, rules="gloo")
+def test_passes_on_gloo():
+    launch_in_different_orders()
+
+
+@pytest.mark.parametrize("rules", [{"order": "shout"}, {"buffer_bytes": -1}])
+def test_rules_that_are_none(rules):
+    with pytest.raises(ValueError, match=next(iter(rules))):
+        NcclRules(**rules)
