@@ -93,7 +93,7 @@ def test_restores_after_an_exception():
 
 @pytest.mark.usefixtures("untouched")
 def test_restores_what_a_failed_entry_had_replaced(monkeypatch):
-    def broken(device, host):
+    def broken(device, host, rules):
         yield torch.cuda, {"is_available": lambda: True}
         raise OSError("no such thing")
 
