@@ -27,6 +27,7 @@ def test_recipes_train(recipe):
     torch.testing.assert_close(rounded[:, 1], exact[:, 1], rtol=0.1, atol=0)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_tensor_parallel():
     with model_parallel(tp=2):
