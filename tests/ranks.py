@@ -102,7 +102,7 @@ def _threads():
 
 
 class _Pool:
-    def __init__(self, world_size, rules):
+    def __init__(self, world_size, rules=None):
         handle, self.store = tempfile.mkstemp(prefix="gloo_")
         os.close(handle)
         os.unlink(self.store)
