@@ -119,7 +119,7 @@ class Work:
 
     def wait(self, *_: Any) -> bool:
         if self.real is not None:
-            self.real.wait()
+            self.log.aside(self.real.wait)
         self.log.wait(self.log.current, (self.at,))
         self.log.waited(self.at)
         self.tensors = []
@@ -133,11 +133,19 @@ class Log:
     """What has been submitted so far. `real`: messages are sent as well, over the group's own backend."""
 
     def __init__(self, real: bool = False):
-        self.real = real
+        self.real, self.sending = real, False
         self.submissions: list[Submission] = []
         self.numbers = itertools.count()
         self.current = Stream(self)
         self.open: int | None = None  # kernels that follow each other on one stream are one submission
+
+    def aside(self, send: Callable[[], Any]) -> Any:
+        """Sends, or waits for what is sent, by what gloo does in the place of a kernel of NCCL."""
+        self.sending = True
+        try:
+            return send()
+        finally:
+            self.sending = False
 
     def _add(self, submission: Submission) -> int:
         self.submissions.append(submission)
@@ -190,7 +198,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
-        if func.namespace in ("c10d", "prim"):
+        if self.log.sending or func.namespace in ("c10d", "prim"):
             return found
         schema = func._schema
         if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
@@ -219,7 +227,7 @@ def _messages(log: Log) -> dict[str, Callable[..., Any]]:
         both = [*writes, *reads]
         message = Message(_group_of(group), kind, peer, both[0].nbytes)
         at = log.message(message, reads, writes)
-        work = Work(log, at, both, real() if log.real else None)
+        work = Work(log, at, both, log.aside(real) if log.real else None)
         if not wait:
             return work
         work.wait()
