@@ -1,4 +1,4 @@
-"""Weights go from Transformer Engine's modules into ours and into its own, by Megatron's sharded state."""
+"""Weights go from Transformer Engine's modules into ours and back, by Megatron's sharded state."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def build(name, sequence_parallel):
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("source,target", [("te", "ours"), ("te", "local"), ("te", "te")])
+@pytest.mark.parametrize("source,target", [("te", "ours"), ("ours", "te"), ("te", "local"), ("te", "te")])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 def test_weights_of_one_load_into_the_other(source, target, sequence_parallel, tmp_path):
     from megatron.core import dist_checkpointing
@@ -36,8 +36,10 @@ def test_weights_of_one_load_into_the_other(source, target, sequence_parallel, t
                 parameter.fill_(0.5)
         with child_processes():
             dist_checkpointing.save(sharded_state(models[0]), str(tmp_path))
-        state = dist_checkpointing.load(sharded_state(models[1]), str(tmp_path))
-        models[1].load_state_dict(state)
+        # Into Transformer Engine's modules from others: its norms ask for an `_extra_state` that others do not store.
+        strict = "ignore_all" if target == "te" and source != "te" else "assume_ok_unexpected"
+        state = dist_checkpointing.load(sharded_state(models[1]), str(tmp_path), strict=strict)
+        models[1].load_state_dict(state, strict=strict != "ignore_all")
         losses = [plain_loss(model, tiny_batches()[0]) for model in models]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     assert losses[0] > 1
