@@ -1,0 +1,106 @@
+"""The page on read-outs runs as typed, and the read-out that it writes is right; heads made of layers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head import Entropy, LmHead, LogProbs
+from tests.pages import DOCS, python_blocks
+from tests.ranks import ranks
+
+BLOCKS = python_blocks((DOCS / "api" / "read_outs.md").read_text())
+
+
+def page():
+    names: dict = {}
+    torch.manual_seed(0)
+    for block in BLOCKS:
+        exec(block, names)
+    return names
+
+
+def test_the_page_runs_and_its_read_out_is_right():
+    names = page()
+    torch.testing.assert_close(names["excess"], names["expected"], rtol=1e-5, atol=1e-5)
+    x, weight = names["hidden"], names["output_layer"].weight
+    found = torch.autograd.grad(names["excess"].sum(), (x, weight))
+    z = 30 * torch.tanh((x.double() @ weight.double().t()) / 30) / 0.7
+    log_p = z.log_softmax(-1)
+    truth = -log_p.gather(-1, names["labels"].unsqueeze(-1)).squeeze(-1) + (log_p.exp() * log_p).sum(-1)
+    for ours, theirs in zip(found, torch.autograd.grad(truth.sum(), (x, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    z = names["student"].detach().log_softmax(-1)
+    q = names["teacher"].log_softmax(-1)
+    torch.testing.assert_close(names["divergence"].detach(), (q.exp() * (q - z)).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(names["squares"].detach(), z.exp().square().sum(-1), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_a_read_out_of_ones_own_over_shards():
+    own = page()["ExcessSurprise"]
+    torch.manual_seed(1)
+    hidden, weight, labels = torch.randn(7, 8), torch.randn(21, 8), torch.randint(21, (7,))
+    labels[2] = -100
+    shard = VocabShard(0, 5, 21) if dist.get_rank() == 0 else VocabShard(5, 21, 21)
+    x, w = hidden.clone().requires_grad_(), weight[shard.start : shard.stop].clone().requires_grad_()
+    found = LmHead(w, dist.group.WORLD, vocab=shard).read(x, own(labels))
+    whole = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    log_p = (whole[0] @ whole[1].t()).log_softmax(-1)
+    truth = -log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) + (log_p.exp() * log_p).sum(-1)
+    truth = truth.where(labels != -100, 0.0)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+    dx, dw = torch.autograd.grad(found.sum(), (x, w))
+    true_dx, true_dw = torch.autograd.grad(truth.sum(), whole)
+    torch.testing.assert_close(dx.double(), true_dx, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dw.double(), true_dw[shard.start : shard.stop], rtol=1e-4, atol=1e-4)
+
+
+@ranks(2)
+def test_a_head_of_a_dtensor_and_of_a_linear_layer():
+    torch.manual_seed(2)
+    layer, hidden, labels = torch.nn.Linear(8, 21), torch.randn(6, 8), torch.randint(21, (6,))
+    expected = LmHead.of(layer).read(hidden, LogProbs(labels))
+    plain = layer(hidden).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(expected, plain, rtol=1e-5, atol=1e-5)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for name in ("weight", "bias"):
+        cut = distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])
+        setattr(layer, name, torch.nn.Parameter(cut))
+    head = LmHead.of(layer)
+    assert head.shard == (VocabShard(0, 11, 21) if dist.get_rank() == 0 else VocabShard(11, 21, 21))
+    found, _ = head.read(hidden, LogProbs(labels), Entropy())
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+@ranks(1)
+def test_a_head_of_megatrons_output_layer():
+    from tests.gpt import model_parallel
+    from tests.megatron.patching import one_gpt
+
+    with model_parallel():
+        layer = one_gpt(tied=False).output_layer
+        hidden, labels = torch.randn(5, 2, layer.weight.shape[1]), torch.randint(layer.weight.shape[0], (5, 2))
+        found = LmHead.of(layer).read(hidden, LogProbs(labels))
+        expected = layer(hidden)[0].log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_refused():
+    head, hidden = LmHead(torch.randn(9, 4)), torch.randn(3, 4)
+    labels = torch.zeros(3, dtype=torch.int64)
+    for readouts, message in (
+        ((), "readouts are none"),
+        ((labels,), "each must be a read-out"),
+        ((LogProbs(labels), LogProbs(labels.clone())), "pass the same one, or ask for the others by Gather"),
+        ((Entropy(labels),), "counts is torch.int64"),
+        ((LogProbs(labels + 9),), r"outside \[0, 9\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            head.read(hidden, *readouts)
+    with pytest.raises(ValueError, match="layer is Dropout without a weight"):
+        LmHead.of(torch.nn.Dropout())
+    with pytest.raises(ValueError, match="logit_scale is 0"):
+        LmHead(torch.randn(9, 4), logit_scale=0)
