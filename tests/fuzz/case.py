@@ -1,0 +1,98 @@
+"""A case: inputs as a whole, what is computed of them, and how one rank's results are compared with that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Cut = Callable[[Tensor, int], Tensor]
+
+
+def whole(x: Tensor, rank: int) -> Tensor:
+    return x
+
+
+@dataclass
+class Case:
+    """One call.
+
+    Attributes:
+        name: of the function.
+        inputs: whole tensors whose gradients are compared, with how a rank's piece is cut out of each.
+        truth: of those in fp64, with gradient: whole results.
+        ours: of this rank's pieces and rank, in their own dtype: its results.
+        upstream: gradients of the first results, in fp64; the others are compared without a gradient.
+        outputs: how a rank's piece of each result is cut out; None: all ranks have the whole.
+        logit_size: about the largest logit, which roundings are relative to.
+        value_dtype: whose roundings results have; gradients have those of the inputs.
+        wanted: which inputs want a gradient.
+        grad_size: what a gradient may be the difference of.
+    """
+
+    name: str
+    inputs: list[tuple[Tensor, Cut]]
+    truth: Callable[..., Sequence[Tensor]]
+    ours: Callable[[list[Tensor], int], Sequence[Tensor]]
+    upstream: list[Tensor]
+    outputs: list[Cut] | None = None
+    logit_size: float = 1.0
+    value_dtype: torch.dtype = torch.float64
+    wanted: list[bool] = field(default_factory=list)
+    grad_size: float = 1.0
+    gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
+
+
+# How many roundings of the largest number in play results and gradients may be off.
+ROUNDINGS = 32
+
+
+def check(case: Case, rank: int) -> None:
+    """Raises AssertionError where a result or a gradient of this rank is not the truth's."""
+    wanted = case.wanted or [True] * len(case.inputs)
+    leaves = [x.double().requires_grad_() for x, _ in case.inputs]
+    truths = list(case.truth(*leaves))
+    differentiable = truths[: len(case.upstream)]
+    grads: Any = torch.autograd.grad(differentiable, leaves, case.upstream, allow_unused=True)
+    mine = [
+        cut(x, rank).detach().clone(memory_format=torch.preserve_format).requires_grad_(want)
+        for (x, cut), want in zip(case.inputs, wanted, strict=True)
+    ]
+    results = list(case.ours(mine, rank))
+    cuts = case.outputs or [whole] * len(truths)
+    assert len(results) == len(truths), f"{len(results)} results, {len(truths)} wanted"
+    size = case.logit_size + 1
+    for i, (found, truth, cut) in enumerate(zip(results, truths, cuts, strict=True)):
+        _close(f"result {i}", found, cut(truth, rank), _eps(case.value_dtype) * size, 1.0)
+    if any(wanted):
+        upstream = [cut(g, rank).to(found.dtype) for g, found, cut in zip(case.upstream, results, cuts, strict=False)]
+        torch.autograd.backward(results[: len(case.upstream)], upstream)
+    for i, ((x, cut), leaf, grad, want) in enumerate(zip(case.inputs, mine, grads, wanted, strict=True)):
+        if not want:
+            assert leaf.grad is None, f"input {i} wanted no gradient"
+            continue
+        truth = torch.zeros_like(x, dtype=torch.float64) if grad is None else grad
+        found = case.gradient_of(leaf)
+        found = torch.zeros_like(leaf) if found is None else found
+        _close(f"gradient {i}", found, cut(truth, rank), _eps(x.dtype) * size, case.grad_size)
+        assert torch.equal(leaf.detach(), cut(x, rank)), f"input {i} was written"
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _close(name: str, found: Tensor, truth: Tensor, rounding: float, size: float) -> None:
+    assert found.shape == truth.shape, f"{name}: shape {tuple(found.shape)}, wanted {tuple(truth.shape)}"
+    if not truth.is_floating_point():
+        assert torch.equal(found.to(truth.dtype), truth), f"{name}: {found.tolist()}, wanted {truth.tolist()}"
+        return
+    found, truth = found.detach().double(), truth.detach().double()
+    finite = truth.isfinite()
+    assert torch.equal(found.where(~finite, 0.0), truth.where(~finite, 0.0)), f"{name}: not infinite where the truth is"
+    off = (found - truth).where(finite, 0.0).abs()
+    largest = truth.where(finite, 0.0).abs().max().item() if truth.numel() else 0.0
+    allowed = ROUNDINGS * rounding * max(largest, size)
+    worst = off.max().item() if off.numel() else 0.0
+    assert worst <= allowed, f"{name}: off by {worst:.3g}, {allowed:.3g} allowed, of {largest:.3g}"

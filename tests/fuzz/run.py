@@ -1,0 +1,67 @@
+"""Runs cases on this rank. A finding says how to run it again."""
+
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from tests.fuzz import cross_entropy, layers, read_outs
+from tests.fuzz.case import check
+from tests.fuzz.draw import Draw
+
+KINDS = [
+    cross_entropy.from_hidden,
+    cross_entropy.from_logits,
+    read_outs.from_logits,
+    read_outs.from_hidden,
+    layers.linear,
+    layers.embedding,
+]
+STUCK_S = 120  # a case takes milliseconds
+
+
+def run(seed: int, first: int, cases: int) -> None:
+    """Cases `first` up to `first + cases` of a seed, on the ranks of the default group.
+
+    Raises:
+        AssertionError: the first that is not right, with what was drawn and the command that runs it alone.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    watched = _Watch(seed, ranks)
+    try:
+        for number in range(first, first + cases):
+            watched.number, watched.since = number, time.monotonic()
+            draw = Draw(seed, number, ranks)
+            kind = draw.random.choice(KINDS)
+            try:
+                case = kind(draw)
+                check(case, rank)
+            except Exception as error:
+                raise AssertionError(
+                    f"{case.name if 'case' in locals() else kind.__name__}: {error}\n  drawn: {draw.record}, "
+                    f"exact={draw.exact}\n  again: {command(seed, number, ranks)}"
+                ) from error
+    finally:
+        watched.done.set()
+
+
+def command(seed: int, number: int, ranks: int) -> str:
+    return f"python -m tests.fuzz --seed {seed} --first {number} --cases 1 --ranks {ranks}"
+
+
+class _Watch(threading.Thread):
+    """Ends the process where a case never does: ranks that wait for each other."""
+
+    def __init__(self, seed: int, ranks: int):
+        super().__init__(daemon=True)
+        self.seed, self.ranks, self.number, self.since = seed, ranks, 0, time.monotonic()
+        self.done = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.done.wait(1.0):
+            if time.monotonic() - self.since > STUCK_S:
+                print(f"a case hangs: {command(self.seed, self.number, self.ranks)}", file=sys.stderr, flush=True)
+                os._exit(1)

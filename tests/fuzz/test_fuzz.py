@@ -1,0 +1,24 @@
+"""Random calls of the public functions against fp64. FUZZ_SEED in the environment chooses the seed of the many."""
+
+import os
+import time
+
+import pytest
+
+from tests.fuzz.run import run
+from tests.ranks import ranks
+
+SEED = int(os.environ.get("FUZZ_SEED", time.time()))
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("seed, first, cases", [pytest.param(0, 0, 150, id="few")])
+def test_a_few(seed, first, cases):
+    run(seed, first, cases)
+
+
+@pytest.mark.slow
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("seed, first, cases", [pytest.param(SEED, 0, 5000, id="many")])
+def test_many(seed, first, cases):
+    run(seed, first, cases)
