@@ -251,18 +251,13 @@ def engine(monkeypatch):
         def is_initialized(self):
             return bool(self.states_)
 
-    for name, tracker in {
-        "transformer_engine": None,
-        "transformer_engine.pytorch": None,
-        "transformer_engine.pytorch.distributed": Tracker,
-        "megatron.core.extensions.transformer_engine": TECudaRNGStatesTracker,
-    }.items():
-        module = ModuleType(name)
-        if tracker is not None:
-            setattr(
-                module, "TECudaRNGStatesTracker" if name.startswith("megatron") else "CudaRNGStatesTracker", tracker
-            )
-        monkeypatch.setitem(sys.modules, name, module)
+    # Megatron, and what of it ours need, is imported without the stand-ins.
+    megatrons = importlib.import_module("megatron.core.extensions.transformer_engine")
+    importlib.import_module("megatron_ext.megatron.substitute")
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["transformer_engine.pytorch.distributed"].CudaRNGStatesTracker = Tracker
+    monkeypatch.setattr(megatrons, "TECudaRNGStatesTracker", TECudaRNGStatesTracker, raising=False)
     return TECudaRNGStatesTracker
 
 
