@@ -20,14 +20,19 @@ from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import check_token_ids, sequence_hook
-from megatron_ext.dtensor.output.reading import KNOWN, LOGITS, PLAIN, Read, local_shard, read_out
+from megatron_ext.dtensor.output.reading import KNOWN, LOGITS, Read, read_out
 from megatron_ext.head import (
+    LmHead,
+    Logits,
+    LogProbs,
+    ReadOut,
+    Sampled,
     linear_cross_entropy,
     linear_log_probs,
-    linear_sampled_log_probs,
-    sampled_log_probs,
+    token_log_probs,
+    vocab_parallel_cross_entropy,
 )
-from megatron_ext.head.cross_entropy_of_logits import token_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -167,24 +172,25 @@ def causal_lm_sampled_log_probs(
 ) -> tuple[Tensor, ...]:
     """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
 
-    Without logits where the head is a matrix alone; else, of a softcap or a bias, through logits. Arguments,
-    communication and errors as for `causal_lm_log_probs` and `megatron_ext.head.sampled_log_probs`.
+    Both are read in one pass over the logits. Arguments, communication and errors as for `causal_lm_log_probs` and
+    `megatron_ext.head.sampled_log_probs`.
 
     Returns:
         `[B, S]`, fp32, -inf where the token is not kept, 0 where there is none; with `with_plain` beside it the
         log-probabilities under the whole distribution.
     """
 
-    def both(sampled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        def read(*inputs: Tensor, bias: Any = None, softcap: Any = None, **options: Any) -> tuple[Any, ...]:
-            found = (sampled(*inputs, top_k=top_k, top_p=top_p, **options),)
-            return (*found, plain(*inputs, **options)) if with_plain else found
+    def readouts(labels: Tensor) -> list[ReadOut]:
+        return [Sampled(labels, top_k, top_p), *([LogProbs(labels)] if with_plain else [])]
 
-        return read
+    def fused(hidden: Tensor, weight: Tensor, labels: Tensor, **facts: Any) -> Any:
+        return LmHead(weight, **facts).read(hidden, *readouts(labels))
 
-    fused, unfused = both(linear_sampled_log_probs, linear_log_probs), both(sampled_log_probs, token_log_probs)
+    def unfused(logits: Tensor, labels: Tensor, **facts: Any) -> Any:
+        return Logits(logits, **facts).read(*readouts(labels))
+
     read = Read(temperature, fused, unfused, 1 + with_plain)
-    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens, PLAIN)
+    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens)
 
 
 def causal_lm_from_logits(

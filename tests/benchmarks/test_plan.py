@@ -173,9 +173,9 @@ def test_epilogues():
     assert written == silent + epilogue_seconds(H200, *logits, 4 * 1024 * 128256)
 
 
-@pytest.mark.parametrize("ranks, assertions", [(1, 1), (8, 4)])
+@pytest.mark.parametrize("ranks, assertions", [(1, 1), (8, 6)])
 def test_checks_are_launches_too(ranks, assertions):
-    """Of labels, and with several ranks of refusals, of shards, and of the same columns on each."""
+    """Of labels, and with several ranks of refusals, options, labels, shards, and of the same columns on each."""
     case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
     names = [launch.name for launch in plan.plan(case, 1)[0].launches]
     assert names.count("_assert_async") == assertions

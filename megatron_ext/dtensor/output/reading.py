@@ -14,15 +14,15 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked
+from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.head.validation.argument_checks import or_refuse
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
-# Which heads are read from hidden states: all that are known, those that are a matrix, none.
-KNOWN, PLAIN, LOGITS = "known", "plain", "logits"
+# Which heads are read from hidden states: all that are known, or none.
+KNOWN, LOGITS = "known", "logits"
 
 
 class Read(NamedTuple):
@@ -69,7 +69,7 @@ def read_out(
     """What `read` makes of these tokens, `[B, P]` each result, and what it refuses: see `or_refuse`.
 
     Args:
-        fused: `KNOWN`, `PLAIN` or `LOGITS`: which heads `read` has a function of hidden states for.
+        fused: `KNOWN` or `LOGITS`: which heads `read` has a function of hidden states for.
         inputs: what the model takes beside the tokens.
     """
     rule = rule_of(model)
@@ -78,8 +78,6 @@ def read_out(
         reason = f"what {name} does to its logits is not known here"
     elif is_hooked(model):
         reason = f"{name} or its head has hooks"
-    elif fused == PLAIN and not _is_plain(model, rule):
-        reason = f"the lm head of {name} has a bias or caps its logits, which top-k and top-p do not go with"
     if reason is not None and fused != LOGITS:
         say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
@@ -107,12 +105,6 @@ def _through_logits(
         read.shape(labels_BP),
         logits,
     )
-
-
-def _is_plain(model: nn.Module, rule: HeadRule) -> bool:
-    """Whether logits are a product with the head's weight, over a number."""
-    head: Any = model.get_submodule(output_head_path(model))
-    return rule.softcap is None and head.bias is None
 
 
 def _tuple(found: Any) -> tuple[Tensor, ...]:
@@ -162,18 +154,3 @@ def read_hidden(
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
     return tuple((x.t() if in_slices else x).clone() for x in found), fault
-
-
-def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
-    """This rank's shard of `x`, the group that shares its vocabulary (dim `dim`), and which columns these are."""
-    size = x.shape[dim]
-    if not isinstance(x, DTensor) or not x.placements[-1].is_shard(dim % x.dim()):
-        local = x.to_local() if isinstance(x, DTensor) else x
-        return local, UNSHARDED, VocabShard(0, size, size)
-    if x.device_mesh.ndim != 1:
-        raise ValueError(
-            f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
-        )
-    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
-    start = min(longest * x.device_mesh.get_local_rank(), size)
-    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)
