@@ -45,7 +45,7 @@ def bent(z: Tensor, options: dict[str, Any]) -> Tensor:
     return z / options.get("temperature", 1.0)
 
 
-def token_options(draw: Draw, loss: bool) -> dict[str, Any]:
+def token_options(draw: Draw, loss: bool, dtype: torch.dtype) -> dict[str, Any]:
     options = draw.options(
         softcap=(None, 1.5, 5.0, 30.0),
         temperature=(1.0, 0.5, 2.0),
@@ -58,6 +58,8 @@ def token_options(draw: Draw, loss: bool) -> dict[str, Any]:
         )
     else:
         options |= draw.options(return_entropy=(False, True), return_hits=(False, True))
+        if options.get("softcap") is not None and dtype != torch.float64:
+            options.pop("return_hits", None)  # in fp32 logits that reach the cap are equal, and the lowest id wins
     return options
 
 
@@ -108,7 +110,7 @@ def from_hidden(draw: Draw) -> Case:
     lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary()
     dtype = draw.dtype(*([torch.float64] if of == "log-probs" and not draw.exact else []))
     inputs, largest = head(draw, vocabulary, dtype, layout, lead)
-    options = token_options(draw, of == "loss")
+    options = token_options(draw, of == "loss", dtype)
     call = options | draw.options(cache=("bounded", 0, 0.3, 1, 5000, "auto"), skip_ignored=(False, True))
     bias = draw.chance(0.3) and not draw.exact
     if bias:
@@ -162,7 +164,7 @@ def from_logits(draw: Draw) -> Case:
     of = draw.one_of("of", "loss", "log-probs", "entropy")
     lead, vocabulary, dtype = draw.leading(), draw.vocabulary(), draw.dtype()
     z, largest = logits(draw, lead, vocabulary, dtype)
-    options = token_options(draw, of == "loss")
+    options = token_options(draw, of == "loss", dtype)
     labels, mask = labels_and_mask(draw, lead, vocabulary, options.get("ignore_index", -100))
     into = draw.chance(0.2)
     if of == "entropy":
