@@ -73,7 +73,9 @@ _BY_THE_CLASS = {"forward", "extra_repr"}  # the docstring of an autograd functi
 
 
 def _target(thing: Any) -> Any:
-    return thing.final_target if thing.is_alias else thing
+    """What a name stands for; of a module and a function in it with one name, the function, as for who imports it."""
+    found = thing.final_target if thing.is_alias else thing
+    return found.members[found.name] if found.is_module and found.name in found.members else found
 
 
 def _arguments(thing: Any) -> set[str]:
