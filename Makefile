@@ -42,10 +42,8 @@ $(VENV)/.ready: requirements-dev.txt setup.py
 demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png
 	$(PY) examples/demo.py $(ARGS)
 
-# Tests of several ranks over the backend that hangs and refuses where NCCL does. The shared vocabulary's messages do not
-# keep its rules yet.
-ON_NCCL_RULES = $(PY) $(PYTEST) --nccl-rules lazy -k "not world1" --ignore tests/megatron/test_pipeline_errors.py \
-	--ignore tests/megatron/test_pipeline_vocabulary.py
+# Tests of several ranks over the backend that hangs and refuses where NCCL does.
+ON_NCCL_RULES = $(PY) $(PYTEST) --nccl-rules lazy -k "not world1"
 
 test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) $(PYTEST) -m "not slow and not gpu"
