@@ -1,5 +1,8 @@
 """The page on read-outs runs as typed, and the read-out that it writes is right; heads made of layers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import Entropy, LmHead, LogProbs
+from megatron_ext.head import KL, Entropy, LmHead, Logits, LogProbs
 from tests.pages import DOCS, python_blocks
 from tests.ranks import ranks
 
@@ -104,3 +107,20 @@ def test_what_is_refused():
         LmHead.of(torch.nn.Dropout())
     with pytest.raises(ValueError, match="logit_scale is 0"):
         LmHead(torch.randn(9, 4), logit_scale=0)
+
+
+def test_a_call_is_freed_without_the_garbage_collector():
+    """A teacher's logits, above all, live no longer than the graph that reads them."""
+    gc.collect()
+    gc.disable()
+    try:
+        student, teacher = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)
+        alive = weakref.ref(teacher)
+        divergence, entropy = Logits(student).read(KL(Logits(teacher)), Entropy())
+        (divergence + entropy).sum().backward()
+        del teacher
+        assert alive() is not None
+        del divergence, entropy
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -65,9 +65,9 @@ class Plan:
         self.ids = self._ids()
         self.asked: Tensor = self.ids[0] if self.ids else self.target_T[:1]
         self._more_words = {"softcap": call.softcap, "temperature": call.temperature, "logit_scale": call.logit_scale}
-        for r in self.readouts:
-            r.plan = self
         self.kept_T = self._kept(tokens, device)
+        for r in self.readouts:
+            r.masked_later = r.counts_T is self.kept_T
         first = statistics.shared_rows(self.call)
         self._spans = [slice(*span) for span in pairwise(accumulate((r.rows for r in self.readouts), initial=first))]
         self._own_spans = [
@@ -114,8 +114,9 @@ class Plan:
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """What the read-outs must know or agree on before the first chunk."""
+        words = self.words() if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
         for r in self.readouts:
-            r.begin(chunks, device)
+            r.begin(chunks, device, words, self.ids)
 
     def refuse(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""

@@ -85,8 +85,8 @@ class ReadOut:
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
     call: Call
-    plan: Any  # of the call
     parts: list[slice]  # how all ranks cut the tokens
+    masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
 
     def per_token(self) -> tuple[str, Tensor] | None:
         """The name and the value of an argument that has one entry for each token of all ranks."""
@@ -116,17 +116,19 @@ class ReadOut:
         """
         return None
 
-    def begin(self, chunks: list[slice], device: torch.device) -> None:
+    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
         """What the ranks must agree on before the first chunk, where it `begins`, and how the tokens are cut.
+
+        `words`, `ids`: the options of the call, and the token ids that it asks for.
 
         Communicates, at several ranks: 1 all-gather of a few numbers.
         """
         self.parts = chunks
         if not self.begins or self.call.ranks == 1 or not chunks:
             return
-        words = f"{self.plan.words()}, chunks {len(chunks)}" if self.in_step else self.plan.words()
+        words = f"{words}, chunks {len(chunks)}" if self.in_step else words
         numbers = [self.call.vocab.size, *self.agreed()]
-        found_RN = agreement.gathered(numbers, words, self.plan.ids, self.call.group, device)
+        found_RN = agreement.gathered(numbers, words, ids, self.call.group, device)
         if has_values(found_RN):
             size_R = found_RN[:, 0]
             raise_if((size_R == int(REFUSED)).any(), REFUSAL)
@@ -169,7 +171,7 @@ class ReadOut:
 
     def counted_gradient(self, grad: Tensor) -> Tensor:
         """`grad`, 0 where a token does not count; as it is where all read-outs count the same, as is seen to later."""
-        return grad if self.counts_T is self.plan.kept_T else counted(grad, self.counts_T)
+        return grad if self.masked_later else counted(grad, self.counts_T)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
         """The gradient in the form of every function of the softmax, given that of the first result."""
