@@ -86,7 +86,7 @@ def _device_of(group: Group) -> torch.device | None:
     """Where the group's messages lie, which is where the ranks want their batch: NCCL's are on the GPU."""
     if group is None:
         return None
-    on_gpu = "nccl" in str(dist.get_backend_config(group))
+    on_gpu = "cuda:nccl" in str(dist.get_backend_config(group))
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
