@@ -34,7 +34,8 @@ def main():
     second = cluster.add_node(**small)
     ray.init(address=cluster.address, log_to_driver=False)
     policy = RayPolicy(tiny_config(), 2, Sleeper, start_timeout_s=START_S)
-    assert policy._all("node")[1] == second.node_id != policy._all("node")[0], "a rank on each node"
+    nodes = policy._all("node")  # Ray decides which rank is where
+    assert nodes.count(second.node_id) == 1, f"a rank on each node, not {nodes}"
     [raylet] = second.all_processes["raylet"]
     there = [psutil.Process(raylet.process.pid), *psutil.Process(raylet.process.pid).children(recursive=True)]
     stopped_at = []
