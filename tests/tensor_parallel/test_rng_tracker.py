@@ -277,7 +277,7 @@ def test_transformer_engines_tracker_is_missed_in_one_sentence(monkeypatch):
     assert not random.HAVE_TE
     with no_tracker():
         with pytest.raises(
-            ImportError, match="use_te_rng_tracker=True needs Transformer Engine, which cannot be imported"
+            ImportError, match="use_te_rng_tracker=True needs Transformer Engine, which is not installed"
         ):
             random.model_parallel_cuda_manual_seed(1, te_rng_tracker=True)
         assert random._CUDA_RNG_STATE_TRACKER is None
