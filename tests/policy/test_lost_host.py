@@ -16,7 +16,9 @@ def test_a_host_that_answers_nothing_is_named():
     """Seconds and not the minute after which Ray says it: connections to a frozen or unreachable host stay open."""
     program = [sys.executable, "-m", "tests.policy.lost_host"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=2 * TIMEOUT_S, check=False)
-    told = re.search(r"after ([\d.]+) s: host \S+ with ranks \[([01])\] of 2 has not answered for \d+ s: (.*)", done.stdout)
+    told = re.search(
+        r"after ([\d.]+) s: host \S+ with ranks \[([01])\] of 2 has not answered for \d+ s: (.*)", done.stdout
+    )
     assert told, done.stdout + done.stderr
     assert float(told[1]) < min(SOON_S, 60)
     assert f"network is cut; rank {told[2]} of 2 " in told[3]
