@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -13,6 +14,9 @@ from transformers import AutoModelForCausalLM
 from megatron_ext.dtensor import causal_lm_loss, from_pretrained, parallelize, save_pretrained
 from tests.dtensor.models import FAMILIES, MIXTURES, STACKED, VOCAB, error, make
 from tests.ranks import ranks
+
+# The name of the argument up to transformers 4.55, and since.
+DTYPE = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
 
 
 def shared_folder():
@@ -29,7 +33,7 @@ def mesh_of(**sizes):
 
 
 def same_weights(folder, kind, tied):
-    again, model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make(kind, tied)
+    again, model = AutoModelForCausalLM.from_pretrained(folder, **{DTYPE: torch.float32}), make(kind, tied)
     expected, found = model.state_dict(), again.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

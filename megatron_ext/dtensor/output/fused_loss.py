@@ -37,7 +37,7 @@ def use_fused_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     skip_ignored: bool = False,
-    cache: Any = "auto",
+    cache: Any = "bounded",
     chunk_tokens: int | None = None,
 ) -> nn.Module:
     """Let `model(input_ids, labels=labels)` compute its loss without logits; in place, and returned.
@@ -58,13 +58,18 @@ def use_fused_loss(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: `model` has no lm head.
+        ValueError: `model` has no lm head; transformers is older than 5.0.
 
     Warns:
         Once a class of models, from forward: logits are made, and why. What the model does to them is not known here,
         its loss is another one, it or its head has hooks or an adapter, or its head is sharded by itself.
     """
-    import_transformers()
+    version = import_transformers().__version__
+    if int(version.partition(".")[0]) < 5:
+        raise ValueError(
+            f"transformers is {version}: use_fused_loss computes the loss of transformers from 5.0 on, and earlier ones "
+            f"have another for some models; update it, or call causal_lm_loss"
+        )
     inside: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's wrapper calls the model inside
         inside = model.get_base_model()  # type: ignore[operator]

@@ -144,7 +144,8 @@ class _Files:
                 old.unlink()
         config = self.model.config
         config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
-        config.dtype = next(self.model.parameters()).dtype
+        name = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # the second one up to transformers 4.55
+        setattr(config, name, next(self.model.parameters()).dtype)
         config.save_pretrained(self.folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(self.folder)
