@@ -67,8 +67,8 @@ def use_fused_loss(
     version = import_transformers().__version__
     if int(version.partition(".")[0]) < 5:
         raise ValueError(
-            f"transformers is {version}: use_fused_loss computes the loss of transformers from 5.0 on, and earlier ones "
-            f"have another for some models; update it, or call causal_lm_loss"
+            f"transformers is {version}: use_fused_loss computes the loss of transformers from 5.0 on, and "
+            f"earlier ones have another for some models; update it, or call causal_lm_loss"
         )
     inside: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's wrapper calls the model inside
