@@ -242,3 +242,12 @@ def test_context_parallel_models_are_told_what_to_call():
 def test_mixtures_are_here():
     assert "mixtral" in KINDS
     assert make("mixtral").router_aux_loss_coef > 0 or not STACKED
+
+
+def test_transformers_before_5_are_refused(monkeypatch):
+    model = make("llama")
+    before = model.forward
+    monkeypatch.setattr("transformers.__version__", "4.57.1")
+    with pytest.raises(ValueError, match=r"transformers is 4\.57\.1: .* update it, or call causal_lm_loss"):
+        use_fused_loss(model)
+    assert model.forward == before
