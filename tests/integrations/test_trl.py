@@ -267,11 +267,11 @@ def _arguments(kind, folder, **more):
 def _same_steps(make, model, monkeypatch):
     """Every call of the fused head is ours, those whose gradients train the policy too."""
     counts = {"ours": 0, "theirs": 0}
-    whole, left = ours.head.linear_log_probs, ours._left_to_theirs
+    read, left = ours.head.LmHead.read, ours._left_to_theirs
 
-    def counted(hidden, *args, **kwargs):
+    def counted(lm_head, hidden, *args, **kwargs):
         counts["ours"] += hidden.requires_grad and torch.is_grad_enabled()
-        return whole(hidden, *args, **kwargs)
+        return read(lm_head, hidden, *args, **kwargs)
 
     def asked(*args):
         why = left(*args)
@@ -279,7 +279,7 @@ def _same_steps(make, model, monkeypatch):
         return why
 
     losses, weights = _trained(make, model)
-    monkeypatch.setattr(ours.head, "linear_log_probs", counted)
+    monkeypatch.setattr(ours.head.LmHead, "read", counted)
     monkeypatch.setattr(ours, "_left_to_theirs", asked)
     ours.apply()
     try:
