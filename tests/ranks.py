@@ -107,7 +107,7 @@ class _Pool:
         os.close(handle)
         os.unlink(self.store)
         self.crowded = False
-        self.workers = fork(world_size, _work, world_size, self.store, rules)
+        self.workers = fork(world_size, _work, world_size, self.store, rules or _rules_of_run())
 
     def run(self, module, name, kwargs):
         self._tell((module, name, kwargs))
@@ -172,7 +172,7 @@ def ranks(*world_sizes, rules=None):
         def test(**kwargs):
             world_size = kwargs.pop("world_size")
             pool = None if rules else _pools.pop(world_size, None)
-            pool = pool or _Pool(world_size, rules or _rules_of_run())
+            pool = pool or _Pool(world_size, rules)
             pool.run(body.__module__, body.__name__, kwargs)  # on failure the pool stays out of _pools
             if pool.crowded or rules:
                 pool.kill()
