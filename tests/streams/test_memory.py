@@ -4,21 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed import collectives
 from megatron_ext.megatron.pipeline.side_stream import SideWork
-from tests.gpt import (
-    data_parallel,
-    model_parallel,
-    ours_everywhere,
-    run_schedule,
-    stock_spec,
-    tiny_batches,
-    tiny_gpt,
-)
-from tests.ranks import ranks
 from tests.streams.memory import MemoryLog
 from tests.streams.recording import recording
 from tests.streams.stage_recording import one_of_a_world, recorded_stages
@@ -128,29 +116,3 @@ def test_stages_that_share_the_vocabulary(sizes, settings):
     for log in recorded_stages(sizes, MemoryLog, **settings):
         assert not log.faults, "\n".join(sorted(set(log.faults)))
         assert {one.stream for one in log.submissions} >= {0, 1}
-
-
-def finish(log: MemoryLog) -> None:
-    assert not log.faults, "\n".join(sorted(set(log.faults)))
-    assert any(one.message for one in log.submissions)
-
-
-@ranks(2)
-@pytest.mark.parametrize("overrides", [{}, {"sequence_parallel": True}], ids=["overlap", "sequence-parallel"])
-def test_layers_that_overlap_communication(overrides):
-    with model_parallel(tp=2), ours_everywhere():
-        wrapped = data_parallel(tiny_gpt(stock_spec, **overrides))
-        with recording(MemoryLog(real=True)) as log:
-            run_schedule(wrapped, tiny_batches(batch=4)[0])
-    finish(log)
-
-
-@ranks(2)
-def test_the_head():
-    torch.manual_seed(dist.get_rank())
-    hidden, weight = torch.randn(12, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
-    dist.broadcast(hidden.detach(), 0)
-    labels = torch.arange(12) * 2
-    with recording(MemoryLog(real=True)) as log:
-        linear_cross_entropy(hidden, weight, labels, tp_group=dist.group.WORLD).sum().backward()
-    finish(log)
