@@ -92,7 +92,7 @@ def seed_ranks(seed: int = 123) -> None:
 def tiny_config(**overrides):
     """A `TransformerConfig` that runs on CPU, with the parallel sizes of the surrounding `model_parallel`."""
     from megatron.core import parallel_state
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     settings = {
@@ -117,7 +117,8 @@ def tiny_config(**overrides):
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**settings | overrides)
+    latent = overrides.get("multi_latent_attention")
+    return (MLATransformerConfig if latent else TransformerConfig)(**settings | overrides)
 
 
 def stock_spec(config, vp_stage: int | None = None):
@@ -126,7 +127,10 @@ def stock_spec(config, vp_stage: int | None = None):
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
     )
     if not config.sequence_parallel:
         return layer
@@ -163,13 +167,15 @@ def tiny_gpt(
     weights: Literal["names", "init"] = "names",
     vocab_size: int = VOCAB,
     model: dict | None = None,
+    engine: bool = False,
     **overrides,
 ):
     """This rank's GPTModel, as a list of its chunks: one, or as many as there are virtual pipeline stages.
 
     `spec`: anything that GPTModel takes as its layer spec, or a function from (config, vp_stage) to it; None:
     Megatron's local layers. `weights`: drawn for each parameter name (see the top), or as the model initialises itself.
-    `model`: further arguments of GPTModel. `overrides` go to `tiny_config`.
+    `model`: further arguments of GPTModel. `engine`: what multi-token prediction adds to the layers is Transformer
+    Engine's. `overrides` go to `tiny_config`.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -189,7 +195,7 @@ def tiny_gpt(
         if config.mtp_num_layers and last:
             from megatron_ext.megatron.layer_specs import with_our_norms
 
-            mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=stage)
+            mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=engine, vp_stage=stage)
             mtp = with_our_norms(mtp) if config.sequence_parallel else mtp
         arguments = {
             "vocab_size": vocab_size,

@@ -35,9 +35,12 @@ def forked(folder, *arguments, ranks):
     return python("-m", "megatron_ext.run", *arguments, cwd=folder, ranks=ranks, ignore_warnings=True)
 
 
-def report_of(folder, *arguments, ranks, script=(), started=forked):
+LOCAL = ["--transformer-impl", "local"]
+
+
+def report_of(folder, *arguments, ranks, script=(), layers=LOCAL, started=forked):
     report = folder / "report.json"
-    sizes = ["--tensor-model-parallel-size", ranks, "--report", report, *script]
+    sizes = ["--tensor-model-parallel-size", ranks, "--report", report, *layers, *script]
     done = started(folder, "--cpu", *arguments, STANDIN, *sizes, ranks=ranks)
     assert done.returncode == 0, done.stderr
     found = json.loads(report.read_text())
@@ -78,7 +81,7 @@ def test_a_layer_spec_by_name_under_sequence_parallelism(tmp_path):
 @pytest.mark.slow
 def test_check_says_what_would_be_fused_and_trains_nothing(tmp_path):
     report = tmp_path / "report.json"
-    sizes = ["--tensor-model-parallel-size", 2, "--report", report]
+    sizes = ["--tensor-model-parallel-size", 2, "--report", report, *LOCAL]
     done = forked(tmp_path, "--cpu", "--linear-ce", "--tensor-parallel", "--check", STANDIN, *sizes, ranks=2)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("fused head")]

@@ -2,7 +2,8 @@
 
 `gpt_layer_spec` and `gpt_moe_layer_spec` are `ModuleSpec` objects, ready for `GPTModel(transformer_layer_spec=...)` and
 for Megatron-LM's `--spec megatron_ext.megatron.layer_specs gpt_layer_spec`. What depends on the config (kind of norm,
-norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too.
+norms of queries and keys) is read from it when the layers are built. `gpt_block_spec(config)` names the final norm too,
+and puts our linear layers beside Transformer Engine's norms and attention, if you ask for it.
 For HybridModel there is `megatron_ext.megatron.hybrid_layer_specs`; `megatron_ext.megatron.spec_head` names the fused
 head and its options in a spec.
 
@@ -83,44 +84,72 @@ class ExtSpecProvider(BackendSpecProvider):
         return None
 
 
+class ExtBesideTransformerEngine(ExtSpecProvider):
+    """Our linear layers; norms, attention and grouped experts are Transformer Engine's."""
+
+    def __init__(self) -> None:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        self._engine = TESpecProvider()
+
+    def layer_norm(self, *args: Any, **kwargs: Any) -> type:
+        return self._engine.layer_norm(*args, **kwargs)
+
+    def core_attention(self) -> type:
+        return self._engine.core_attention()
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *args: Any, **kwargs: Any) -> Any:
+        if moe_use_grouped_gemm:
+            return self._engine.grouped_mlp_modules(True, *args, **kwargs)
+        return super().grouped_mlp_modules(False, *args, **kwargs)
+
+
 class ExtSelfAttention(SelfAttention):
     """Megatron's self-attention, with the norms of queries and keys that the config asks for."""
 
     def __init__(self, config, submodules: SelfAttentionSubmodules, *args, **kwargs):
-        norm = Norm if config.qk_layernorm else IdentityOp
+        norm = submodules.q_layernorm if config.qk_layernorm else IdentityOp
         if getattr(config, "qk_l2_norm", False):  # not in 0.14
             norm = L2Norm
         submodules = dataclasses.replace(submodules, q_layernorm=norm, k_layernorm=norm)
         super().__init__(config, submodules, *args, **kwargs)
 
 
-def self_attention_spec() -> ModuleSpec:
-    """Causal self-attention on our layers."""
+def self_attention_spec(backend: BackendSpecProvider | None = None) -> ModuleSpec:
+    """Causal self-attention on our layers, or on those of `backend`."""
+    backend = backend or ExtSpecProvider()
     return ModuleSpec(
         module=ExtSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=backend.layer_norm(for_qk=True),
         ),
     )
 
 
-def _layer_spec(num_experts: int | None) -> ModuleSpec:
-    backend = ExtSpecProvider()
+def _layer_spec(
+    num_experts: int | None, backend: BackendSpecProvider | None = None, grouped_experts: bool = False
+) -> ModuleSpec:
+    backend = backend or ExtSpecProvider()
+    norm = backend.layer_norm()
+    # Checkpoints name the norms as Transformer Engine's layers do, so that either loads the other's: it fuses those
+    # before dense layers. Megatron's local experts have the dense name.
+    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if num_experts is None:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
-            self_attention=self_attention_spec(),
+            input_layernorm=norm,
+            self_attention=self_attention_spec(backend),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=num_experts),
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend, num_experts=num_experts, moe_grouped_gemm=grouped_experts),
             mlp_bda=get_bias_dropout_add,
-            # Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
 
@@ -133,22 +162,34 @@ gpt_moe_layer_spec = _layer_spec(num_experts=1)
 """The spec of a layer of experts, else as `gpt_layer_spec`. The config says how many experts there are."""
 
 
-def gpt_block_spec(config, vp_stage: int | None = None, pp_rank: int | None = None) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers and final norm, all ours, for `GPTModel(transformer_layer_spec=...)`.
+def gpt_block_spec(
+    config, vp_stage: int | None = None, pp_rank: int | None = None, *, transformer_engine: bool = False
+) -> TransformerBlockSubmodules:
+    """This pipeline stage's layers and final norm, for `GPTModel(transformer_layer_spec=...)`.
 
-    Layers have experts where `config.num_moe_experts` and `config.moe_layer_freq` (every n-th, or a list of 0 and 1)
-    say so.
+    All are ours; with `transformer_engine` the linear layers alone, beside Transformer Engine's norms and attention,
+    and its grouped experts where `config.moe_grouped_gemm` asks for them. Layers have experts where
+    `config.num_moe_experts` and `config.moe_layer_freq` (every n-th, or a list of 0 and 1) say so.
+
+    Raises:
+        ImportError: `transformer_engine`, and Megatron-Core goes without Transformer Engine.
     """
+    dense, with_experts = gpt_layer_spec, gpt_moe_layer_spec
+    backend = ExtSpecProvider()
+    if transformer_engine:
+        versions.require_transformer_engine("gpt_block_spec(transformer_engine=True)")
+        backend = ExtBesideTransformerEngine()
+        dense, with_experts = _layer_spec(None, backend), _layer_spec(1, backend, config.moe_grouped_gemm)
     stage = (config, vp_stage) if pp_rank is None else (config, vp_stage, pp_rank)  # Megatron-Core 0.14 takes no rank
     count = get_num_layers_to_build(*stage)
     if config.num_moe_experts is None:
-        specs = [gpt_layer_spec] * count
+        specs = [dense] * count
     else:
         first = get_transformer_layer_offset(*stage)
         freq = config.moe_layer_freq
         pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
-        specs = [gpt_moe_layer_spec if has_experts else gpt_layer_spec for has_experts in pattern[first:][:count]]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+        specs = [with_experts if has_experts else dense for has_experts in pattern[first:][:count]]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.layer_norm())
 
 
 def with_our_norms(spec: Any) -> Any:

@@ -81,6 +81,20 @@ def why_not_with_transformer_engine(version: str | None) -> str | None:
     return f"Megatron-Core {megatron_version()} declares transformer-engine{declared}, and {version} is installed"
 
 
+def require_transformer_engine(needed_for: str) -> None:
+    """Refuse `needed_for`, which takes Megatron-Core's modules of Transformer Engine, where they are not there.
+
+    Raises:
+        ImportError: Megatron-Core could not import Transformer Engine.
+    """
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    if not getattr(engine, "HAVE_TE", True):
+        raise ImportError(
+            f"{needed_for} needs Transformer Engine, which Megatron-Core {megatron_version()} could not import: "
+            f"install it, or do without {needed_for}"
+        )
+
+
 def _declared(package: str) -> SpecifierSet | None:
     """The versions of a package that pip's metadata of the imported Megatron-Core ask for; None where they ask none."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -102,6 +102,19 @@ def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False, w
     return ModuleSpec(module=getattr(stack, name), submodules=submodules)
 
 
+def engine_hybrid_spec():
+    """Megatron's own stack, which is of Transformer Engine's layers."""
+    for module, name in (
+        ("hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+        ("mamba.mamba_layer_specs", "mamba_stack_spec"),
+    ):
+        try:
+            return getattr(importlib.import_module(f"megatron.core.models.{module}"), name)
+        except ModuleNotFoundError:
+            continue
+    raise AssertionError("no hybrid stack")
+
+
 def hybrid_has_mtp() -> bool:
     """Whether this Megatron's hybrid model has multi-token prediction."""
     models, _ = hybrid_home()

@@ -2,14 +2,18 @@
 
 Tiny models, two ranks, fp32, 20 steps of Adam. One pair of processes runs one configuration after the other; one in
 which a rank fails is ended and replaced. Where stock itself does not run, its reason is kept. What was found goes to
-docs/megatron_matrix.json, and as a table into docs/megatron.md.
+docs/megatron_matrix.json, and as a table into docs/megatron.md. Where Python finds Transformer Engine, stock is
+Megatron on its layers, there are some rows more, and files and page are those of docs/transformer_engine.md.
 
-    python -m tests.megatron.matrix                                   # all 72 configurations, each in 4 ways
+    python -m tests.megatron.matrix                                   # all configurations, each in all ways
     python -m tests.megatron.matrix --only hybrid-fsdp2 gpt-tp2       # those whose name contains one of these
     python -m tests.megatron.matrix --commit 0f3c2a1                  # where the sources are no git clone
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
+import inspect
 import json
 import math
 import re
@@ -38,12 +42,17 @@ from tests.gpt import (
     train_step,
 )
 from tests.megatron import matrix_table
-from tests.megatron.language_models import tiny_hybrid_chunks
+from tests.megatron.language_models import engine_hybrid_spec, tiny_hybrid_chunks
+from tests.on_transformer_engine.models import te_spec
 from tests.ranks import _Pool, prepare_process
 
 STEPS = 20
 LIMIT = 1e-6
-WAYS = ("patch", "spec", "substitution", "all")
+# Every rank then emulates what Transformer Engine's Python code needs (tests/rank_servers.py).
+WITH_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+WAYS: tuple[str, ...] = ("patch", "spec", "substitution", "all")
+if WITH_ENGINE:
+    WAYS = ("local", *WAYS)  # Megatron on its own layers instead: shows that the emulation's numbers are right
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -63,6 +72,30 @@ LAYOUTS: dict[str, tuple[dict, dict]] = {
     "fsdp2": ({}, {"transformer_impl": "local"}),
     "megatron-fsdp": ({}, {}),
 }
+# Of GPT models on Transformer Engine alone. Names in these settings' third part are its own, unknown to local layers.
+FUSED_EXPERTS = {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_fusion": True}
+FUSED = {
+    "apply_rope_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "te",
+    "gradient_accumulation_fusion": True,
+    "use_te_rng_tracker": True,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
+ENGINE_LAYOUTS: dict[str, tuple[dict, dict, dict]] = {
+    "tp2-sp-fusions": ({"tp": 2}, {"sequence_parallel": True}, FUSED),
+    "ep2-fusions": ({"ep": 2}, EXPERTS, FUSED_EXPERTS),
+    "mla-tp2": ({"tp": 2}, LATENT, {}),
+    "mla-ep2": ({"ep": 2}, EXPERTS | LATENT, FUSED_EXPERTS),
+}
 
 
 @dataclass(frozen=True)
@@ -76,11 +109,24 @@ class Configuration:
     def name(self) -> str:
         return f"{self.model}-{self.layout}-{'tied' if self.tied else 'untied'}-mtp{self.mtp}"
 
+    @property
+    def sizes(self) -> dict:
+        """Of Megatron's groups."""
+        return (LAYOUTS.get(self.layout) or ENGINE_LAYOUTS[self.layout])[0]
+
+    def settings(self, engine: bool) -> dict:
+        """Of the config, for Transformer Engine's layers or for others."""
+        more = {"mtp_num_layers": 1} if self.mtp else {}
+        if self.layout in LAYOUTS:
+            return LAYOUTS[self.layout][1] | more | ({"transformer_impl": "transformer_engine"} if engine else {})
+        _, settings, engines = ENGINE_LAYOUTS[self.layout]
+        return settings | more | (engines if engine else {})
+
 
 CONFIGURATIONS = [
     Configuration(model, layout, tied, mtp)
     for model in ("gpt", "hybrid")
-    for layout in LAYOUTS
+    for layout in (*LAYOUTS, *(ENGINE_LAYOUTS if WITH_ENGINE and model == "gpt" else ()))
     for tied in (True, False)
     for mtp in (0, 1)
 ]
@@ -89,21 +135,45 @@ CONFIGURATIONS = [
 def build(one: Configuration, way: str) -> list:
     """This rank's chunks of the model, with the layers of the way."""
     ours = way == "spec" or (way == "all" and why_no_spec(one) is None)
-    _, settings = LAYOUTS[one.layout]
-    settings = settings | ({"mtp_num_layers": 1} if one.mtp else {})
+    engine = WITH_ENGINE and way != "local"
+    settings = one.settings(engine)
+    if (
+        ours and one.layout == "fsdp2"
+    ):  # else Megatron wraps its linear layers, which are ours now, inside of its layers
+        settings["transformer_impl"] = "local"
+    our_attention = one.layout == "cp2" and not engine
     if one.model == "gpt":
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
+        spec = our_spec if ours else te_spec if engine else with_our_attention if our_attention else stock_spec
+        layers = {"pp2": 2, "pp2-virtual": 4}.get(one.layout, 1)
+        return tiny_gpt(spec, tied=one.tied, num_layers=layers, engine=engine, **settings)
+    if engine and not ours:
+        return tiny_hybrid_chunks(tied=one.tied, change_spec=lambda spec: engine_hybrid_spec(), **settings)
+    return tiny_hybrid_chunks(ours=ours, tied=one.tied, our_attention=our_attention, **settings)
 
-        spec = gpt_block_spec if ours else with_our_attention if one.layout == "cp2" else stock_spec
-        return tiny_gpt(spec, tied=one.tied, num_layers={"pp2": 2, "pp2-virtual": 4}.get(one.layout, 1), **settings)
-    return tiny_hybrid_chunks(ours=ours, tied=one.tied, our_attention=one.layout == "cp2", **settings)
+
+def our_spec(config, vp_stage=None):
+    """Our layers; on Transformer Engine our linear ones beside its norms and its attention."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return gpt_block_spec(config, vp_stage, **({"transformer_engine": True} if WITH_ENGINE else {}))
 
 
 def why_no_spec(one: Configuration) -> str | None:
     """Why our layer spec does not serve this Megatron's model; "all" is then the other two ways."""
     from megatron_ext.megatron import versions
 
+    if one.layout.startswith("mla"):
+        return "it has no multi-latent attention"
     return versions.why_no_spec("spec" if one.model == "gpt" else "hybrid spec")
+
+
+def why_not_local(one: Configuration) -> str | None:
+    """Why Megatron's local layers cannot be built as the configuration has them."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    if one.layout.startswith("mla") and "k_channels" not in inspect.signature(DotProductAttention.__init__).parameters:
+        return "its local attention takes heads of one size"
+    return None
 
 
 def with_our_attention(config, vp_stage=None):
@@ -169,8 +239,7 @@ class measure:  # what the pool calls, as it calls a test
         import warnings
 
         warnings.simplefilter("ignore")
-        sizes, _ = LAYOUTS[one.layout]
-        with model_parallel(**sizes):
+        with model_parallel(**one.sizes):
             losses, fused, made = train(one, way, steps)
         if dist.get_rank() == 0:
             Path(results).write_text(json.dumps({"losses": losses, "losses_fused": fused, "logits_made": made}))
@@ -212,7 +281,8 @@ def compare(pools: list, one: Configuration, ways=WAYS, steps: int = STEPS) -> d
     if "error" in stock:
         return found
     for way in ways:
-        if way == "spec" and (refused := why_no_spec(one)):
+        refused = {"spec": why_no_spec, "local": why_not_local}.get(way, lambda one: None)(one)
+        if refused:
             found[way] = {"refused": refused}
             continue
         ours = run_one(pools, one, way, steps)
@@ -239,9 +309,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="the commit of Megatron's sources; default: that of their clone, or PyPI")
     options = parser.parse_args(argv)
     prepare_process()
+    results = matrix_table.Results("megatron")
+    if WITH_ENGINE:
+        import tests.on_transformer_engine.preload  # noqa: F401  without it Megatron cannot be imported
+
+        results = matrix_table.Results("transformer_engine")
     import megatron.core
 
     version = megatron.core.__version__
+    if WITH_ENGINE:
+        version += f", Transformer Engine {importlib.metadata.version('transformer_engine')}"
     source = Path(megatron.core.__file__).parents[2]
     git = subprocess.run(["git", "-C", source, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
     from_pypi = "site-packages" in source.parts
@@ -252,9 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         if not any(text in one.name for text in options.only):
             continue
         ways = [
-            way
-            for way in options.ways
-            if not (options.missing and matrix_table.is_kept(version, commit, one.name, way))
+            way for way in options.ways if not (options.missing and results.is_kept(version, commit, one.name, way))
         ]
         if not ways:
             continue
@@ -269,8 +344,8 @@ def main(argv: list[str] | None = None) -> int:
         state = f"stock does not run: {found['stock']}" if found["stock"] else f"not as stock: {bad}" if bad else "ok"
         print(f"{one.name}: {state} ({time.monotonic() - started:.0f} s)", flush=True)
         if options.steps == STEPS:
-            matrix_table.keep(version, commit, one.name, found)
-            matrix_table.write(passed, [one.name for one in CONFIGURATIONS], WAYS)
+            results.keep(version, commit, one.name, found)
+            results.write(passed, [one.name for one in CONFIGURATIONS], WAYS)
     while pools:
         pools.pop().kill()
     return 1 if failed else 0

@@ -1,42 +1,47 @@
-"""What the matrix found, kept as JSON, and its table in docs/megatron.md."""
+"""What the matrix found, kept as JSON, and its table in a page of docs/."""
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-KEPT = DOCS / "megatron_matrix.json"
-PAGE = DOCS / "megatron.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 
-def keep(version: str, commit: str, name: str, found: dict) -> None:
-    """Add what was found in one configuration; results of another commit of the same version are dropped."""
-    kept = _kept()
-    if kept.get(version, {}).get("commit") != commit:
-        kept[version] = {"commit": commit, "found": {}}
-    before = kept[version]["found"].get(name, {})
-    kept[version]["found"][name] = found if found["stock"] else before | found
-    KEPT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+@dataclass(frozen=True)
+class Results:
+    """What is kept in docs/`page`_matrix.json, and shown in docs/`page`.md."""
 
+    page: str
 
-def is_kept(version: str, commit: str, name: str, way: str) -> bool:
-    kept = _kept().get(version, {"commit": None})
-    found = kept["found"].get(name, {}) if kept["commit"] == commit else {}
-    return way in found or bool(found.get("stock"))
+    def keep(self, version: str, commit: str, name: str, found: dict) -> None:
+        """Add what was found in one configuration; results of another commit of the same version are dropped."""
+        kept = self._kept()
+        if kept.get(version, {}).get("commit") != commit:
+            kept[version] = {"commit": commit, "found": {}}
+        before = kept[version]["found"].get(name, {})
+        kept[version]["found"][name] = found if found["stock"] else before | found
+        self._file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
+    def is_kept(self, version: str, commit: str, name: str, way: str) -> bool:
+        kept = self._kept().get(version, {"commit": None})
+        found = kept["found"].get(name, {}) if kept["commit"] == commit else {}
+        return way in found or bool(found.get("stock"))
 
-def _kept() -> dict:
-    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    def write(self, passed: Callable[[str, dict], bool], names: list[str], ways: tuple[str, ...]) -> None:
+        """Put the table of all that is kept between the marks of the page."""
+        page = DOCS / f"{self.page}.md"
+        before, _, rest = page.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        page.write_text(f"{before}{BEGIN}\n{table(self._kept(), passed, names, ways)}{END}{after}")
 
+    @property
+    def _file(self) -> Path:
+        return DOCS / f"{self.page}_matrix.json"
 
-def write(passed: Callable[[str, dict], bool], names: list[str], ways: tuple[str, ...]) -> None:
-    """Put the table of all that is kept between the marks of the page."""
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    kept = json.loads(KEPT.read_text())
-    PAGE.write_text(f"{before}{BEGIN}\n{table(kept, passed, names, ways)}{END}{after}")
+    def _kept(self) -> dict:
+        return json.loads(self._file.read_text()) if self._file.exists() else {}
 
 
 def table(kept: dict, passed: Callable[[str, dict], bool], names: list[str], ways: tuple[str, ...]) -> str:

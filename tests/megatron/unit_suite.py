@@ -2,6 +2,7 @@
 
     make test-source MEGATRON=CLONE@REF    # the copy of the sources, then, among others, this:
     python -P tests/megatron/unit_suite.py TREE [FILES OR FOLDERS ...] --results FILE.json
+    ... --results FILE.json --page docs/megatron.md    # puts the table of all that FILE.json holds into the page
 
 A test runs on one rank first. One that fails or skips there and says that it wants more of them (`ASKS_FOR_RANKS`) runs
 on 2, 4 and 8. What passes with Megatron's own modules runs again on as many ranks, with `substitute_tensor_parallel()`
@@ -33,6 +34,7 @@ import types
 from pathlib import Path
 
 RANKS = (1, 2, 4, 8)
+BEGIN, END = "<!-- unit suite -->", "<!-- end of unit suite -->"
 ASKS_FOR_RANKS = re.compile(r"world.?size|\branks?\b|\bgpus?\b|\bdevices\b|divisible|parallel.?size", re.IGNORECASE)
 PRELOAD = (
     "_pytest.assertion.rewrite",
@@ -317,6 +319,13 @@ def table(found):
     return lines + [f"| {folder} | {' | '.join(map(str, row))} |" for folder, row in rows.items() if row[1] or row[2]]
 
 
+def write_table(page, lines):
+    """Put the table between the marks of a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+
+
 def differences(found):
     return [
         f"{name} on {test['ranks']}: {test['ours']}: {test['why']}"
@@ -335,6 +344,7 @@ def main(argv=None):
     parser.add_argument("--transformer-engine", action="store_true", help="its Python code is emulated too")
     parser.add_argument("--again", action="store_true", help="run what differed with ours once more")
     parser.add_argument("--patience", type=float, default=60, help="seconds without a sign of life that end a test")
+    parser.add_argument("--page", type=lambda path: Path(path).resolve(), help="a page with marks for the table")
     parser.add_argument("--log", default=os.devnull, help="what the tests print")
     options = parser.parse_intermixed_args(argv)
     tree, results = str(Path(options.tree).resolve()), Path(options.results).resolve()
@@ -357,6 +367,8 @@ def main(argv=None):
             for line in [known["broken"], *differ] if known["broken"] else differ:
                 print(f"  {line}", flush=True)
     print("\n".join(table(found)))
+    if options.page:
+        write_table(options.page, table(found))
     differ = differences(found)
     print(f"{len(differ)} tests pass with Megatron's own modules and not with ours", *differ, sep="\n  ")
     return 1 if differ else 0

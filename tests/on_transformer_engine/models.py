@@ -29,7 +29,7 @@ def te_spec(config, vp_stage: int | None = None):
 
 def losses_and_norms(spec, batches, **overrides):
     """fp64 [steps, 2]: the loss of each step of training, and the norm of its gradients."""
-    chunks = data_parallel(tiny_gpt(spec, **overrides))
+    chunks = data_parallel(tiny_gpt(spec, engine=spec is te_spec, **overrides))
     optimizer = make_optimizer(chunks)
     return torch.tensor([train_step(chunks, optimizer, tokens_BS) for tokens_BS in batches], dtype=torch.float64)
 

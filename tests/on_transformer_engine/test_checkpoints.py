@@ -1,10 +1,11 @@
-"""Weights go from Transformer Engine's modules into ours and back, by Megatron's sharded state."""
+"""Weights go from Transformer Engine's modules into ours and back, by Megatron's sharded state and by torch's."""
 
 import pytest
 import torch
 
-from tests.gpt import child_processes, model_parallel, sharded_state, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import child_processes, model_parallel, sharded_state, stock_spec, tiny_batches, tiny_config, tiny_gpt
 from tests.on_transformer_engine.models import ENGINE, plain_loss, te_spec
+from tests.on_transformer_engine.test_experts import MOE
 from tests.ranks import ranks
 
 
@@ -14,32 +15,79 @@ def our_spec(config, vp_stage=None):
     return gpt_block_spec(config, vp_stage)
 
 
-SPECS = {"ours": our_spec, "local": stock_spec, "te": te_spec}
+def beside_spec(config, vp_stage=None):
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return gpt_block_spec(config, vp_stage, transformer_engine=True)
 
 
-def build(name, sequence_parallel):
-    settings = ENGINE if name == "te" else {}
-    return tiny_gpt(SPECS[name], tied=False, sequence_parallel=sequence_parallel, **settings)[0]
+SPECS = {"ours": our_spec, "beside": beside_spec, "local": stock_spec, "te": te_spec}
+
+
+def build(name, grouped=False, **overrides):
+    """Grouped experts are Transformer Engine's alone."""
+    engine = ENGINE | {"moe_grouped_gemm": grouped} if name in ("te", "beside") else {}
+    return tiny_gpt(SPECS[name], tied=False, engine=name == "te", **engine, **overrides)[0]
+
+
+def assert_weights_go_over(source, target, folder, **overrides):
+    """All that either stores or asks for and the other does not are extra states."""
+    from megatron.core import dist_checkpointing
+
+    models = [build(name, **overrides) for name in (source, target)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.fill_(0.5)
+    with child_processes():
+        dist_checkpointing.save(sharded_state(models[0]), str(folder))
+    state, missing, unexpected = dist_checkpointing.load(sharded_state(models[1]), str(folder), strict="return_all")
+    kept = models[1].load_state_dict(state, strict=False)
+    for key in (*missing, *unexpected, *kept.missing_keys, *kept.unexpected_keys):
+        assert key.endswith("_extra_state") or "_extra_state/" in key, key
+    losses = [plain_loss(model, tiny_batches()[0]) for model in models]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    assert losses[0] > 1
 
 
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("source,target", [("te", "ours"), ("ours", "te"), ("te", "local"), ("te", "te")])
+@pytest.mark.parametrize(
+    "source,target", [("te", "ours"), ("ours", "te"), ("te", "beside"), ("beside", "te"), ("te", "local")]
+)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
-def test_weights_of_one_load_into_the_other(source, target, sequence_parallel, tmp_path):
-    from megatron.core import dist_checkpointing
-
+def test_sharded_weights_of_one_load_into_the_other(source, target, sequence_parallel, tmp_path):
     with model_parallel(tp=2):
-        models = [build(name, sequence_parallel) for name in (source, target)]
-        with torch.no_grad():
-            for parameter in models[1].parameters():
-                parameter.fill_(0.5)
-        with child_processes():
-            dist_checkpointing.save(sharded_state(models[0]), str(tmp_path))
-        # Into Transformer Engine's modules from others: its norms ask for an `_extra_state` that others do not store.
-        strict = "ignore_all" if target == "te" and source != "te" else "assume_ok_unexpected"
-        state = dist_checkpointing.load(sharded_state(models[1]), str(tmp_path), strict=strict)
-        models[1].load_state_dict(state, strict=strict != "ignore_all")
-        losses = [plain_loss(model, tiny_batches()[0]) for model in models]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
-    assert losses[0] > 1
+        assert_weights_go_over(source, target, tmp_path, sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("source,target", [("te", "ours"), ("ours", "te"), ("te", "beside"), ("beside", "te")])
+@pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
+def test_experts_load_into_each_other(source, target, grouped, tmp_path):
+    with model_parallel(ep=2):
+        assert_weights_go_over(source, target, tmp_path, grouped=grouped, **MOE)
+
+
+@ranks(1)
+def test_state_of_modules_loads_strictly_with_the_extra_state_of_either():
+    with model_parallel():
+        from megatron.core.extensions import transformer_engine as engine
+
+        from megatron_ext.tensor_parallel import layers as ours
+
+        options = {"init_method": torch.nn.init.normal_, "bias": True, "skip_bias_add": False, "is_expert": False}
+        for name, more in (
+            ("ColumnParallelLinear", {"gather_output": False}),
+            ("RowParallelLinear", {"input_is_parallel": True}),
+        ):
+            theirs = getattr(engine, f"TE{name}")(32, 64, config=tiny_config(**ENGINE), **options, **more)
+            mine = getattr(ours, name)(32, 64, config=tiny_config(), **options, **more)
+            assert "_extra_state" in theirs.state_dict()
+            assert "_extra_state" in mine.state_dict()
+            for source, target in ((theirs, mine), (mine, theirs)):
+                with torch.no_grad():
+                    source.weight.normal_()
+                target.load_state_dict(source.state_dict(), strict=True)
+                assert torch.equal(target.weight, source.weight)
+                assert torch.equal(target.bias, source.bias)

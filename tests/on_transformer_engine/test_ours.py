@@ -9,11 +9,22 @@ import torch.distributed as dist
 from tests.gpt import model_parallel, ours_everywhere, tiny_batches
 from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, te_spec
 from tests.on_transformer_engine.test_experts import FUSED, MOE
+from tests.on_transformer_engine.test_fp8 import SIZES
 from tests.ranks import ranks
+
+HEAD = {"chunk_size": 5}
+
+
+def beside_spec(config, vp_stage=None):
+    """Our linear layers beside Transformer Engine's norms and attention, and our head."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+    from megatron_ext.megatron.spec_head import with_fused_head
+
+    return with_fused_head(gpt_block_spec(config, vp_stage, transformer_engine=True), **HEAD)
 
 
 def trained(way, batches, **overrides):
-    """Steps with nothing of ours ("stock"), our layers in Megatron's place, the head in its forward, or both."""
+    """Steps with nothing of ours ("stock"), our layers in Megatron's place, the head patched in, both, or a spec."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
     from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
     from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
@@ -22,11 +33,11 @@ def trained(way, batches, **overrides):
         if way in ("substitution", "both"):
             undo.enter_context(ours_everywhere())
         if way in ("patch", "both"):
-            patch(chunk_size=5)
-            undo.callback(unpatch)
-            reset_fusion_report()
-        steps = losses_and_norms(te_spec, batches, **ENGINE | overrides)
-        if way in ("patch", "both"):
+            patch(**HEAD)
+        undo.callback(unpatch)
+        reset_fusion_report()
+        steps = losses_and_norms(beside_spec if way == "spec" else te_spec, batches, **ENGINE | overrides)
+        if way in ("patch", "both", "spec"):
             counts = torch.tensor([fusion_report().losses_fused, fusion_report().logits_made])
             dist.all_reduce(counts)  # the first stage of a pipeline has no losses
             assert counts[0] > 0
@@ -34,11 +45,11 @@ def trained(way, batches, **overrides):
     return steps
 
 
-def assert_ours_is_stock(sizes, **overrides):
+def assert_ours_is_stock(sizes, ways=("substitution", "patch", "both", "spec"), **overrides):
     batches = tiny_batches(3)
     with model_parallel(**sizes):
         stock = trained("stock", batches, **overrides)
-        for way in ("substitution", "patch", "both"):
+        for way in ways:
             assert_same_steps(trained(way, batches, **overrides), stock)
 
 
@@ -48,7 +59,7 @@ def assert_ours_is_stock(sizes, **overrides):
     "overrides",
     [
         {},
-        {"tied": False, "gradient_accumulation_fusion": True},
+        {"tied": False, "gradient_accumulation_fusion": True, "qk_layernorm": True},
         {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
         MOE | FUSED,
     ],
@@ -58,17 +69,49 @@ def test_one_rank(overrides):
     assert_ours_is_stock({}, **overrides)
 
 
+@ranks(2)
+@pytest.mark.parametrize("sizes,overrides", [({"tp": 2}, {"sequence_parallel": True, "tied": False})], ids=["tp2-sp"])
+def test_two_ranks(sizes, overrides):
+    assert_ours_is_stock(sizes, ("both", "spec"), **overrides)
+
+
 @pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize(
     "sizes,overrides",
-    [
-        ({"tp": 2}, {"sequence_parallel": True, "tied": False}),
-        ({"pp": 2}, {}),
-        ({"cp": 2}, {}),
-        ({"ep": 2}, MOE | FUSED),
-    ],
-    ids=["tp2-sp", "pp2", "cp2", "ep2"],
+    [({"pp": 2}, {}), ({"cp": 2}, {}), ({"ep": 2}, MOE | FUSED)],
+    ids=["pp2", "cp2", "ep2"],
 )
-def test_two_ranks(sizes, overrides):
+def test_other_layouts(sizes, overrides):
     assert_ours_is_stock(sizes, **overrides)
+
+
+@ranks(1)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_the_head_keeps_its_operands_under_fp8(recipe):
+    """The layers are quantised, the output layer is not: stock's loss to the accuracy of fp32."""
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, **SIZES}
+    batches = tiny_batches(1, batch=8, seq=16)
+    with model_parallel():
+        stock = trained("stock", batches, **fp8)
+        exact = trained("stock", batches, **SIZES)
+        assert_same_steps(trained("patch", batches, **fp8), stock, norms=1e-4)
+    assert (stock[0] - exact[0]).abs().max() > 1e-4, "fp8 is on"
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_stages_of_a_pipeline_share_the_vocabulary(tied):
+    pytest.importorskip("greenlet")
+    from megatron_ext.megatron import pipeline
+
+    batches = tiny_batches(3)
+    with model_parallel(pp=2):
+        stock = trained("stock", batches, tied=tied)
+        pipeline.share_vocabulary()
+        try:
+            shared = losses_and_norms(te_spec, batches, tied=tied, **ENGINE)
+        finally:
+            pipeline.restore()
+    assert_same_steps(shared, stock)

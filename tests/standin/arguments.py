@@ -7,6 +7,7 @@ import sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
 parser.add_argument("--sequence-parallel", action="store_true")
+parser.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="transformer_engine")
 parser.add_argument("--steps", type=int, default=2)
 parser.add_argument("--cpu", help="the launcher has one of this name; after the script it is the script's")
 parser.add_argument("--report", required=True)

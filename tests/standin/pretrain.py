@@ -10,7 +10,10 @@ import torch
 from arguments import arguments
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,7 +43,8 @@ def model_provider():
         gradient_accumulation_fusion=False,
         tensor_model_parallel_size=arguments.tensor_model_parallel_size,
     )
-    spec = get_gpt_layer_local_spec()
+    local = arguments.transformer_impl == "local"
+    spec = get_gpt_layer_local_spec() if local else get_gpt_layer_with_transformer_engine_spec()
     if arguments.sequence_parallel:  # as `--spec MODULE NAME` does it
         config.sequence_parallel = True
         spec = import_module(("megatron_ext.megatron.layer_specs", "gpt_layer_spec"))
@@ -83,6 +87,7 @@ def main():
             "argv": sys.argv[1:],
             "cpu": arguments.cpu,
             "layers": tensor_parallel.ColumnParallelLinear.__module__,
+            "attention": type(model.decoder.layers[0].self_attention.core_attention).__name__,
             "head": str(getattr(GPTModel._postprocess, "settings", None)),
         }
         with open(arguments.report, "w") as file:

@@ -45,9 +45,11 @@ def check() -> None:
 
 def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields (owner, {name: replacement}). The stand-ins for compiled modules stay: what imported them holds them."""
-    for name, make in (compiled_module.NAME, compiled_module.compiled_module), (apex.NAME, apex.compiled_module):
+    if compiled_module.NAME not in sys.modules:
+        sys.modules[compiled_module.NAME] = compiled_module.compiled_module()
+    for name in apex.MODULES:
         if name not in sys.modules:
-            sys.modules[name] = make()
+            sys.modules[name] = apex.compiled_module(name)
     # With this set, the Python part does not look for CUDA's libraries when it is imported.
     yield os.environ, {"NVTE_PROJECT_BUILDING": "1"}
     on_cpu = _made_on_cpu(Tensor._make_wrapper_subclass)

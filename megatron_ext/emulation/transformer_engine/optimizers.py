@@ -4,6 +4,7 @@
 `noop_flag`, an int32 of one element, is set where a gradient is not finite; kernels of optimizers then do nothing.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def multi_tensor_adam(
     `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
     """
     hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    for row in zip(*tensor_lists, strict=True):
+    for row in _elements(tensor_lists):
         grad, parameter, first, second = row[:4]
         master = row[4] if len(row) > 4 else None
         updated = _adam(grad.float(), (parameter if master is None else master).float(), first, second, hyper)
@@ -90,7 +91,7 @@ def multi_tensor_adam_param_remainder(
     parameters are rounded, not cut off.
     """
     hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    for grad, parameter, first, second, lower in zip(*tensor_lists, strict=True):
+    for grad, parameter, first, second, lower in _elements(tensor_lists):
         low = lower.to(torch.int32)
         high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
         master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
@@ -119,7 +120,9 @@ def multi_tensor_adam_fp8(
     hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     eight_bit = TORCH_DTYPES[fp8_dtype]
     largest = torch.finfo(eight_bit).max
-    for grad, parameter, first, second, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
+    scales = zip(*tensor_lists[5:], strict=True)
+    for row, (scale, amax, scale_inv) in zip(_elements(tensor_lists[:5]), scales, strict=True):
+        grad, parameter, first, second, master = row
         updated = _adam(grad.float(), master.float(), first, second, hyper)
         master.copy_(updated)
         amax.copy_(torch.maximum(amax, updated.abs().max()))
@@ -170,7 +173,7 @@ def multi_tensor_sgd(
     """Of [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
     if noop_flag.item():
         return
-    for grad, parameter, moment, *copy in zip(*tensor_lists, strict=True):
+    for grad, parameter, moment, *copy in _elements(tensor_lists):
         g, p = grad.float() * scale, parameter.float()
         g = g if wd_after_momentum else g + wd * p
         if momentum:
@@ -179,6 +182,15 @@ def multi_tensor_sgd(
         g = g + wd * p if wd_after_momentum else g
         for tensor in (parameter, *copy):
             tensor.copy_(p - lr * g)
+
+
+def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
+    """As the kernels see them: as many numbers as the gradient has, from where each of the other tensors begins.
+
+    Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
+    """
+    for grad, *others in zip(*tensor_lists, strict=True):
+        yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
 def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, hyper: tuple[Any, ...]) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ext import run
 from tests.programs import python
-from tests.test_run import STANDIN
+from tests.test_run import LOCAL, STANDIN
 
 EXCHANGE = """
     import os, sys, torch, torch.distributed as dist
@@ -61,7 +61,7 @@ def test_objects_need_a_device(tmp_path):
 @pytest.mark.slow
 def test_a_pretraining_script(tmp_path):
     """Tensor and data parallelism, Megatron's optimizer and checkpoints: the same losses as over gloo."""
-    sizes = ["--tensor-model-parallel-size", 2]
+    sizes = ["--tensor-model-parallel-size", 2, *LOCAL]
     losses = []
     for options in ((), ("--nccl-rules",)):
         report = tmp_path / f"report{len(losses)}.json"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_ext.emulation.transformer_engine import apex
 from megatron_ext.emulation.transformer_engine.compiled_module import compiled_module
 from megatron_ext.emulation.transformer_engine.enums import DType
 from megatron_ext.emulation.transformer_engine.experts import permutation_by_mask as by_mask
@@ -147,6 +146,23 @@ def test_adam(mode, torchs):
         torch.testing.assert_close(whole, p.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_moments_of_a_whole_parameter_serve_its_shard():
+    """As under FSDP: the kernels take the number of elements from the gradients."""
+    grad, flag = torch.randn(2, 3), torch.zeros(1, dtype=torch.int32)
+    shard, whole = [torch.zeros(2, 3), torch.zeros(2, 3)], [torch.zeros(4, 3), torch.zeros(4, 3)]
+    parameters = [torch.ones(2, 3), torch.ones(2, 3)]
+    for parameter, moments in zip(parameters, (shard, whole), strict=True):
+        tex.multi_tensor_adam(
+            *(65536, flag, [[grad], [parameter], *([moment] for moment in moments)]),
+            *(1e-2, 0.8, 0.9, 1e-6, 1, 1, 1, 0.1),
+        )
+    assert torch.equal(*parameters)
+    assert not torch.equal(parameters[0], torch.ones(2, 3))
+    for small, large in zip(shard, whole, strict=True):
+        assert torch.equal(large[:2], small)
+        assert not large[2:].any()
+
+
 def test_sgd_scale_and_norm():
     parameter = torch.nn.Parameter(torch.randn(5))
     ours, moment, flag = parameter.detach().clone(), torch.zeros(5), torch.zeros(1, dtype=torch.int32)
@@ -167,13 +183,3 @@ def test_sgd_scale_and_norm():
     assert flag.item() == 0
     tex.multi_tensor_scale(1, flag, [[torch.tensor([float("nan")])], [torch.empty(1)]], 1.0)
     assert flag.item() == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_apex_adds_weight_gradients(dtype):
-    x, grad = torch.randn(2, 3, 8).to(torch.bfloat16), torch.randn(2, 3, 4).to(torch.bfloat16)
-    weight_grad = torch.randn(4, 8).to(dtype)
-    expected = (weight_grad.float() + grad.flatten(0, 1).float().t() @ x.flatten(0, 1).float()).to(dtype)
-    name = "wgrad_gemm_accum_fp32" if dtype == torch.float32 else "wgrad_gemm_accum_fp16"
-    getattr(apex.compiled_module(), name)(x, grad, weight_grad)
-    torch.testing.assert_close(weight_grad, expected)

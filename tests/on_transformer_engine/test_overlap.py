@@ -1,0 +1,66 @@
+"""Experts whose exchanges overlap with other micro-batches, and weight gradients that are delayed until then."""
+
+import pytest
+import torch
+
+from tests.gpt import model_parallel, run_schedule, tiny_batches, tiny_gpt
+from tests.on_transformer_engine.models import ENGINE, te_spec
+from tests.on_transformer_engine.test_experts import FUSED, MOE
+from tests.ranks import ranks
+
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+
+
+def step(microbatches, model, return_schedule_plan=False):
+    """As Megatron's pretraining script has it: the plan of a micro-batch where the schedule asks for one."""
+    tokens_BS = next(microbatches)
+    size, length = tokens_BS.shape[0], tokens_BS.shape[1] - 1
+    call = model.build_schedule_plan if return_schedule_plan else model
+    positions = torch.arange(length).expand(size, length)
+    output = call(tokens_BS[:, :-1], positions, None, labels=tokens_BS[:, 1:])
+
+    def loss(per_token_BS):
+        mean = per_token_BS.float().mean()
+        return mean, mean.detach().clone()
+
+    return output, loss
+
+
+def gradients(patched=False, **overrides):
+    """The loss of a step of two micro-batches, and all gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+
+    from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+    from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
+    from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+
+    try:
+        if patched:
+            patch(chunk_size=5)
+        reset_fusion_report()
+        (model,) = tiny_gpt(te_spec, tied=False, **ENGINE | MOE | FUSED | BF16 | overrides)
+        model.config.finalize_model_grads_func = finalize_model_grads
+        settings = DistributedDataParallelConfig(delay_wgrad_compute=model.config.delay_wgrad_compute)
+        wrapped = DistributedDataParallel(model.config, settings, model)
+        wrapped.zero_grad_buffer()
+        loss = run_schedule([wrapped], tiny_batches(batch=8)[0], step=step)
+        if patched:
+            assert fusion_report().losses_fused == 2
+            assert fusion_report().logits_made == 0
+    finally:
+        unpatch()
+    return loss, {name: parameter.main_grad.float() for name, parameter in model.named_parameters()}
+
+
+@ranks(2)
+@pytest.mark.parametrize("accumulated", [False, True], ids=["copied", "accumulated"])
+def test_overlapped_and_delayed_is_plain(accumulated):
+    fused = {"gradient_accumulation_fusion": accumulated}
+    overlap = fused | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    with model_parallel(ep=2):
+        for patched in (False, True):
+            expected_loss, expected = gradients(patched, **fused)
+            loss, found = gradients(patched, **overlap)
+            assert loss == pytest.approx(expected_loss, rel=1e-6)
+            for name, grad in expected.items():
+                assert (found[name] - grad).norm() < 1e-6 * grad.norm(), name
