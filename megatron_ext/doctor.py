@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext import reference
+from megatron_ext import cpu_products, reference
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
 from megatron_ext.optional_packages import why_not_importable
@@ -161,6 +161,10 @@ def kernels() -> list[dict[str, Any]]:
         {"name": name, "active": bool(active), "why": why if gpu else f"{no_gpu}; the CPU path computes the same"}
         for name, active, why in rows
     ]
+    for dtype in (torch.bfloat16, torch.float16):
+        native = cpu_products.has_sixteen_bit_products(dtype)
+        why = "by oneDNN" if native else "oneDNN has none on this processor: ours are made of fp32 tiles, about as fast"
+        found.append({"name": f"CPU: {str(dtype).removeprefix('torch.')} products", "active": native, "why": why})
     found.append(
         {
             "name": "weight gradients into main_grad",

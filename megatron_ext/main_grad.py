@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
+from megatron_ext import cpu_products
 from megatron_ext.optional_packages import optional_module
 
 # torch before 2.13 cannot trace a product that is added with `out_dtype`.
@@ -56,7 +57,7 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
         else:
             torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
     else:
-        out_ND.add_(left_TN.t() @ right_TD)
+        out_ND.add_(cpu_products.mm(left_TN.t(), right_TD))
 
 
 def _apex_kernel(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:

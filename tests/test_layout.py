@@ -26,6 +26,7 @@ ROOMS = [
     "sequence",
     "distributed",
     "main_grad",
+    "cpu_products",
     "optional_packages",
     "reference",
 ]

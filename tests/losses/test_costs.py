@@ -45,7 +45,9 @@ CALLS = {
     ),
     "SimPO": lambda *head: SimPOLoss(tp_group=head[3], cache=1)(*head[:3]),
     "ORPO": lambda *head: ORPOLoss(tp_group=head[3], cache=1)(*head[:3]),
-    "KTO": lambda *head: KTOLoss(tp_group=head[3], cache=1)(*head[:3], torch.ones(B).bool()),
+    "KTO": lambda *head: KTOLoss(tp_group=head[3], cache=1)(
+        *head[:3], torch.ones(B).bool(), **per_token("reference_log_probs")
+    ),
 }
 
 

@@ -92,7 +92,7 @@ def test_bytes_on_whole_logits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [CHUNK, None])
+@pytest.mark.parametrize("chunk", [8 * CHUNK, None])
 def test_bytes_of_top_k_50_over_two_ranks(chunk):
     """What is sent, 50 candidates of each rank for every token, is the most of it."""
 

@@ -31,6 +31,7 @@ from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, bend, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
 
 
 class Rule(NamedTuple):
@@ -392,19 +393,23 @@ class _Gradient:
             call.temperature,
         )
 
-    def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Tensor | None, rows: slice, out_tV: Tensor) -> None:
+    def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
         """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
         call = self.plan.call
         ids_tK = torch.cat([each.ids_tK for each in found], 1) if len(found) > 1 else found[0].ids_tK
         grad_tK = torch.cat([each.grad_tK for each in found], 1) if len(found) > 1 else found[0].grad_tK
-        own_tK = call.vocab.owns(ids_tK)
-        at_tK = (ids_tK - call.vocab.start).where(own_tK, 0)  # column 0 is written too: nothing is added to it
-        value_tK = sums_of_equals((grad_tK.double() / call.temperature).where(own_tK, 0.0), at_tK)
-        if self.softmax is not None and z_tV is not None:
-            value_tK = value_tK + self._softmax_at(z_tV, at_tK, rows)
-        # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
-        row_t1 = torch.arange(out_tV.shape[0], device=out_tV.device).unsqueeze(1)
-        out_tV.index_put_((row_t1, at_tK), value_tK.to(out_tV.dtype))
+        softmax = self.softmax is not None and z_tV is not None
+        for part in blocks(ids_tK, 0.25):
+            ids_uK, out_uV = ids_tK[part], out_tV[part]
+            own_uK = call.vocab.owns(ids_uK)
+            at_uK = (ids_uK - call.vocab.start).where(own_uK, 0)  # column 0 is written too: nothing is added to it
+            value_uK = sums_of_equals((grad_tK[part].double() / call.temperature).where(own_uK, 0.0), at_uK)
+            if softmax:
+                of_all = slice(rows.start + part.start, rows.start + part.stop)
+                value_uK = value_uK + self._softmax_at(z_tV[part], at_uK, of_all)
+            # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
+            row_u1 = torch.arange(out_uV.shape[0], device=out_uV.device).unsqueeze(1)
+            out_uV.index_put_((row_u1, at_uK), value_uK.to(out_uV.dtype))
 
     def _softmax_at(self, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
         """The gradient through the softmax at a few columns, fp64."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
+from megatron_ext import cpu_products, main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.engine.autograd import (
@@ -121,7 +121,7 @@ def _backward(ctx, inputs, stats, basis):
                 dw = WeightGradient(dw_VD, gathered.wait(), *parts, accumulate=fused is not None)
             dw.add(block, g_TV)
         if need_db:
-            db_V[block] += torch.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)
+            db_V[block] += cpu_products.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)
         del g_TV  # before the next one is made
     if dw is not None:
         dw.finish()

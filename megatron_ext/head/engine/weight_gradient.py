@@ -12,7 +12,7 @@ one.
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
+from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
 from megatron_ext.head.row_passes.dispatch import add_label_rows
 
@@ -70,7 +70,7 @@ class WeightGradient:
                 step = max(64, -(-tokens // _CPU_CHUNKS))
                 for at in range(0, tokens or 1, step):  # of no token the product is 0
                     g_VT = g_TV[at : at + step, rows.start - block.start : rows.stop - block.start].t()
-                    product_VD = torch.mm(g_VT, x_TD[at : at + step])
+                    product_VD = cpu_products.mm(g_VT, x_TD[at : at + step])
                     sum_VD = sum_VD.add_(product_VD) if at else sum_VD.copy_(product_VD)
                     del product_VD  # before the next one is made
                 self._add_exact(sum_VD, rows, part)

@@ -165,7 +165,7 @@ class ReadOut:
         Args:
             stats: the `Statistics` of the shared pass; None where no read-out wanted the softmax.
             stats_RKT: all ranks' rows, `[R, rows, T]`.
-            own_KT: this rank's, `[rows + own_rows, T]`.
+            own_KT: this rank's: those that stay here, `[own_rows, T]`, where it has any, else `[rows, T]`.
         """
         raise NotImplementedError
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
@@ -91,13 +92,13 @@ class TopKFiltered(Filtered):
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        tokens, found, first = own_KT.shape[1], self.own_candidates, _VALUES + self.candidates
-        columns_TK = integers(own_KT)[first : first + found].t().long()
+        tokens, found, more = own_KT.shape[1], self.own_candidates, self.candidates - self.k
+        columns_TK = integers(own_KT)[more : more + found].t().contiguous()
         probs_TK = own_KT.new_empty(tokens, found, dtype=torch.float64)
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))
         kth_T = own_KT.new_empty(tokens)
         for at in blocks(stats_RKT[:, _VALUES:].flatten(0, 1).t()):
-            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:first, at], self.labels_T[at])
+            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:more, at], self.labels_T[at])
             log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = found_t
             probs_TK[at] = probs_tK[:, :found]
         return [log_prob_T.to(own_KT.dtype)], [log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
@@ -105,6 +106,8 @@ class TopKFiltered(Filtered):
     def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, labels_t: Tensor) -> tuple[Tensor, ...]:
         """Log-probability of the labels; probabilities of this rank's candidates; the k-th largest logit; and the
         probability of each of its equals if it is kept and this rank has more of them than among its candidates, or 0.
+
+        `own_Kt`: this rank's candidates beyond those that it sent.
         """
         z_RKt = stats_RKt[:, _VALUES:]
         z_tK = z_RKt.flatten(0, 1).t().topk(self.k, 1).values
@@ -131,11 +134,12 @@ class TopKFiltered(Filtered):
         there_t = (label_t >= cut_t1[:, 0]) & (label_t > -torch.inf)
         log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf)
         log_prob_t = log_prob_t.where(labels_t != self.ignore_index, 0.0)
-        own_tK = own_Kt[_VALUES:].t()
+        sent_Kt = stats_RKt[group_rank(self.call.group)]
+        own_tK = torch.cat([sent_Kt[_VALUES:], own_Kt]).t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
         probs_tK = self._log_prob(own_tK, lse_t.unsqueeze(1)).where(kept_tK, -torch.inf).exp()
         own_kth_t = own_tK[:, self.k - 1]
-        more_t = own_Kt[_EQUAL] > (own_tK == own_kth_t.unsqueeze(1)).sum(1)
+        more_t = sent_Kt[_EQUAL] > (own_tK == own_kth_t.unsqueeze(1)).sum(1)
         tied_t = self._log_prob(kth_t, lse_t).where(whole_t & more_t & (own_kth_t == kth_t), -torch.inf).exp()
         return log_prob_t, probs_tK, kth_t, tied_t
 

@@ -1,7 +1,8 @@
 """The head's matmuls: 16-bit operands, fp32 sums, one rounding.
 
 On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
-operands takes four times as long: there a 16-bit product is rounded once, and sums of several run in fp32.
+operands takes four times as long where the processor has 16-bit products: there such a product is rounded once
+(`megatron_ext.cpu_products`), and sums of several run in fp32.
 
 Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, or what stands for one.
 """
@@ -9,7 +10,7 @@ Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, 
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
+from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 
@@ -51,7 +52,7 @@ def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV
-    return torch.mm(x_TD, w_VD.t(), out=out_TV)
+    return cpu_products.mm(x_TD, w_VD.t(), out_TV)
 
 
 def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
@@ -73,5 +74,5 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
             if g_TV.dtype == wide:
                 total_TD[rows].addmm_(*parts)
             else:
-                total_TD[rows] += torch.mm(*parts)
+                total_TD[rows] += cpu_products.mm(*parts)
     return total_TD

@@ -44,10 +44,10 @@ def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
     return _keys(z_TN, ids_TN).topk(k, -1).indices
 
 
-def blocks(z_TV: Tensor, more: int = 1) -> list[slice]:
+def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
     """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
     tokens, columns = z_TV.shape
-    step = max(1, (more << (22 if z_TV.is_cuda else 16)) // max(columns, 1))
+    step = max(1, int(more * (1 << (22 if z_TV.is_cuda else 16))) // max(columns, 1))
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 

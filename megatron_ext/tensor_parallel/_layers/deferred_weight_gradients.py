@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
+from megatron_ext import cpu_products, main_grad
 from megatron_ext.distributed.collectives import Pending, start_all_gather
 from megatron_ext.distributed.groups import Group
 
@@ -49,7 +49,7 @@ def accumulate(weight: Tensor, dy_TN: Tensor, x_TD: Tensor, *, fused: bool) -> N
     if fused:
         add_to_main_grad(weight, dy_TN, x_TD)
     else:
-        dw_ND = (dy_TN.t() @ x_TD).to(weight.dtype)
+        dw_ND = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
         weight.grad = dw_ND if weight.grad is None else weight.grad + dw_ND
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_ext import main_grad
+from megatron_ext import cpu_products, main_grad
 from megatron_ext.distributed.collectives import (
     Pending,
     all_gather,
@@ -200,7 +200,7 @@ class ParallelLinear(torch.autograd.Function):
                 elif plan.symmetric and plan.input == "sequence":
                     reducing = Pending(matmul_reduce_scatter(dy_tN, w_ND, plan.group))
                 else:
-                    reducing = plan.start_reduce_dgrad(dy_tN @ w_ND)
+                    reducing = plan.start_reduce_dgrad(cpu_products.mm(dy_tN, w_ND))
             elif plan.output == "sequence":
                 dy_TN = all_gather(dy_tN, plan.group)
 
@@ -209,7 +209,7 @@ class ParallelLinear(torch.autograd.Function):
                 if plan.fuse_main_grad:
                     add_to_main_grad(ctx.parameter, dy_TN, x_TD)
                 else:
-                    dw = (dy_TN.t() @ x_TD).to(weight.dtype)
+                    dw = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
             if plan.fuse_main_grad and needs_w:
                 dw = main_grad.finish(ctx.parameter, weight.dtype)
             if reducing is not None:
@@ -221,7 +221,7 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: tor
     """`x @ w + bias`, in `dtype` if it is given: a wider one than the operands' keeps what the matmul accumulated."""
     dtype = dtype or x_TD.dtype
     if dtype == x_TD.dtype:
-        return x_TD @ w_DN if bias is None else torch.addmm(bias.to(dtype), x_TD, w_DN)
+        return cpu_products.mm(x_TD, w_DN, bias_N=None if bias is None else bias.to(dtype))
     if x_TD.is_cuda and dtype == torch.float32:
         y_TN = torch.mm(x_TD, w_DN, out_dtype=dtype)
     else:

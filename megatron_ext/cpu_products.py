@@ -1,0 +1,101 @@
+"""Matrix products of 16-bit operands on any CPU.
+
+oneDNN multiplies 16-bit matrices quickly where the processor has instructions for it (AVX-512, AMX, Arm's bf16). On
+others, AVX2 alone for example, PyTorch's own loops take 10 to 60 times as long as an fp32 product. There the operands
+are widened to fp32 tile by tile: products of two 16-bit numbers are exact in fp32, sums are in fp32, and a result is
+rounded once, where the 16-bit product rounds it. It takes three tiles of memory, 3 MiB.
+
+Which way is taken is asked of oneDNN once per dtype and process; `sixteen_bit_products` sets it, for tests and
+benchmarks; oneDNN itself can be told to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
+
+Legend: M rows, N columns, K what is summed over.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+# Edges of a tile: from 512 on the fp32 product is as quick as one of whole matrices, and widening hides behind it.
+_TILE = 512
+
+_QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+
+_chosen: bool | None = None
+
+
+def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, bias_N: Tensor | None = None) -> Tensor:
+    """`left @ right + bias` in the operands' dtype, rounded once; in `out_MN`'s memory if given."""
+    if not _widened(left_MK, right_KN):
+        if bias_N is not None:
+            return torch.addmm(bias_N, left_MK, right_KN, out=out_MN)
+        return torch.mm(left_MK, right_KN, out=out_MN)
+    if out_MN is None:
+        out_MN = left_MK.new_empty(left_MK.shape[0], right_KN.shape[1])
+    if torch.compiler.is_compiling():
+        torch.ops.megatron_ext.product_in_tiles(left_MK, right_KN, out_MN, bias_N)
+    else:
+        _product_in_tiles(left_MK, right_KN, out_MN, bias_N)
+    return out_MN
+
+
+@torch.compiler.assume_constant_result
+def has_sixteen_bit_products(dtype: torch.dtype) -> bool:
+    """Whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
+    return _asked(dtype) if _chosen is None else _chosen
+
+
+@contextlib.contextmanager
+def sixteen_bit_products(native: bool) -> Iterator[None]:
+    """Takes PyTorch's products (`native`) or those in fp32 tiles, whatever the processor has."""
+    global _chosen
+    before, _chosen = _chosen, native
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+@functools.cache
+def _asked(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    question = getattr(torch.ops.mkldnn, _QUESTIONS[dtype], None)
+    return question is None or bool(question())
+
+
+def _widened(left_MK: Tensor, right_KN: Tensor) -> bool:
+    """Fake tensors stand for any machine: they take the product that PyTorch has."""
+    dtype = left_MK.dtype
+    if left_MK.device.type != "cpu" or dtype not in _QUESTIONS or right_KN.dtype != dtype:
+        return False
+    return not has_sixteen_bit_products(dtype) and (torch.compiler.is_compiling() or not is_fake(left_MK))
+
+
+def _product_in_tiles(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> None:
+    (rows, inner), columns = left_MK.shape, right_KN.shape[1]
+    for n in _tiles(columns):
+        bias_n = 0.0 if bias_N is None else bias_N[n].float()
+        # Where one tile of the right side holds all that is summed over, it serves every tile of rows.
+        right_kn = right_KN[:, n].float() if inner <= _TILE else None
+        for m in _tiles(rows):
+            out_mn = out_MN[m, n]
+            sum_mn = left_MK.new_empty(out_mn.shape, dtype=torch.float32)
+            for k in _tiles(inner):
+                right = right_KN[k, n].float() if right_kn is None else right_kn
+                sum_mn.addmm_(left_MK[m, k].float(), right, beta=1.0 if k.start else 0.0)
+            if not inner:
+                sum_mn.zero_()
+            out_mn.copy_(sum_mn if bias_N is None else sum_mn.add_(bias_n))
+
+
+def _tiles(size: int) -> list[slice]:
+    return [slice(at, min(at + _TILE, size)) for at in range(0, size, _TILE)]
+
+
+torch.library.custom_op(
+    "megatron_ext::product_in_tiles", _product_in_tiles, mutates_args=("out_MN",), device_types="cpu"
+).register_fake(lambda *arguments: None)
