@@ -3,7 +3,9 @@
 Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 """
 
+import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,9 +18,20 @@ from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import Cache, Layout, one_of
-from megatron_ext.losses.checks import check_tensor, check_weight, raise_if_any
+from megatron_ext.losses.checks import (
+    check_rows,
+    check_tensor,
+    check_weight,
+    count_fault,
+    first_fault,
+    per_token_fault,
+    raise_if_any,
+)
 
 Metrics = dict[str, Tensor]
+# Arguments of `from_log_probs`: those of each label, and those that sums are divided by.
+_PER_TOKEN = ("mask", "old_log_probs", "reference_log_probs", "sampling_log_probs")
+_COUNTS = ("count", "sft_count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +129,8 @@ class LogProbLoss(FromHidden, ABC):
         """
         check_tensor("labels", labels, "a tensor of integer token ids")
         head = self._head(weight, softcap=self.softcap, cache=self.cache)
-        fault = self._fault(labels.shape, *given, mask=mask, **others)
+        bound = inspect.signature(self.from_log_probs).bind(None, *given, mask=mask, **others)
+        fault = self._fault(labels.shape, bound.arguments)
         if mask is None or mask.shape == labels.shape:
             mask = _float(labels != self.ignore_index, mask)
 
@@ -131,16 +145,23 @@ class LogProbLoss(FromHidden, ABC):
     def from_log_probs(self, log_probs: Tensor, *given: Any, **others: Any) -> tuple[Tensor, Metrics]:
         """The loss from log-probabilities of the labels, the shape of these."""
 
-    @abstractmethod
-    def _fault(self, shape: torch.Size, *given: Any, **others: Any) -> ValueError | None:
+    def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
         """What is wrong with the arguments of `from_log_probs`, for labels of this shape, that one rank alone may see.
 
         Raises ValueError for what every rank sees.
         """
+        check_rows(shape)
+        return first_fault(
+            *(count_fault(name, given.get(name)) for name in _COUNTS),
+            per_token_fault(shape, **{name: given.get(name) for name in _PER_TOKEN}),
+        )
 
-    def _check(self, shape: torch.Size, *given: Any, **others: Any) -> None:
+    def _check(self, shape: torch.Size, **given: Any) -> None:
         """Raises ValueError unless the arguments of `from_log_probs` fit labels of this shape."""
-        raise_if_any(self._fault(shape, *given, **others))
+        raise_if_any(self._fault(shape, given))
+
+    def _row_count(self, shape: torch.Size) -> int:
+        return shape[1 if self.sequence_first else 0]
 
     def _rows(self, x: Tensor) -> Tensor:
         """`[B, S]`, of 16-bit numbers in fp32."""

@@ -5,25 +5,17 @@ The fields have the names and meanings of TRL's `GRPOConfig`, https://huggingfac
 Legend: B rows, S positions.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import policy_gradient as pg
-from megatron_ext.losses.checks import (
-    above_0,
-    at_least_0,
-    check_number,
-    check_rows,
-    count_fault,
-    first_fault,
-    per_token_fault,
-    shape_fault,
-)
+from megatron_ext.losses.checks import above_0, at_least_0, check_number, first_fault, shape_fault
 from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
 
@@ -131,7 +123,15 @@ class GRPOLoss(LogProbLoss):
             sampling_log_probs: those of the generator, where they differ from `old_log_probs`.
             count: what the sum is divided by instead of this call's tokens, or rows: of all micro-batches and ranks.
         """
-        self._check(log_probs.shape, advantages, mask, old_log_probs, reference_log_probs, sampling_log_probs, count)
+        self._check(
+            log_probs.shape,
+            advantages=advantages,
+            mask=mask,
+            old_log_probs=old_log_probs,
+            reference_log_probs=reference_log_probs,
+            sampling_log_probs=sampling_log_probs,
+            count=count,
+        )
         old = log_probs.detach() if old_log_probs is None else old_log_probs
         (log_probs_BS, mask_BS), old_BS = self._inputs(log_probs, mask), self._rows(old)
         advantages_BS = advantages.unsqueeze(1) if advantages.dim() == 1 else counted(self._rows(advantages), mask_BS)
@@ -187,29 +187,10 @@ class GRPOLoss(LogProbLoss):
             count = (mask_BS.shape[0] if count is None else count) * self.max_completion_length
         return token_mean(loss_BS.expand_as(mask_BS), mask_BS, count)
 
-    def _fault(
-        self,
-        shape: torch.Size,
-        advantages: Tensor,
-        mask: Tensor | None = None,
-        old_log_probs: Tensor | None = None,
-        reference_log_probs: Tensor | None = None,
-        sampling_log_probs: Tensor | None = None,
-        count: Tensor | float | None = None,
-    ) -> ValueError | None:
-        check_rows(shape)
-        if self.beta and reference_log_probs is None:
+    def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
+        fault = super()._fault(shape, given)
+        if self.beta and given.get("reference_log_probs") is None:
             raise ValueError(f"beta is {self.beta} without reference_log_probs: pass those of the reference policy")
-        rows = shape[1 if self.sequence_first else 0]
+        rows = self._row_count(shape)
         rule = f"a tensor with a number for each of {rows} rows, or for each label, {tuple(shape)}"
-        return first_fault(
-            shape_fault("advantages", advantages, [(rows,), shape], rule),
-            count_fault("count", count),
-            per_token_fault(
-                shape,
-                mask=mask,
-                old_log_probs=old_log_probs,
-                reference_log_probs=reference_log_probs,
-                sampling_log_probs=sampling_log_probs,
-            ),
-        )
+        return first_fault(shape_fault("advantages", given["advantages"], [(rows,), shape], rule), fault)

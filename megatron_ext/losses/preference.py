@@ -4,8 +4,9 @@ Legend: B rows, P pairs, S positions. `c` and `r` are the log-probabilities of a
 the sum or the mean over its tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,9 @@ from megatron_ext.losses.checks import (
     above_0,
     at_least_0,
     check_number,
-    check_rows,
     check_scalar,
     check_tensor,
-    count_fault,
     first_fault,
-    per_token_fault,
     shape_fault,
 )
 from megatron_ext.losses.from_hidden import LogProbLoss, Metrics
@@ -110,30 +108,20 @@ class _PairLoss(LogProbLoss):
             metrics["sft_loss"] = sft.detach()
         return loss, metrics
 
-    def _fault(
-        self,
-        shape: torch.Size,
-        mask: Tensor | None = None,
-        reference_log_probs: Tensor | None = None,
-        count: Tensor | float | None = None,
-        sft_count: Tensor | float | None = None,
-    ) -> ValueError | None:
-        check_rows(shape)
+    def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
+        fault = super()._fault(shape, given)
+        count, sft_count = given.get("count"), given.get("sft_count")
         if self.sft_weight and (count is None) != (sft_count is None):
-            given, missing = ("count", "sft_count") if sft_count is None else ("sft_count", "count")
+            passed, missing = ("count", "sft_count") if sft_count is None else ("sft_count", "count")
             raise ValueError(
-                f"{given} without {missing} with sft_weight {self.sft_weight}: the preference is divided by count, the "
-                f"pairs of all micro-batches, the likelihood by sft_count, the tokens of their chosen rows; pass both "
-                f"or neither"
+                f"{passed} without {missing} with sft_weight {self.sft_weight}: the preference is divided by count, "
+                f"the pairs of all micro-batches, the likelihood by sft_count, the tokens of their chosen rows; pass "
+                f"both or neither"
             )
-        rows = shape[1 if self.sequence_first else 0]
+        rows = self._row_count(shape)
         if rows % 2:
             raise ValueError(f"{rows} rows: they come in pairs of a chosen and a rejected one; add the missing row")
-        return first_fault(
-            count_fault("count", count),
-            count_fault("sft_count", sft_count),
-            per_token_fault(shape, mask=mask, reference_log_probs=reference_log_probs),
-        )
+        return fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +170,8 @@ class DPOLoss(_PairLoss):
             sft_count: tokens that the sum of `sft_weight` is divided by, those of the chosen rows of all micro-batches
                 and ranks; None: those of this call. It goes together with `count`.
         """
-        self._check(log_probs.shape, mask, reference_log_probs, count, sft_count)
+        given = {"mask": mask, "reference_log_probs": reference_log_probs, "count": count, "sft_count": sft_count}
+        self._check(log_probs.shape, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         average = self.average_log_prob or self.loss_type == "ipo"
@@ -197,16 +186,9 @@ class DPOLoss(_PairLoss):
             losses_P = preference_loss(self.beta * margin_P, self.label_smoothing)
         return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
-    def _fault(
-        self,
-        shape: torch.Size,
-        mask: Tensor | None = None,
-        reference_log_probs: Tensor | None = None,
-        count: Tensor | float | None = None,
-        sft_count: Tensor | float | None = None,
-    ) -> ValueError | None:
-        _check_reference(self.reference_free, reference_log_probs)
-        return super()._fault(shape, mask, reference_log_probs, count, sft_count)
+    def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
+        _check_reference(self.reference_free, given.get("reference_log_probs"))
+        return super()._fault(shape, given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +215,7 @@ class SimPOLoss(_PairLoss):
         sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
-        self._check(log_probs.shape, mask, count=count, sft_count=sft_count)
+        self._check(log_probs.shape, mask=mask, count=count, sft_count=sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         rewards_B = self.beta * row_means(log_probs_BS, mask_BS)
         chosen_P, rejected_P = split_pairs(rewards_B, self.pairs)
@@ -265,7 +247,7 @@ class ORPOLoss(_PairLoss):
         sft_count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
         """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
-        self._check(log_probs.shape, mask, count=count, sft_count=sft_count)
+        self._check(log_probs.shape, mask=mask, count=count, sft_count=sft_count)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         means_B = row_means(log_probs_BS, mask_BS)
         # A row without tokens has infinite odds; its pair does not count, and must bring no NaN.
@@ -318,7 +300,8 @@ class KTOLoss(LogProbLoss):
             count: rows that the sum is divided by, those of all micro-batches and ranks; None: those of this call that
                 have a token that counts.
         """
-        self._check(log_probs.shape, desirable, mask, reference_log_probs, kl, count)
+        given = {"mask": mask, "reference_log_probs": reference_log_probs, "kl": kl, "count": count}
+        self._check(log_probs.shape, desirable=desirable, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B = row_means(apart_BS, mask_BS) if self.average_log_prob else row_sums(apart_BS, mask_BS)
@@ -335,27 +318,15 @@ class KTOLoss(LogProbLoss):
         }
         return loss, metrics
 
-    def _fault(
-        self,
-        shape: torch.Size,
-        desirable: Tensor,
-        mask: Tensor | None = None,
-        reference_log_probs: Tensor | None = None,
-        kl: Tensor | float = 0.0,
-        count: Tensor | float | None = None,
-    ) -> ValueError | None:
-        check_rows(shape)
-        rows = shape[1 if self.sequence_first else 0]
-        rule = f"a tensor with a bool for each of {rows} rows"
+    def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
+        fault = super()._fault(shape, given)
+        rule = f"a tensor with a bool for each of {self._row_count(shape)} rows"
+        desirable = given["desirable"]
         check_tensor("desirable", desirable, rule)
         if desirable.dtype != torch.bool:
             raise ValueError(
                 f"desirable has dtype {desirable.dtype}: it must be torch.bool; compare numbers, as in desirable > 0"
             )
-        check_scalar("kl", kl)
-        _check_reference(self.reference_free, reference_log_probs)
-        return first_fault(
-            shape_fault("desirable", desirable, [(rows,)], rule),
-            count_fault("count", count),
-            per_token_fault(shape, mask=mask, reference_log_probs=reference_log_probs),
-        )
+        check_scalar("kl", given.get("kl", 0.0))
+        _check_reference(self.reference_free, given.get("reference_log_probs"))
+        return first_fault(shape_fault("desirable", desirable, [(self._row_count(shape),)], rule), fault)

@@ -1,9 +1,8 @@
-"""Losses of a policy from the log-probabilities of its tokens.
+"""NeMo-RL's losses of a policy, by its names of losses and options, on the formulas of `megatron_ext.losses`.
 
 A loss is called with log-probabilities and a micro-batch, and gives this micro-batch's part of the loss of the global
 batch: it divides by the counts of the global batch, so that parts add up over micro-batches and data-parallel ranks to
-the same loss, whatever the cut; so do the metrics, but for those with "_min" or "_max" in their names. The formulas are
-those of `megatron_ext.losses`.
+the same loss, whatever the cut; so do the metrics, but for those with "_min" or "_max" in their names.
 
 Legend: B rows, S positions, P pairs, K ids per token. `x_BS[:, t]` belongs to token t; t = 0, which nothing predicts,
 never counts. `token_mask` `[B, S]` says which tokens count, `sample_mask` `[B]` which rows.
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import TopKDistillationLoss
+from megatron_ext.losses.clipped_policy_gradient import ClippedPGLoss
 from megatron_ext.losses.preference import preference_loss, split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
-from megatron_ext.policy.clipped_pg import ClippedPGLoss
-from megatron_ext.policy.data.loss_protocol import (
+from megatron_ext.losses.worker_protocol import (
     LossFunction,
     LossInputType,
     LossType,
@@ -31,8 +30,8 @@ from megatron_ext.policy.data.loss_protocol import (
 
 __all__ = [
     "ClippedPGLoss",
-    "DPOLoss",
-    "DistillationLoss",
+    "DPOLossFn",
+    "DistillationLossFn",
     "LossFunction",
     "LossInputType",
     "LossType",
@@ -63,7 +62,7 @@ class NLLLoss:
 
 
 @dataclass(frozen=True)
-class DPOLoss:
+class DPOLossFn:
     """Direct preference optimisation (Rafailov et al., 2023): rows come in pairs, chosen before rejected.
 
     A pair's loss is `-log sigmoid(reference_policy_kl_penalty * margin)`, margin the difference of the rows' rewards
@@ -114,7 +113,7 @@ class DPOLoss:
 
 
 @dataclass(frozen=True)
-class DistillationLoss:
+class DistillationLossFn:
     """KL divergence from a teacher's K likeliest tokens of each position, a mean over tokens.
 
     Attributes:
@@ -166,3 +165,7 @@ class DistillationLoss:
             student_topk_logprobs, teacher_topk_logprobs, entropy, mask_BS, global_valid_toks
         )
         return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
+
+
+# Their names before, which `megatron_ext.losses` has for losses from hidden states.
+DPOLoss, DistillationLoss = DPOLossFn, DistillationLossFn

@@ -9,8 +9,8 @@ import torch
 from megatron_ext.policy import (
     BatchedDataDict,
     ClippedPGLoss,
-    DistillationLoss,
-    DPOLoss,
+    DistillationLossFn,
+    DPOLossFn,
     DTensorPolicyWorker,
     NLLLoss,
 )
@@ -98,7 +98,7 @@ def test_nll_and_dpo():
         for average in (False, True):
             config = {"preference_average_log_probs": average, "sft_average_log_probs": average, "sft_loss_weight": 0.3}
             theirs = nemo_rl.loss.DPOLossFn(nemo_rl.loss.DPOLossConfig(reference_policy_kl_penalty=0.2, **config))
-            check(*both(DPOLoss(0.2, **config), theirs, data, log_probs, shifted), log_probs)
+            check(*both(DPOLossFn(0.2, **config), theirs, data, log_probs, shifted), log_probs)
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -115,7 +115,7 @@ def test_distillation(kind, zero):
     with source() as nemo_rl:
         config = nemo_rl.loss.DistillationLossConfig(kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=zero)
         wanted = nemo_rl.loss.DistillationLossFn(config)(**given, data=data, **counts)
-    found = DistillationLoss(kind, 0.3, zero)(**given, data=data, **counts)
+    found = DistillationLossFn(kind, 0.3, zero)(**given, data=data, **counts)
     torch.testing.assert_close(found[0], wanted[0])
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss, _ in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -136,8 +136,8 @@ def test_their_losses_train_our_worker():
             pairs = [
                 (nemo_rl.loss.ClippedPGLossFn(clipped), ClippedPGLoss.from_config(clipped), data),
                 (nemo_rl.loss.NLLLossFn(), NLLLoss(), data),
-                (nemo_rl.loss.DistillationLossFn(distilled), DistillationLoss(zero_outside_topk=True), data),
-                (nemo_rl.loss.DPOLossFn(nemo_rl.loss.DPOLossConfig()), DPOLoss(0.05), shifted),
+                (nemo_rl.loss.DistillationLossFn(distilled), DistillationLossFn(zero_outside_topk=True), data),
+                (nemo_rl.loss.DPOLossFn(nemo_rl.loss.DPOLossConfig()), DPOLossFn(0.05), shifted),
             ]
             pairs = pairs[:1] if "top_k" in generation else pairs
             for theirs, loss_fn, given in pairs:

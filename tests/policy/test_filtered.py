@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext import reference
-from megatron_ext.policy import ClippedPGLoss, DistillationLoss, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
@@ -140,7 +140,7 @@ def of_log_probs(loss_fn, top_k=None, top_p=1.0):
 
 FILTERED = {"generation": SAMPLING}
 WHOLE = {"generation": {"temperature": 0.7}}
-GRPO, ZERO, TOP = ClippedPGLoss(0.3), DistillationLoss("mixed", 0.3, True), DistillationLoss("reverse")
+GRPO, ZERO, TOP = ClippedPGLoss(0.3), DistillationLossFn("mixed", 0.3, True), DistillationLossFn("reverse")
 LOSSES = {
     "filtered": (GRPO, of_log_probs(GRPO, 9, 0.8), FILTERED),
     "logits": (LogitsLoss(), of_log_probs(NLLLoss()), WHOLE),

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_ext.policy import ClippedPGLoss, DPOLoss, NLLLoss
+from megatron_ext.policy import ClippedPGLoss, DPOLossFn, NLLLoss
 from megatron_ext.policy.losses import valid_counts
 from megatron_ext.policy.worker.partial_train_step import TrainSteps
 from tests.policy.problems import tiny_batch
@@ -125,7 +125,7 @@ def test_clipped_policy_gradient(loss_fn):
 @pytest.mark.parametrize("average", [False, True])
 def test_dpo(average):
     log_probs, data = problem()
-    loss_fn = DPOLoss(0.2, 1.5, 0.4, preference_average_log_probs=average, sft_average_log_probs=average)
+    loss_fn = DPOLossFn(0.2, 1.5, 0.4, preference_average_log_probs=average, sft_average_log_probs=average)
     rows = dict(counting_tokens(data))
 
     def reduced(values, b):
@@ -143,7 +143,7 @@ def test_dpo(average):
     assert whole_loss(loss_fn, log_probs, data).item() == pytest.approx(wanted / pairs, rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(0.1), ClippedPGLoss(token_level_loss=False), DPOLoss()])
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(0.1), ClippedPGLoss(token_level_loss=False), DPOLossFn()])
 def test_parts_add_up_and_what_does_not_count_has_no_gradient(loss_fn):
     log_probs, data = problem()
     counts = counts_for(loss_fn, data)
@@ -161,7 +161,7 @@ def test_parts_add_up_and_what_does_not_count_has_no_gradient(loss_fn):
     assert gradient[counts_BS].any()
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(0.1), DPOLoss()])
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(0.1), DPOLossFn()])
 def test_nothing_that_counts_is_zero(loss_fn):
     log_probs, data = problem()
     data["sample_mask"].zero_()
@@ -286,7 +286,7 @@ def test_metrics_of_a_generator_that_differs():
     "loss_fn",
     [
         ClippedPGLoss(reference_policy_kl_penalty=0.3, ratio_clip_c=2.0, use_importance_sampling_correction=True),
-        DPOLoss(),
+        DPOLossFn(),
     ],
 )
 def test_what_stands_at_padding_does_not_matter(loss_fn, fill):
@@ -298,3 +298,19 @@ def test_what_stands_at_padding_does_not_matter(loss_fn, fill):
     masked = whole_loss(loss_fn, log_probs, data)
     assert masked.item() == found.item()
     assert torch.autograd.grad(masked, log_probs)[0].isfinite().all()
+
+
+class _Extra:
+    """As a model of pydantic's that allows keys beside its fields, such as NeMo-RL's `ClippedPGLossConfig`."""
+
+    __slots__ = ("__dict__", "__pydantic_extra__")
+
+    def __init__(self):
+        self.ratio_clip_min, self.__pydantic_extra__ = 0.3, {"ratio_clip_mx": 0.4}
+
+
+@pytest.mark.parametrize("config", [{"ratio_clip_min": 0.3, "ratio_clip_mx": 0.4}, _Extra()])
+def test_a_key_of_the_configuration_that_is_not_known_is_refused(config):
+    assert ClippedPGLoss.from_config({"ratio_clip_min": 0.3}) == ClippedPGLoss(0.01, 0.3)
+    with pytest.raises(ValueError, match=r"has 'ratio_clip_mx': ClippedPGLoss knows .*ratio_clip_max.*correct"):
+        ClippedPGLoss.from_config(config)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.policy import ClippedPGLoss, DPOLoss, DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
     batching,
@@ -80,7 +80,7 @@ def test_four_ranks(layout):
     check(LAYOUTS[layout], [("dynamic", 2), ("packed", 2)] if layout == "tp" else FEW)
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), DPOLoss(sft_loss_weight=0.1), ClippedPGLoss(token_level_loss=False)])
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), DPOLossFn(sft_loss_weight=0.1), ClippedPGLoss(token_level_loss=False)])
 @ranks(2)
 def test_losses_add_up_over_ranks_and_micro_batches(loss_fn):
     check(LAYOUTS["dp"], [("fixed", 2), ("packed", 2)], loss_fn)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.policy import ClippedPGLoss, DPOLoss, DTensorPolicyWorker, NLLLoss
+from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
 from tests.policy.problems import batching, largest_error, shard, tiny_batch, tiny_config, whole
 from tests.ranks import ranks
 
@@ -33,7 +33,7 @@ def slow(*values):
         (ClippedPGLoss(0.1, token_level_loss=False), "fixed"),
         slow(ClippedPGLoss(0.1), "packed"),
         slow(NLLLoss(), "fixed"),
-        slow(DPOLoss(), "packed"),
+        slow(DPOLossFn(), "packed"),
     ],
     ids=str,
 )

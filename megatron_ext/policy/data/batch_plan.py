@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.losses.worker_protocol import LossType, rows_together, valid_counts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.data.loss_protocol import LossType, rows_together, valid_counts
 from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
 
 

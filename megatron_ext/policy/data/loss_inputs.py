@@ -25,8 +25,8 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import gather_log_probs, gather_logits
+from megatron_ext.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.loss_protocol import LossInputType, rows_together
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.worker.scoring import Read, Scoring
 

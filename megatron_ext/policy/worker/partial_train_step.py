@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, partial_step
-from megatron_ext.policy.data.loss_protocol import LossFunction, LossType
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.training import Metrics, Training
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
 from megatron_ext.policy.data.batch_plan import Shape, Step, training_steps
 from megatron_ext.policy.data.loss_inputs import inputs_of
-from megatron_ext.policy.data.loss_protocol import LossFunction
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.scoring import Scoring
 

@@ -15,7 +15,7 @@ from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import policy_gradient as pg
 from megatron_ext.losses.checks import above_0, at_least_0, check_number, check_per_token
 from megatron_ext.losses.reductions import counted, divide, row_means, token_mean
-from megatron_ext.policy.data.loss_protocol import LossType, MetricNormalizer, token_weights
+from megatron_ext.losses.worker_protocol import LossType, MetricNormalizer, token_weights
 
 _TRUNCATIONS: dict[str | None, pg.Truncation | None] = {
     None: None,
@@ -79,11 +79,22 @@ class ClippedPGLoss:
     def from_config(cls, config: Any) -> Self:
         """The loss of NeMo-RL's `loss_fn` configuration, a mapping or an object with these attributes.
 
-        What it leaves out is as there: `reference_policy_kl_penalty` 0.01. Keys of others are left to them.
+        What it leaves out is as there: `reference_policy_kl_penalty` 0.01.
+
+        Raises:
+            ValueError: the configuration has keys that are not fields of this class: a misspelt one would leave its
+                option at the default without a word.
         """
-        given = config if isinstance(config, Mapping) else vars(config)
-        chosen = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**{"reference_policy_kl_penalty": 0.01} | chosen)
+        given = dict(config if isinstance(config, Mapping) else vars(config))
+        given |= getattr(config, "__pydantic_extra__", None) or {}  # keys that a model of pydantic's does not know
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(
+                f"the loss_fn configuration has {', '.join(map(repr, unknown))}: {cls.__name__} knows "
+                f"{', '.join(known)}; correct the spelling, or leave the key out"
+            )
+        return cls(**{"reference_policy_kl_penalty": 0.01} | given)
 
     def __post_init__(self) -> None:
         for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight"):
