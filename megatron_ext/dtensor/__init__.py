@@ -16,6 +16,7 @@ from megatron_ext.dtensor.causal_lm import (
     causal_lm_from_logits,
     causal_lm_log_probs,
     causal_lm_loss,
+    causal_lm_read,
     causal_lm_sampled_log_probs,
     get_logprobs_from_vocab_parallel_logits,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "causal_lm_from_logits",
     "causal_lm_log_probs",
     "causal_lm_loss",
+    "causal_lm_read",
     "causal_lm_sampled_log_probs",
     "clip_grad_by_total_norm_",
     "from_pretrained",

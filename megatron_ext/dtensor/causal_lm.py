@@ -11,7 +11,7 @@ W context-parallel ranks.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from megatron_ext.head import (
     vocab_parallel_cross_entropy,
 )
 from megatron_ext.head.layer_facts import local_shard
+from megatron_ext.head.reduction import side_by_side
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -183,14 +184,43 @@ def causal_lm_sampled_log_probs(
     def readouts(labels: Tensor) -> list[ReadOut]:
         return [Sampled(labels, top_k, top_p), *([LogProbs(labels)] if with_plain else [])]
 
-    def fused(hidden: Tensor, weight: Tensor, labels: Tensor, **facts: Any) -> Any:
-        return LmHead(weight, **facts).read(hidden, *readouts(labels))
+    found = causal_lm_read(
+        model, tokens_BS, readouts, columns=1 + with_plain, cu_seqlens=cu_seqlens, temperature=temperature
+    )
+    return found.unbind(-1)
 
-    def unfused(logits: Tensor, labels: Tensor, **facts: Any) -> Any:
-        return Logits(logits, **facts).read(*readouts(labels))
 
-    read = Read(temperature, fused, unfused, 1 + with_plain)
-    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens)
+def causal_lm_read(
+    model: nn.Module,
+    tokens_BS: Tensor,
+    readouts: Callable[..., Sequence[ReadOut]],
+    *,
+    columns: int,
+    cu_seqlens: Tensor | None = None,
+    beside: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Any read-outs of `megatron_ext.head` of whole sequences, in one pass over the head; no logits.
+
+    Args:
+        readouts: called with the label of each position, its next token or -100, and with `beside` where that is
+            given, both in the head's order of tokens; gives the read-outs.
+        columns: how many numbers these give of each position together.
+        beside: `[B, S, K]`, what they need of each position.
+
+    Returns:
+        `[B, S, columns]`, fp32, the results side by side, token ids as numbers. Communicates and raises as
+        `causal_lm_loss`, and what the read-outs need besides.
+    """
+
+    def fused(hidden: Tensor, weight: Tensor, *given: Tensor, **facts: Any) -> Tensor:
+        return side_by_side(LmHead(weight, **facts).read(hidden, *readouts(*given)), given[0].dim())
+
+    def unfused(logits: Tensor, *given: Tensor, **facts: Any) -> Tensor:
+        return side_by_side(Logits(logits, **facts).read(*readouts(*given)), given[0].dim())
+
+    read = Read(temperature, fused, unfused, columns=(columns,))
+    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens, beside=beside)[0]
 
 
 def causal_lm_from_logits(
@@ -214,8 +244,8 @@ def causal_lm_from_logits(
         `[B, S, columns]`. Communicates and raises as `causal_lm_loss`.
     """
 
-    def of_logits(logits: Tensor, labels: Tensor, beside_BP: Tensor | None, temperature: float, **shard: Any) -> Tensor:
-        return read(logits, beside_BP, **shard)
+    def of_logits(logits: Tensor, labels: Tensor, *beside: Tensor, temperature: float, **shard: Any) -> Tensor:
+        return read(logits, *(beside or (None,)), **shard)
 
     made = Read(1.0, None, of_logits, columns=(columns,))
     return _on_whole_sequences(model, made, tokens_BS, NEXT_TOKENS, None, cu_seqlens, LOGITS, beside)[0]
@@ -231,7 +261,7 @@ def _on_whole_sequences(
     fused: str = KNOWN,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """`beside`: with `LOGITS`, what the function needs of each position."""
+    """`beside`: `[B, S, K]`, what `read` takes of each position beside its label."""
     hook = sequence_hook(model)
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
@@ -252,11 +282,9 @@ def _on_whole_sequences(
     inputs = {"attention_mask": attention_mask, "use_cache": False}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = cu_seqlens
-    tokens_BP, labels_BP = parts.split(tokens_BS, 1), parts.split(labels_BS, 1)
-    if fused == LOGITS:
-        beside_BP = None if beside is None else parts.split(F.pad(beside, (0, 0, 0, padding)), 1)
-        read = read._replace(logits=functools.partial(read.logits, beside_BP=beside_BP))
-    found, fault = read_out(model, read, fused, tokens_BP, labels_BP, **inputs)
+    given_BS = [labels_BS] if beside is None else [labels_BS, F.pad(beside, (0, 0, 0, padding))]
+    given_BP = [parts.split(x, 1) for x in given_BS]
+    found, fault = read_out(model, read, fused, parts.split(tokens_BS, 1), given_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
 
 

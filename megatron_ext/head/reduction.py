@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.head.readouts.labels import IsArgmax, LogProbs
@@ -32,6 +33,15 @@ def log_prob_readouts(labels: Tensor, ignore_index: int, counts: Tensor | None, 
     if hits:
         readouts.append(IsArgmax(labels, ignore_index))
     return readouts
+
+
+def side_by_side(found: Any, token_dims: int) -> Tensor:
+    """Results of read-outs, each `[...]` or `[..., K]` of the tokens, as one tensor `[..., columns]` in their order.
+
+    Token ids among them become numbers of the others' dtype: exact in fp32, as all below 2^24 are.
+    """
+    leaves = torch.utils._pytree.tree_leaves(found)
+    return torch.cat([x.unsqueeze(-1) if x.dim() == token_dims else x for x in leaves], -1)
 
 
 def reduced(loss: Tensor, labels: Tensor, loss_mask: Tensor | None, ignore_index: int, reduction: Reduction) -> Tensor:

@@ -85,7 +85,7 @@ class ClippedPGLoss:
             ValueError: the configuration has keys that are not fields of this class: a misspelt one would leave its
                 option at the default without a word.
         """
-        given = dict(config if isinstance(config, Mapping) else vars(config))
+        given: dict[str, Any] = dict(config if isinstance(config, Mapping) else vars(config))
         given |= getattr(config, "__pydantic_extra__", None) or {}  # keys that a model of pydantic's does not know
         known = [field.name for field in fields(cls)]
         unknown = [name for name in given if name not in known]

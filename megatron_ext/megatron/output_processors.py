@@ -11,11 +11,12 @@ size, V vocabulary.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from megatron_ext import head
 from megatron_ext.head import LmHead, Teacher
@@ -124,6 +125,22 @@ class LogProbs(_ReadOut):
         first, *more = found if isinstance(found, tuple) else (found,)
         result = parts.gather_or_refuse(first.transpose(0, 1).contiguous(), 1, fault)[:, :-1]
         return (result, *(parts.gather(x.transpose(0, 1).contiguous(), 1)[:, :-1] for x in more)) if more else result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOuts(_ReadOut):
+    """Any read-outs of `megatron_ext.head` at each of this rank's positions, in one pass: a tuple of their results.
+
+    `readouts` are of tensors `[S, B, ...]`, as the model's hidden states lie; results are `[B, S, ...]`. Communicates
+    and raises as `LmHead.read`.
+    """
+
+    readouts: Sequence[head.ReadOut]
+    cache: Cache = "bounded"
+
+    def read(self, terms: Terms, given: dict[str, Any]) -> Any:
+        found = terms.read(lambda x, w: self.head(terms, w, self.cache).read(x, *self.readouts))
+        return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,18 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor import (
     _parallelize_model,
     causal_lm_from_logits,
-    causal_lm_log_probs,
-    causal_lm_sampled_log_probs,
+    causal_lm_read,
     clip_grad_by_total_norm_,
     get_grad_norm,
     tie_word_embeddings,
@@ -20,7 +21,9 @@ from megatron_ext.dtensor.layers import Layout
 from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.pretrained.loading import load_whole
 from megatron_ext.dtensor.pretrained.saving import own_weights
+from megatron_ext.head import ReadOut
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.worker.device_memory import move_buffers
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
@@ -93,39 +96,22 @@ class DTensorPolicyWorker(PolicyWorker):
                 f"see each other; set sequence_packing.enabled to False"
             )
 
-    def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        found = causal_lm_log_probs(self.model, tokens_BS, cu_seqlens=cu_seqlens, temperature=self.settings.temperature)
-        assert isinstance(found, Tensor)
-        return found
-
-    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
-        settings = self.settings
-        return causal_lm_sampled_log_probs(
-            self.model,
-            tokens_BS,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            cu_seqlens=cu_seqlens,
-            temperature=settings.temperature,
-            with_plain=with_plain,
-        )
-
-    def _from_logits(
+    def _read_out(
         self,
         tokens_BS: Tensor,
         cu_seqlens: Tensor | None,
-        read: Callable[..., Tensor],
+        readouts: Callable[..., Sequence[ReadOut]],
         columns: int,
         beside: Tensor | None = None,
     ) -> Tensor:
-        def divided(logits: Tensor, *others: Any, **shard: Any) -> Tensor:
-            return read(
-                logits if self.settings.temperature == 1 else logits / self.settings.temperature, *others, **shard
-            )
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": self.settings.temperature}
+        return causal_lm_read(self.model, tokens_BS, readouts, columns=columns, beside=beside, **options)
 
-        return causal_lm_from_logits(
-            self.model, tokens_BS, divided, columns=columns, cu_seqlens=cu_seqlens, beside=beside
-        )
+    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+        def whole(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
+            return whole_vocabulary(logits.float() / self.settings.temperature, tp_group, vocab)
+
+        return causal_lm_from_logits(self.model, tokens_BS, whole, columns=columns, cu_seqlens=cu_seqlens)
 
     def _end_inference(self) -> None:
         """FSDP2 keeps the root's own weights whole until a backward pass: cast, and not those of the optimizer."""

@@ -1,10 +1,10 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,16 @@ from megatron_ext.distributed.collectives import all_gather_object, all_reduce
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
-from megatron_ext.head import sampled_log_probs, token_log_probs
-from megatron_ext.megatron.fusion_report import say_once
+from megatron_ext.head import ReadOut
+from megatron_ext.head.reduction import side_by_side
+from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
+from megatron_ext.megatron.output_processors import ReadOuts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch_plan import Step
+from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.megatron_model import llama as llama
 from megatron_ext.policy.megatron_model.chunks import (
     Chunks,
@@ -50,6 +53,29 @@ from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
+
+
+class Inputs(NamedTuple):
+    """Whole sequences `[B, S]`, how they are cut, by how many positions and rows they are padded for that, and what the
+    model takes beside tokens and positions."""
+
+    tokens_BS: Tensor
+    parts: SequenceParts
+    padded: tuple[int, int]
+    options: dict[str, Any]
+
+    def split(self, x: Tensor) -> Tensor:
+        """This rank's part of `x` `[B, S, ...]`, 0 where it is padded."""
+        positions, rows = self.padded
+        return self.parts.split(F.pad(x, (0, 0) * (x.dim() - 2) + (0, positions, 0, rows)), 1)
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, None]:
+        """Tokens, positions and no attention mask."""
+        tokens_BP = self.split(self.tokens_BS)
+        length = self.tokens_BS.shape[1] + self.padded[0]
+        positions_S = torch.arange(length, device=tokens_BP.device)
+        return tokens_BP, self.parts.split(positions_S.expand(tokens_BP.shape[0], length), 1), None
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -157,78 +183,66 @@ class MegatronPolicyWorker(PolicyWorker):
         group = parallel_state.get_pipeline_model_parallel_group()
         return cast(T, all_gather_object(found if last else None, group)[-1])
 
-    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
-        settings, labels_BS = self.settings, next_tokens(tokens_BS, cu_seqlens)
-        say_once(
-            "with generation.top_k or top_p a MegatronPolicyWorker scores through the model's logits, which takes "
-            "memory of the vocabulary's size for each token; a DTensorPolicyWorker scores from hidden states"
-        )
-
-        def read(logits: Tensor, labels_BP1: Tensor, tp_group: Any, vocab: VocabShard) -> Tensor:
-            labels_BP, shard = labels_BP1[..., 0], {"tp_group": tp_group, "vocab": vocab}
-            found = [sampled_log_probs(logits, labels_BP, settings.top_k, settings.top_p, **shard)]
-            if with_plain:
-                found.append(cast(Tensor, token_log_probs(logits, labels_BP, **shard)))
-            return torch.stack(found, -1)
-
-        found = self._from_logits(tokens_BS, cu_seqlens, read, 1 + with_plain, labels_BS.unsqueeze(-1))
-        return found.unbind(-1)
-
-    def _from_logits(
+    def _read_out(
         self,
         tokens_BS: Tensor,
         cu_seqlens: Tensor | None,
-        read: Callable[..., Tensor],
+        readouts: Callable[..., Sequence[ReadOut]],
         columns: int,
         beside: Tensor | None = None,
     ) -> Tensor:
-        (rows, length), (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape, self._inputs(tokens_BS, cu_seqlens)
+        given_BS = [next_tokens(tokens_BS, cu_seqlens), *([] if beside is None else [beside])]
+
+        def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
+            given = [inputs.split(x).transpose(0, 1) for x in given_BS]  # as the model's hidden states lie
+            processor = ReadOuts(readouts=readouts(*given))
+            forward = partial(gpt_forward_with_linear_ce_fusion, self._piece, output_processor=processor)
+            if not self._piece.post_process:
+                return forward(*inputs.arguments, **inputs.options), None
+            shape = (*given[0].t().shape, columns)
+            like = next(self._piece.parameters())
+            return or_refuse(lambda: side_by_side(forward(*inputs.arguments, **inputs.options), 2), shape, like)
+
+        return self._on_whole_sequences(tokens_BS, cu_seqlens, read, columns)
+
+    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+        def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
+            made = self._piece(*inputs.arguments, **inputs.options)
+            if self._piece.post_process:
+                group = parallel_state.get_tensor_model_parallel_group()
+                made = whole_vocabulary(made.float(), group, VocabShard.split(self._vocabulary, group))
+            return made, None
+
+        return self._on_whole_sequences(tokens_BS, cu_seqlens, read, columns)
+
+    def _on_whole_sequences(
+        self,
+        tokens_BS: Tensor,
+        cu_seqlens: Tensor | None,
+        read: Callable[[Inputs], tuple[Tensor, ValueError | None]],
+        columns: int,
+    ) -> Tensor:
+        """`[B, S, columns]` of what `read` makes of a pass of this rank's parts, and what it refuses."""
+        inputs = self._inputs(tokens_BS, cu_seqlens)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            made = self._piece(parts.split(tokens_BS, 1), parts.split(positions_BS, 1), None, packed_seq_params=packing)
+            made, fault = read(inputs)
+        rows, length = tokens_BS.shape
         if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
             self._passed_on = made.float()
             return made.new_zeros(rows, length, columns, dtype=torch.float32)
-        if beside is not None:
-            padding = (0, 0, 0, tokens_BS.shape[1] - length, 0, tokens_BS.shape[0] - rows)
-            beside = parts.split(F.pad(beside, padding), 1)
-        group = parallel_state.get_tensor_model_parallel_group()
-        found = read(made, beside, tp_group=group, vocab=VocabShard.split(self._vocabulary, group))
-        return parts.gather(found, 1)[:rows, :length]
+        return inputs.parts.gather_or_refuse(made, 1, fault)[:rows, :length]
 
-    def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        (rows, length), (parts, tokens_BS, positions_BS, packing) = tokens_BS.shape, self._inputs(tokens_BS, cu_seqlens)
-        dtype = self.settings.dtype
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found = gpt_forward_with_linear_ce_fusion(
-                self._piece,
-                parts.split(tokens_BS, 1),
-                parts.split(positions_BS, 1),
-                None,
-                labels=tokens_BS,
-                packed_seq_params=packing,
-                return_logprobs_for_linear_ce_fusion=True,
-            )
-        if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
-            self._passed_on = found.float()
-            return found.new_zeros(rows, length, dtype=torch.float32)
-        return F.pad(found, (0, 1))[:rows, :length]
-
-    def _inputs(
-        self, tokens_BS: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[SequenceParts, Tensor, Tensor, PackedSeqParams | None]:
-        """How sequences are cut, their tokens padded for that, the positions of these, and packing for Megatron."""
+    def _inputs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> "Inputs":
         (rows, length), group = tokens_BS.shape, parallel_state.get_context_parallel_group()
-        padding = max(self._least_shape[1] - length, 0)
-        padding += -(length + padding) % self._length_multiple
-        tokens_BS = F.pad(tokens_BS, (0, padding, 0, max(self._least_shape[0] - rows, 0)))
-        packing = None
+        more = max(self._least_shape[1] - length, 0)
+        more += -(length + more) % self._length_multiple
+        padded = (more, max(self._least_shape[0] - rows, 0))
+        options = {}
         if cu_seqlens is not None:
-            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + padding] if padding else [cu_seqlens]).int()
-            packing = _packing(cu_seqlens)
-        parts = SequenceParts(group, cu_seqlens)
-        positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        return parts, tokens_BS, positions_BS, packing
+            cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + more] if more else [cu_seqlens]).int()
+            options["packed_seq_params"] = _packing(cu_seqlens)
+        return Inputs(tokens_BS, SequenceParts(group, cu_seqlens), padded, options)
 
     @property
     def _length_multiple(self) -> int:

@@ -1,12 +1,16 @@
 """The distribution that was sampled from, the largest logits, and losses of logits, against one plain process."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext import reference
+from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import valid_counts
@@ -48,7 +52,7 @@ def filtered(logits, data, top_k, top_p):
 
 
 def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLING, kind="fixed", **layout):
-    config = tiny_config(model_of(cls), **layout, **batching(kind), generation=generation)
+    config = tiny_config(model_of(cls), **batching(kind) | layout, generation=generation)
     config["megatron_cfg"] = {
         "tensor_model_parallel_size": layout.get("tp", 1),
         "context_parallel_size": layout.get("cp", 1),
@@ -197,10 +201,53 @@ def test_megatron(layout):
     from megatron_ext.policy import MegatronPolicyWorker
 
     reset_fusion_report()
-    with pytest.warns(UserWarning, match="a MegatronPolicyWorker scores through the model's logits"):
-        check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
+    check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
     for name in LOSSES:
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
+
+
+class _WidestLogits(TorchDispatchMode):
+    """The most tokens whose logits stand in one tensor."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.tokens = columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.columns:
+                memory = x.untyped_storage().nbytes() // x.element_size()  # of a promise of logits one element
+                self.tokens = max(self.tokens, min(x.numel(), memory) // self.columns)
+        return result
+
+
+@ranks(1)
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(backend):
+    from megatron_ext.policy import MegatronPolicyWorker
+
+    cls, data = (
+        {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend],
+        with_teacher(tiny_batch(16)),
+    )
+    columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
+    assert data["input_ids"].numel() > 2 * chunk
+    batch = {"train_global_batch_size": 16, "train_micro_batch_size": 16, "logprob_batch_size": 16}
+    with mock.patch.object(chunk_sizes, "_CHUNK", chunk * columns):
+        for options in (WHOLE, FILTERED):
+            worker = worker_of(cls, **options, **batch)
+            with _WidestLogits(columns) as made:
+                worker.get_logprobs(data)
+                worker.get_topk_logits(data, K)
+                for loss_fn in (ZERO, TOP) if options is WHOLE else (GRPO,):
+                    worker.train(data, loss_fn)
+            assert 0 < made.tokens <= chunk
+            if options is WHOLE:
+                with _WidestLogits(columns) as made:
+                    worker.train(data, LogitsLoss())
+                assert made.tokens == data["input_ids"].numel()
+            worker.shutdown()
 
 
 @ranks(1)

@@ -137,7 +137,7 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
     read = Read(1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy)
-    (losses,), fault = read_hidden(model, rule, read, head.hidden, targets)
+    (losses,), fault = read_hidden(model, rule, read, head.hidden, [targets])
     if fault is not None:
         raise fault
     count = given.get("num_items_in_batch")

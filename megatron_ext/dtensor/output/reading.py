@@ -5,7 +5,7 @@ Legend: B sequences, P tokens of this rank, D hidden size, V vocabulary, R tenso
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ KNOWN, LOGITS = "known", "logits"
 class Read(NamedTuple):
     """A function of the fused head, and the same of logits; both take a temperature.
 
-    They give `results` tensors, each a number of a position, or `columns` numbers.
+    After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
+    `results` tensors, each a number of a position, or `columns` numbers.
     """
 
     temperature: float
@@ -64,12 +65,13 @@ def rule_of(model: nn.Module) -> HeadRule | None:
 
 
 def read_out(
-    model: nn.Module, read: Read, fused: str, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+    model: nn.Module, read: Read, fused: str, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of these tokens, `[B, P]` each result, and what it refuses: see `or_refuse`.
 
     Args:
         fused: `KNOWN` or `LOGITS`: which heads `read` has a function of hidden states for.
+        given_BP: the labels, and what else `read` takes of each position.
         inputs: what the model takes beside the tokens.
     """
     rule = rule_of(model)
@@ -81,9 +83,9 @@ def read_out(
     if reason is not None and fused != LOGITS:
         say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
-        return _through_logits(model, read, tokens_BP, labels_BP, **inputs)
+        return _through_logits(model, read, tokens_BP, given_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
-    return through_head(rule, read, tokens_BP, labels_BP, **inputs)
+    return through_head(rule, read, tokens_BP, given_BP, **inputs)
 
 
 @functools.cache
@@ -96,13 +98,13 @@ def say_once(reason: str) -> None:
 
 
 def _through_logits(
-    model: nn.Module, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+    model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """As `_through_head`, by way of the logits that the model makes."""
     logits, group, vocab = local_shard(model(input_ids=tokens_BP, **inputs).logits, -1)
     return or_refuse(
-        lambda: _tuple(read.logits(logits, labels_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
-        read.shape(labels_BP),
+        lambda: _tuple(read.logits(logits, *given_BP, tp_group=group, vocab=vocab, temperature=read.temperature)),
+        read.shape(given_BP[0]),
         logits,
     )
 
@@ -112,27 +114,27 @@ def _tuple(found: Any) -> tuple[Tensor, ...]:
 
 
 def _through_head(
-    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, labels_BP: Tensor, **inputs: Any
+    model: nn.Module, rule: HeadRule, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of the hidden states of these tokens, `[B, P]` each, and what it refuses: see `or_refuse`."""
     hidden = text_model(model)(input_ids=tokens_BP, **inputs)[0]
-    return read_hidden(model, rule, read, hidden, labels_BP)
+    return read_hidden(model, rule, read, hidden, given_BP)
 
 
 def read_hidden(
-    model: nn.Module, rule: HeadRule, read: Read, hidden: Tensor, labels_BP: Tensor
+    model: nn.Module, rule: HeadRule, read: Read, hidden: Tensor, given_BP: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """As `_through_head`, from the hidden states `[B, P, D]` that come to the head, or this rank's slice of them."""
     head: Any = model.get_submodule(output_head_path(model))
     weight, group, vocab = local_shard(head.weight, 0)
     if isinstance(hidden, DTensor):
         hidden = hidden.to_local()
-    in_slices = hidden.shape[1] != labels_BP.shape[1]
+    in_slices = hidden.shape[1] != given_BP[0].shape[1]
     if in_slices and group is UNSHARDED:
         raise ValueError("the residual stream is sharded and the lm head is not; shard both in custom_parallel_plan")
     # The head's "sequence" layout has slices of dim 0.
     if in_slices:
-        hidden, labels_BP = hidden.transpose(0, 1), labels_BP.t()
+        hidden, given_BP = hidden.transpose(0, 1), [x.transpose(0, 1) for x in given_BP]
     fused = read.hidden
     assert fused is not None
     found, fault = or_refuse(
@@ -140,7 +142,7 @@ def read_hidden(
             fused(
                 hidden if torch.is_autocast_enabled(weight.device.type) else hidden.to(weight.dtype),
                 weight,
-                labels_BP,
+                *given_BP,
                 tp_group=group,
                 hidden_layout="sequence" if in_slices else "replicated",
                 bias=None if head.bias is None else local_shard(head.bias, 0)[0],
@@ -149,8 +151,8 @@ def read_hidden(
                 temperature=read.temperature / rule.scale,
             )
         ),
-        read.shape(labels_BP),
+        read.shape(given_BP[0]),
         weight,
     )
     # FSDP2 hangs its backward hook on these, and warns that a view can lose it.
-    return tuple((x.t() if in_slices else x).clone() for x in found), fault
+    return tuple((x.transpose(0, 1) if in_slices else x).clone() for x in found), fault

@@ -22,12 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import gather_log_probs, gather_logits
+from megatron_ext.head import Entropy, Gather, ReadOut
 from megatron_ext.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.worker.scoring import Read, Scoring
 
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
@@ -81,11 +78,8 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
 
 
 def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
-    def whole(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
-        return whole_vocabulary(logits.float(), tp_group, vocab)
-
     def read(micro_batch: BatchedDataDict) -> Tensor:
-        return worker._row_logits(micro_batch, whole, worker._vocabulary)
+        return worker._row_logits(micro_batch, worker._vocabulary)
 
     def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
         return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
@@ -113,23 +107,20 @@ def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
     zero = bool(loss_fn.zero_outside_topk)
     with_entropy = zero and loss_fn.kl_type != "forward"
 
-    def of_student(logits: Tensor, ids: Tensor, tp_group: Group, vocab: VocabShard) -> Tensor:
-        shard: dict[str, Any] = {"tp_group": tp_group, "vocab": vocab}
-        if not zero:
-            return gather_logits(logits, ids, **shard).float().log_softmax(-1)
-        found = gather_log_probs(logits, ids, **shard, return_entropy=with_entropy)
-        return torch.cat([found[0], -found[1].unsqueeze(-1)], -1) if isinstance(found, tuple) else found
+    def of_student(_: Tensor, ids: Tensor) -> list[ReadOut]:
+        return [Gather(ids), Entropy()] if with_entropy else [Gather(ids)]
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
         ids_BSK = micro_batch["teacher_topk_indices"]
-        return worker._row_logits(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
+        return worker._row_read(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
     def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
         k = micro_batch["teacher_topk_indices"].shape[2]
+        student = found[:, :-1, :k]
         return loss_fn(
-            student_topk_logprobs=found[:, :-1, :k],
+            student_topk_logprobs=student if zero else student.log_softmax(-1),
             teacher_topk_logprobs=micro_batch["teacher_topk_logits"].float().log_softmax(-1)[:, :-1],
-            H_all=found[:, :-1, k] if with_entropy else None,
+            H_all=-found[:, :-1, k] if with_entropy else None,
             **_keywords(micro_batch, seqs, toks),
         )
 

@@ -1,7 +1,7 @@
 """The interface that both backends (DTensor, Megatron) implement: model, gradients, weights by name."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.head import ReadOut
 from megatron_ext.policy.config import Settings, read_config
 from megatron_ext.policy.data.batch_plan import Place
 from megatron_ext.policy.worker import device_memory
@@ -49,25 +50,19 @@ class Backend(ABC):
         """The sharded model, with weights."""
 
     @abstractmethod
-    def _next_token_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """fp32 `[B, S]`: of each position's next token; differentiable. See `dtensor.causal_lm_log_probs`."""
-
-    @abstractmethod
-    def _sampled_log_probs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, with_plain: bool) -> tuple[Tensor, ...]:
-        """As `_next_token_log_probs`, under what `top_k` and `top_p` of the settings leave, -inf for others; and
-        `with_plain` beside it those of the whole distribution. See `dtensor.causal_lm_sampled_log_probs`.
-        """
-
-    @abstractmethod
-    def _from_logits(
+    def _read_out(
         self,
         tokens_BS: Tensor,
         cu_seqlens: Tensor | None,
-        read: Callable[..., Tensor],
+        readouts: Callable[..., Sequence[ReadOut]],
         columns: int,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """`[B, S, columns]`: what `read` makes of logits over the temperature; see `dtensor.causal_lm_from_logits`."""
+        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`."""
+
+    @abstractmethod
+    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+        """fp32 `[B, S, columns]`: logits over the temperature, of the whole vocabulary on every rank."""
 
     @abstractmethod
     def _end_inference(self) -> None:

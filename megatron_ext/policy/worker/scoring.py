@@ -3,21 +3,18 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import vocab_topk
+from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.timer import Timer, timed
-from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
 from megatron_ext.policy.worker import device_memory
 from megatron_ext.policy.worker.backend import Backend
 from megatron_ext.policy.worker.reward_model import last_tokens
@@ -75,13 +72,13 @@ class Scoring(Backend):
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= self._vocabulary:
             raise ValueError(f"k is {k!r}: it must be an int from 1 to the vocabulary's size {self._vocabulary}")
 
-        def largest(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
-            values, ids = vocab_topk(logits, k, tp_group, vocab)
-            return torch.cat([values.double(), ids.double()], -1)  # which holds every id
+        def readouts(_: Tensor) -> list[ReadOut]:
+            return [TopK(k), LogSumExp()]
 
         with timed(timer, "get_topk_logits"):
-            found = self._scored(data, micro_batch_size, lambda batch: self._row_logits(batch, largest, 2 * k))
-        return BatchedDataDict(topk_logits=found[..., :k].float(), topk_indices=found[..., k:].long())
+            found = self._scored(data, micro_batch_size, lambda batch: self._row_read(batch, readouts, 2 * k + 1))
+        log_probs, ids, log_sum = found.split([k, k, 1], -1)
+        return BatchedDataDict(topk_logits=(log_probs + log_sum).float(), topk_indices=ids.long())
 
     @torch.no_grad()
     def score(self, data: Mapping[str, Any], timer: Timer | None = None) -> BatchedDataDict:
@@ -112,11 +109,7 @@ class Scoring(Backend):
 
     def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
         """`[B, S, 1]`: what a reward model says of each position."""
-
-        def first_column(rewards: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
-            return whole_vocabulary(rewards.float(), tp_group, vocab)
-
-        return self._row_logits(micro_batch, first_column, 1)
+        return self._row_logits(micro_batch, 1)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
@@ -206,18 +199,34 @@ class Scoring(Backend):
                 "this worker has a reward model, which has no log-probabilities: call score(), train it with a loss "
                 "whose input_type is 'logit', or leave reward_model_cfg out"
             )
-        rows = self._rows(micro_batch)
-        if not self._filters:
-            return rows.at_tokens(self._next_token_log_probs(rows.tokens, rows.cu_seqlens))
-        kept, *plain = self._sampled_log_probs(rows.tokens, rows.cu_seqlens, with_plain)
-        kept = kept.where(kept > -torch.inf, 0.0)
-        return rows.at_tokens(torch.stack([kept, *plain], -1) if with_plain else kept)
+        settings, filters = self.settings, self._filters
 
-    def _row_logits(
-        self, micro_batch: BatchedDataDict, read: Callable[..., Tensor], columns: int, beside: Tensor | None = None
+        def readouts(labels: Tensor) -> list[ReadOut]:
+            plain = LogProbs(labels)
+            kept = [Sampled(labels, settings.top_k, settings.top_p)] if filters else []
+            return [*kept, plain] if with_plain or not filters else kept
+
+        rows = self._rows(micro_batch)
+        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain)
+        if filters:
+            found = found.where(found > -torch.inf, 0.0)
+        return rows.at_tokens(found if with_plain else found[..., 0])
+
+    def _row_read(
+        self,
+        micro_batch: BatchedDataDict,
+        readouts: Callable[..., Sequence[ReadOut]],
+        columns: int,
+        beside: Tensor | None = None,
     ) -> Tensor:
-        """`[B, S, columns]`: what `read` makes of each position's logits, and of `beside` `[B, S, K]`; see
-        `_from_logits`. 0 behind a row's end."""
+        """`[B, S, columns]`: read-outs at each position, of its label and of `beside` `[B, S, K]`; see `_read_out`. 0
+        behind a row's end."""
         rows = self._rows(micro_batch)
         given = None if beside is None else rows.laid(beside)
-        return rows.at_positions(self._from_logits(rows.tokens, rows.cu_seqlens, read, columns, given))
+        return rows.at_positions(self._read_out(rows.tokens, rows.cu_seqlens, readouts, columns, given))
+
+    def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
+        """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them
+        all. 0 behind a row's end."""
+        rows = self._rows(micro_batch)
+        return rows.at_positions(self._whole_logits(rows.tokens, rows.cu_seqlens, columns))
