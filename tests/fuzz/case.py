@@ -29,6 +29,8 @@ class Case:
         value_dtype: whose roundings results have; gradients have those of the inputs.
         wanted: which inputs want a gradient.
         grad_size: what a gradient may be the difference of.
+        share: how much of `upstream` is this rank's, where ranks share the inputs and gradients of all losses add up.
+        gradient_of: a leaf's gradient.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     value_dtype: torch.dtype = torch.float64
     wanted: list[bool] = field(default_factory=list)
     grad_size: float = 1.0
+    share: float = 1.0
     gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
 
 
@@ -54,7 +57,9 @@ def check(case: Case, rank: int) -> None:
     leaves = [x.double().requires_grad_() for x, _ in case.inputs]
     truths = list(case.truth(*leaves))
     differentiable = truths[: len(case.upstream)]
-    grads: Any = torch.autograd.grad(differentiable, leaves, case.upstream, allow_unused=True)
+    grads: Any = []
+    if leaves:
+        grads = torch.autograd.grad(differentiable, leaves, case.upstream, allow_unused=True)
     mine = [
         cut(x, rank).detach().clone(memory_format=torch.preserve_format).requires_grad_(want)
         for (x, cut), want in zip(case.inputs, wanted, strict=True)
@@ -66,7 +71,10 @@ def check(case: Case, rank: int) -> None:
     for i, (found, truth, cut) in enumerate(zip(results, truths, cuts, strict=True)):
         _close(f"result {i}", found, cut(truth, rank), _eps(case.value_dtype) * size, 1.0)
     if any(wanted):
-        upstream = [cut(g, rank).to(found.dtype) for g, found, cut in zip(case.upstream, results, cuts, strict=False)]
+        upstream = [
+            case.share * cut(g, rank).to(found.dtype)
+            for g, found, cut in zip(case.upstream, results, cuts, strict=False)
+        ]
         torch.autograd.backward(results[: len(case.upstream)], upstream)
     for i, ((x, cut), leaf, grad, want) in enumerate(zip(case.inputs, mine, grads, wanted, strict=True)):
         if not want:

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed as dist
 
-from tests.fuzz import cross_entropy, layers, read_outs
+from tests.fuzz import cross_entropy, layers, losses, mappings, model_utils, read_outs, sequence, sharded_vocabulary
 from tests.fuzz.case import check
 from tests.fuzz.draw import Draw
 
@@ -18,6 +18,16 @@ KINDS = [
     read_outs.from_hidden,
     layers.linear,
     layers.embedding,
+    losses.of_policies,
+    losses.of_students,
+    mappings.mapping,
+    mappings.all_to_all,
+    sequence.attention,
+    sequence.places_of_tokens,
+    model_utils.from_logits,
+    model_utils.from_hidden,
+    model_utils.at_ids,
+    sharded_vocabulary.over_vocabulary,
 ]
 STUCK_S = 120  # a case takes milliseconds
 

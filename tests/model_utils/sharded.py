@@ -52,7 +52,8 @@ class Grid:
 
 
 @functools.cache
-def _grid(tp: int) -> Grid:
+def grid(tp: int) -> Grid:
+    """The arrangement with `tp` ranks that share the vocabulary; all ranks ask for the same ones in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = [dist.new_group(range(start, start + tp)) for start in range(0, world, tp)]
     columns = [dist.new_group(range(start, world, tp)) for start in range(tp)]
@@ -63,7 +64,7 @@ def grids() -> Iterator[Grid]:
     """Every arrangement of this world's ranks."""
     for tp in range(1, dist.get_world_size() + 1):
         if dist.get_world_size() % tp == 0:
-            yield _grid(tp)
+            yield grid(tp)
 
 
 def problem(batch: int = 2, length: int = 7, vocabulary: int = 24, dtype=torch.float64, seed: int = 0):

@@ -1,0 +1,306 @@
+"""Cases of the losses from hidden states, against formulas of whole tensors.
+
+Legend: B rows, S positions, V vocabulary, K ids of a teacher's top-k.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext import losses, reference
+from tests.fuzz.case import Case
+from tests.fuzz.cross_entropy import group, head, slices
+from tests.fuzz.draw import Draw, Vocabulary
+
+
+@dataclass
+class Rows:
+    """What a loss of log-probabilities reads, `[B, S]` each: labels, weights of tokens, other policies' numbers."""
+
+    labels: Tensor
+    mask: Tensor | None
+    others: dict[str, Tensor]
+    advantages: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        kept = (self.labels != -100).double()
+        return kept if self.mask is None else kept * self.mask
+
+
+def over(x: Tensor, count: Tensor) -> Tensor:
+    """0 where nothing counts."""
+    return x / count.clamp(min=1e-8)
+
+
+def row_means(x: Tensor, weights: Tensor) -> Tensor:
+    return over((x * weights).sum(1), weights.sum(1))
+
+
+# Each draws a loss's class and options; and gives the truth from log-probabilities, and the arguments of the call.
+Made = tuple[type, dict[str, Any], Callable[[Tensor], Tensor], tuple, dict[str, Tensor]]
+
+
+def _grpo(draw: Draw, rows: Rows) -> Made:
+    kind = draw.one_of("loss_type", "dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo")
+    o: dict[str, Any] = {"loss_type": kind} | draw.options(
+        epsilon=(0.2, 0.05, 0.5),
+        epsilon_high=(None, 0.28, 1.5),
+        beta=(0.0, 0.3),
+        kl_estimator=("k3", "k1", "k2"),
+        kl_input_clamp=(None, 0.4),
+        kl_output_clamp=(None, 0.05),
+        use_bias_correction_kl=(False, True),
+        delta=(None, 1.6),
+    )
+    if kind == "dr_grpo":
+        o["max_completion_length"] = 9
+    if kind not in ("cispo", "sapo"):
+        o |= draw.options(importance_sampling_level=("token", "sequence"))
+    w, names = rows.weights, ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])]
+    given = {name: rows.others[name] for name in names}
+    advantages = rows.advantages if rows.advantages.dim() == 2 else rows.advantages[:, None]
+    epsilon = o.get("epsilon", 0.2)
+    high = o.get("epsilon_high", epsilon)
+
+    def truth(log_probs: Tensor) -> Tensor:
+        change = log_probs - given["old_log_probs"]
+        if o.get("importance_sampling_level") == "sequence":
+            change = row_means(change, w)[:, None].expand_as(change)
+        ratio = change.exp()
+        if kind == "cispo":
+            loss = -ratio.clamp(max=high).detach() * advantages * log_probs
+        elif kind == "sapo":
+            t = torch.where(advantages > 0, 1.0, 1.05)
+            loss = -advantages * 4 / t * torch.sigmoid(t * (ratio - 1))
+        else:
+            first = ratio.clamp(max=o["delta"]) if "delta" in o else ratio
+            loss = -torch.minimum(first * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
+        if o.get("beta"):
+            d = given["reference_log_probs"] - log_probs
+            d = d.clamp(-0.4, 0.4) if "kl_input_clamp" in o else d
+            kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[o.get("kl_estimator", "k3")]
+            kl = kl.clamp(-0.05, 0.05) if "kl_output_clamp" in o else kl
+            loss = loss + o["beta"] * kl * (ratio if "use_bias_correction_kl" in o else 1)
+        if kind in ("grpo", "sapo"):
+            return row_means(loss, w).mean()
+        return over((loss * w).sum(), torch.tensor(len(w) * 9.0) if kind == "dr_grpo" else w.sum())
+
+    return losses.GRPOLoss, o, truth, (rows.advantages,), given
+
+
+def _pairs(x: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return (x[0::2], x[1::2]) if o.get("pairs") == "interleaved" else tuple(x.chunk(2))  # type: ignore[return-value]
+
+
+def _preference(margin: Tensor, smoothing: float) -> Tensor:
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _of_pairs(losses_P: Tensor, log_probs: Tensor, rows: Rows, o: dict[str, Any], sft: float) -> Tensor:
+    w = rows.weights
+    some = torch.stack(_pairs((w > 0).any(1), o)).all(0)
+    chosen = over((_pairs(log_probs, o)[0] * _pairs(w, o)[0]).sum(), _pairs(w, o)[0].sum())
+    return over(losses_P.where(some, 0.0).sum(), some.sum()) - sft * chosen
+
+
+def _pair_loss(draw: Draw, rows: Rows) -> Made:
+    cls = draw.one_of("loss", losses.DPOLoss, losses.SimPOLoss, losses.ORPOLoss)
+    o: dict[str, Any] = draw.options(pairs=("halves", "interleaved"), beta=(0.1, 0.7), sft_weight=(None, 0.4, 0.0))
+    w, given = rows.weights, {}
+    if cls is losses.DPOLoss:
+        o |= draw.options(loss_type=("sigmoid", "hinge", "ipo"), average_log_prob=(False, True))
+        if draw.chance(0.3):
+            o["reference_free"] = True
+        else:
+            given = {"reference_log_probs": rows.others["reference_log_probs"]}
+    if cls is losses.SimPOLoss:
+        o |= draw.options(gamma=(0.5, 1.3))
+    if o.get("loss_type", "sigmoid") == "sigmoid":
+        o |= draw.options(label_smoothing=(0.0, 0.2))
+    beta, smoothing = o.get("beta", 0.1), o.get("label_smoothing", 0.0)
+
+    def truth(log_probs: Tensor) -> Tensor:
+        sft = o.get("sft_weight", 1.0 if cls is losses.ORPOLoss else 0.0)
+        if cls is losses.DPOLoss:
+            apart = log_probs - given["reference_log_probs"] if given else log_probs
+            average = o.get("average_log_prob") or o.get("loss_type") == "ipo"
+            c, r = _pairs(row_means(apart, w) if average else (apart * w).sum(1), o)
+            found = {
+                "sigmoid": lambda: _preference(beta * (c - r), smoothing),
+                "hinge": lambda: (1 - beta * (c - r)).clamp(min=0),
+                "ipo": lambda: (c - r - 1 / (2 * beta)) ** 2,
+            }[o.get("loss_type", "sigmoid")]()
+        elif cls is losses.SimPOLoss:
+            c, r = _pairs(row_means(log_probs, w), o)
+            found = _preference(beta * (c - r) - o.get("gamma", 0.5), smoothing)
+        else:
+            means = row_means(log_probs, w).where((w > 0).any(1), -1.0)
+            c, r = _pairs(means - torch.log(-torch.expm1(means)), o)
+            found = beta * _preference(c - r, smoothing)
+        return _of_pairs(found, log_probs, rows, o, sft)
+
+    return cls, o, truth, (), given
+
+
+def _kto(draw: Draw, rows: Rows) -> Made:
+    o: dict[str, Any] = draw.options(
+        beta=(0.1, 0.7),
+        desirable_weight=(1.0, 1.5),
+        undesirable_weight=(1.0, 0.3),
+        average_log_prob=(False, True),
+    )
+    w, reference_log_probs = rows.weights, rows.others["reference_log_probs"]
+    desirable = torch.randint(0, 2, w.shape[:1], generator=draw.generator).bool()
+    kl = draw.one_of("kl", 0.0, 0.4)
+
+    def truth(log_probs: Tensor) -> Tensor:
+        apart = log_probs - reference_log_probs
+        x = row_means(apart, w) if o.get("average_log_prob") else (apart * w).sum(1)
+        factors = torch.where(desirable, o.get("desirable_weight", 1.0), o.get("undesirable_weight", 1.0))
+        found = factors * (1 - torch.sigmoid(o.get("beta", 0.1) * (x - kl) * torch.where(desirable, 1.0, -1.0)))
+        some = (w > 0).any(1)
+        return over(found.where(some, 0.0).sum(), some.sum())
+
+    return (
+        losses.KTOLoss,
+        o,
+        truth,
+        (desirable,),
+        {"reference_log_probs": reference_log_probs, "kl": torch.tensor(kl, dtype=torch.float64)},
+    )
+
+
+def _rows(draw: Draw, vocabulary: Vocabulary, log_probs: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> Rows:
+    labels = draw.ids(shape, vocabulary.size).long()
+    ignored = torch.rand(shape, generator=draw.generator) < draw.one_of("ignored", 0.0, 0.3, 1.0)
+    labels = labels.masked_fill(ignored, -100)
+    mask = torch.randint(0, 2, shape, generator=draw.generator).double() if draw.chance(0.6) else None
+    own = log_probs(labels)
+    names = ("old_log_probs", "reference_log_probs")
+    others = {n: own + 0.3 * torch.randn(shape, generator=draw.generator).double() for n in names}
+    per_row = draw.one_of("advantages", True, False)
+    advantages = torch.randn(shape[:1] if per_row else shape, generator=draw.generator).double()
+    return Rows(labels, mask, others, advantages)
+
+
+def of_policies(draw: Draw) -> Case:
+    """GRPO and its variants, DPO, SimPO, ORPO and KTO, in fp64: a rounding must not carry a ratio over its bound."""
+    sequence_first = draw.one_of("sequence_first", False, True)
+    layout = draw.one_of("layout", "replicated", "sequence")
+    rows_count, positions = 2 * draw.integer(1, 2), draw.integer(1, 5)
+    if layout == "sequence":
+        rows_count, positions = (rows_count, positions * draw.ranks) if sequence_first else (2 * draw.ranks, positions)
+    shape = (rows_count, positions)
+    draw.record["shape"] = shape
+    vocabulary = draw.vocabulary(least=2)
+    lead = shape[::-1] if sequence_first else shape
+    inputs, largest = head(draw, vocabulary, torch.float64, layout, lead)
+    draw_options = draw.options(softcap=(None, 5.0), temperature=(1.0, 0.7), skip_ignored=(False, True))
+    bend = {name: x for name, x in draw_options.items() if name != "skip_ignored"}
+
+    def log_probs(labels: Tensor, x: Tensor = inputs[0][0], w: Tensor = inputs[1][0]) -> Tensor:
+        z = reference.logits(x, w, **bend)
+        return reference.log_probs(z.transpose(0, 1) if sequence_first else z, labels, vocabulary.size)
+
+    rows = _rows(draw, vocabulary, log_probs, shape)
+    cls, options, of_log_probs, given, named = draw.random.choice([_grpo, _grpo, _pair_loss, _kto])(draw, rows)
+
+    def laid(x: Any) -> Any:
+        return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
+
+    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        loss = cls(
+            tp_group=group(draw),
+            hidden_layout=layout,
+            sequence_first=sequence_first,
+            vocab=vocabulary.argument(rank),
+            **options,
+            **draw_options,
+        )
+        others = {name: laid(x) for name, x in named.items()}
+        mask = None if rows.mask is None else laid(rows.mask)
+        return [loss(*mine, laid(rows.labels), *map(laid, given), mask=mask, **others)[0]]
+
+    return Case(
+        f"{cls.__name__} {options}",
+        inputs,
+        lambda x, w: [of_log_probs(log_probs(rows.labels, x, w))],
+        ours,
+        [draw.upstream()],
+        logit_size=64.0 * (largest + 1) ** 2,
+        grad_size=64.0 * (largest + 1),
+    )
+
+
+def of_students(draw: Draw) -> Case:
+    """Distillation over the whole vocabulary, or over a teacher's top-k."""
+    layout = draw.one_of("layout", "replicated", "sequence")
+    lead, vocabulary = draw.leading(layout == "sequence", least_dims=1), draw.vocabulary(least=2)
+    inputs, largest = head(draw, vocabulary, torch.float64, layout, lead)
+    whole_vocabulary = draw.one_of("whole vocabulary", True, False)
+    o: dict[str, Any] = draw.options(beta=(0.5, 0.1, 0.9))
+    kinds = ("forward", "reverse", "jsd") + (() if whole_vocabulary else ("mixed",))
+    kind = o["divergence"] = draw.one_of("divergence", *kinds)
+    if not whole_vocabulary:
+        o |= draw.options(zero_outside_topk=(False, True), mixed_kl_weight=(0.5, 0.2))
+    shared = draw.options(temperature=(1.0, 0.7), chunk_tokens=(None, 1, 3))
+    t, b = shared.get("temperature", 1.0), o.get("beta", 0.5)
+    mask = torch.randint(0, 2, lead, generator=draw.generator).double() if draw.chance(0.5) else None
+    width = draw.integer(1, 8)
+    teacher = draw.normal(*lead, width), draw.normal(vocabulary.columns, width)
+    logits = reference.logits(*teacher)[..., : vocabulary.size]
+    top = logits.topk(draw.integer(1, min(4, vocabulary.size)))
+
+    def divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
+        """Of a student's and a teacher's log-probabilities; -inf nowhere."""
+        q, p = log_q.exp(), log_p.exp()
+        forward, reverse = (p * (log_p - log_q)).sum(-1), (q * (log_q - log_p)).sum(-1)
+        if kind == "jsd":
+            log_m = ((1 - b) * q + b * p).log()
+            return ((1 - b) * q * (log_q - log_m) + b * p * (log_p - log_m)).sum(-1)
+        weight = {"forward": 1.0, "reverse": 0.0, "mixed": o.get("mixed_kl_weight", 0.5)}[kind]
+        return weight * forward + (1 - weight) * reverse
+
+    def per_token(z: Tensor) -> Tensor:
+        z = z[..., : vocabulary.size] / t
+        if whole_vocabulary:
+            return divergence(z.log_softmax(-1), (logits / t).log_softmax(-1))
+        chosen = (top.values / t).log_softmax(-1)
+        if not o.get("zero_outside_topk"):
+            return divergence(z.gather(-1, top.indices).log_softmax(-1), chosen)
+        # The teacher is exp(-100) outside of its top-k in the reverse KL, and 0 else.
+        log_q, outside = z.log_softmax(-1), torch.ones_like(z, dtype=torch.bool).scatter(-1, top.indices, False)
+        inside = divergence(log_q.gather(-1, top.indices), chosen)
+        q = log_q.exp()
+        if kind == "jsd":
+            return inside - ((1 - b) * math.log(1 - b) * q).where(outside, 0.0).sum(-1)
+        weight = {"forward": 0.0, "reverse": 1.0, "mixed": 1 - o.get("mixed_kl_weight", 0.5)}[kind]
+        return inside + weight * (q * (log_q + 100)).where(outside, 0.0).sum(-1)
+
+    def truth(x: Tensor, w: Tensor) -> list[Tensor]:
+        found = per_token(reference.logits(x, w))
+        weights = torch.ones_like(found) if mask is None else mask
+        return [over((found * weights).sum(), weights.sum())]
+
+    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        shared_by_all = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **shared}
+        if whole_vocabulary:
+            own = slices(draw, layout)(teacher[0], rank), vocabulary.rows(teacher[1], rank)
+            return [losses.DistillationLoss(**o, **shared_by_all)(*mine, *own, mask=mask)[0]]
+        return [losses.TopKDistillationLoss(**o, **shared_by_all)(*mine, *top, mask=mask)[0]]
+
+    return Case(
+        "DistillationLoss" if whole_vocabulary else "TopKDistillationLoss",
+        inputs,
+        truth,
+        ours,
+        [draw.upstream()],
+        logit_size=64.0 * (largest + logits.abs().max().item() if logits.numel() else 1.0) / t**2,
+        grad_size=64.0 * (largest + 100),
+    )

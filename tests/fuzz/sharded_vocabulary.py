@@ -1,0 +1,103 @@
+"""Cases of NeMo-RL's functions of a sharded vocabulary alone: softmax, entropy, argmax, columns, top-k."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext import model_utils, reference
+from tests.fuzz.case import Case, whole
+from tests.fuzz.cross_entropy import as_list, results_dtype
+from tests.fuzz.draw import Draw
+
+
+def over_vocabulary(draw: Draw) -> Case:
+    """The functions of a sharded vocabulary alone."""
+    kind = draw.one_of("of", *_OVER_VOCABULARY)
+    columns = draw.integer(1, 8)
+    vocabulary, dtype = columns * draw.ranks, draw.dtype()
+    batch, length = draw.integer(0 if draw.chance(0.05) else 1, 3), draw.integer(1, 6)
+    z = draw.strided(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0))
+    draw.record |= {"tokens": (batch, length), "vocabulary": vocabulary}
+    ids = torch.randint(-1, vocabulary, (draw.integer(1, 5),), generator=draw.generator)
+    temperature, k = draw.one_of("temperature", 1.0, 0.5, 3.0), draw.integer(1, vocabulary)
+    other = draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0)
+    chunk = draw.one_of("chunk", None, 1, 4)
+    truth, call, sharded, differentiable = _OVER_VOCABULARY[kind]
+    own = {"temperature": temperature, "k": k, "ids": ids, "other": other.double()}
+
+    def cut(x: Tensor, rank: int) -> Tensor:
+        return x.chunk(draw.ranks, -1)[rank]
+
+    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        given = own | {"other": cut(other, rank), "chunk": chunk, "start": columns * rank, "stop": columns * (rank + 1)}
+        return as_list(call(mine[0], given, dist.group.WORLD))
+
+    found = truth(z.double(), own)
+    return Case(
+        f"model_utils, {kind}",
+        [(z, cut)],
+        lambda z: truth(z, own),
+        ours,
+        [draw.upstream(*x.shape) for x in found[:differentiable]],
+        outputs=[cut if sharded else whole] * len(found),
+        logit_size=(z.double().abs().max().item() if z.numel() else 0.0) / temperature,
+        value_dtype=results_dtype(dtype),
+        grad_size=8.0 / min(temperature, 1.0),
+    )
+
+
+def _topk(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    order = z.sort(dim=-1, descending=True, stable=True).indices[..., : own["k"]]
+    return [z.gather(-1, order), order]
+
+
+def _columns(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    return [z[..., own["ids"].clamp(min=0)].where(own["ids"] >= 0, 0.0)]
+
+
+def _log_softmax(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    return [(z / own["temperature"]).log_softmax(-1)]
+
+
+def _whole_or_part(function: Callable) -> Callable:
+    return lambda z, own, group: function(z, own["temperature"], tp_group=group)
+
+
+def _distributed_topk(z: Tensor, own: dict[str, Any], group: Any) -> tuple[Tensor, Tensor]:
+    bounds = {"vocab_start_index": own["start"], "vocab_end_index": own["stop"]}
+    return model_utils.distributed_vocab_topk(z, own["k"], group, chunk_size=own["chunk"], **bounds)
+
+
+# Name: the truth, the call, whether results are pieces of the vocabulary, and how many of them have a gradient.
+_OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int]] = {
+    "log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_log_softmax), True, 1),
+    "full log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_full_log_softmax), False, 1),
+    "columns": (
+        _columns,
+        lambda z, own, group: model_utils.vocab_parallel_gather_columns(z, own["ids"], tp_group=group),
+        False,
+        1,
+    ),
+    "argmax": (
+        lambda z, own: [z.argmax(-1)],
+        lambda z, own, group: model_utils.vocab_parallel_argmax(z, tp_group=group),
+        False,
+        0,
+    ),
+    "top-k": (_topk, _distributed_topk, False, 1),
+    "entropy": (
+        lambda z, own: [-reference.entropy(z)],
+        lambda z, own, group: model_utils.ChunkedDistributedEntropy.apply(z, own["chunk"], group),
+        False,
+        1,
+    ),
+    "cross entropy": (
+        lambda z, own: [reference.soft_cross_entropy(z, own["other"])],
+        lambda z, own, group: model_utils.DistributedCrossEntropy.apply(z, own["other"], group),
+        False,
+        1,
+    ),
+}
