@@ -1,7 +1,7 @@
 """Pictures of the head's time and memory, from the committed rows: `python -m benchmarks.plot`.
 
 docs/figures/head_cache.png: both against `cache`. docs/figures/head_overview.png: both beside other heads, as
-measured on a CPU and as planned for an H200.
+measured on a CPU and as computed for an H200, each panel with the word.
 """
 
 import argparse
@@ -91,8 +91,8 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
 
     panels = (
         ("Measured on a CPU", cpu_cases()[1], measured, "time", MEMORY),
-        ("Planned for an H200", A, planned, *PLANNED),
-        ("Planned for an H200, one rank of 8", B, planned, *PLANNED),
+        ("Computed, not measured: an H200", A, planned, *PLANNED),
+        ("Computed, not measured: an H200, one rank of 8", B, planned, *PLANNED),
     )
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
         picture = Figure(figsize=(11.4, 3.6), layout="constrained")

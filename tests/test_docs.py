@@ -50,6 +50,59 @@ def test_performance_tables_are_the_measured_rows():
                 assert cell == shown, f"{file}: {case}, {head}, {metric}"
 
 
+# Blocks of Python on each page that a test runs: those of this file, of tests/megatron/test_page.py, of
+# tests/dtensor/test_pages.py and of tests/head/test_read_outs_page.py. One that is not run is called a fragment in the
+# line before it.
+RUN = {
+    "README.md": 9,
+    "docs/api/read_outs.md": 3,
+    "docs/fsdp2.md": 2,
+    "docs/getting_started.md": 5,
+    "docs/hugging_face.md": 1,
+    "docs/index.md": 2,
+    "docs/megatron.md": 2,
+    "docs/nccl_rules.md": 1,
+    "docs/numerics.md": 2,
+    "docs/one_gpu.md": 2,
+    "docs/pipeline.md": 1,
+    "docs/plug_in.md": 9,
+    "docs/rl.md": 1,
+    "docs/trainer.md": 2,
+}
+
+
+def test_every_block_of_python_is_run_or_called_a_fragment():
+    pages = [README, ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    found = {}
+    for page in pages:
+        before, *parts = re.split(r"^```python\n", page.read_text(), flags=re.M)
+        count = 0
+        for part in parts:
+            count += "fragment" not in before.strip().splitlines()[-1]
+            before = part
+        if count:
+            found[str(page.relative_to(ROOT))] = count
+    assert found == RUN
+
+
+def test_the_lines_for_a_laptop():
+    """Of the README, and of the pages about NCCL's rules and pipelines."""
+    laptop = python_blocks(section(README, "Megatron-Core on a laptop"))
+    assert len(laptop) == 1
+    done = python("-c", laptop[0].replace("...", "import megatron.core.tensor_parallel; print('inside')"))
+    assert done.stdout == "inside\n", done.stderr
+    rules = python_blocks(section(DOCS / "nccl_rules.md", "Switch it on"))
+    assert len(rules) == 1
+    exchange = "x = torch.ones(2)\ntorch.distributed.all_reduce(x)\nprint(x.tolist())\n"
+    done = python("-c", f"import torch\n{rules[0]}{exchange}", ranks=2)
+    assert done.stdout.splitlines() == ["[2.0, 2.0]"] * 2, done.stderr
+    shared = python_blocks(section(DOCS / "pipeline.md", "Using it"))
+    # The README's lines, which tests/megatron/test_page.py runs.
+    assert [block.split() for block in shared] == [
+        ["from", "megatron_ext.megatron", "import", "pipeline", "pipeline.share_vocabulary()"]
+    ]
+
+
 def run_blocks(text: str, names: dict | None = None, least: int = 1) -> dict:
     names = {} if names is None else names
     blocks = python_blocks(text)

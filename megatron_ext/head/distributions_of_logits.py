@@ -200,7 +200,7 @@ def _apart(
     chunk_tokens: int | None,
     temperature: float,
 ) -> Tensor:
-    """What a divergence says of two distributions."""
+    """`[...]`: the divergence of the student's distribution from the teacher's, both given as logits."""
     chosen: dict[str, Any] = {"vocab": vocab, "chunk_tokens": chunk_tokens, "temperature": temperature}
     z = Logits(student, tp_group, **chosen, name="student_logits")
     return z.read(divergence(Logits(teacher, tp_group, vocab=vocab, name="teacher_logits")))

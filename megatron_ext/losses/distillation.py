@@ -193,7 +193,10 @@ class TopKDistillationLoss(FromHidden):
 def _mean(
     read: Callable[..., Tensor], shape: torch.Size, mask: Tensor | None, count: Tensor | float | None
 ) -> tuple[Tensor, Metrics]:
-    """That of what `read` gives, of the shape given; a fault goes with it, see `LmHead.read`."""
+    """The mean of what `read` returns, one number for each token, over the tokens that count.
+
+    What is wrong with `mask` or `count` is handed to `read`, which tells the other ranks (see `LmHead.read`).
+    """
     found = read(fault=_mean_fault(shape, mask, count))
     return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
@@ -217,5 +220,5 @@ def _top_k_fault(
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`[..., K]`, 0 at tokens that do not count: NaN that stands there would be times 0 in the gradient, NaN again."""
+    """`x` `[..., K]` with 0 at tokens that do not count: 0 times a NaN that stands there is NaN in the gradient."""
     return x if mask is None else x.where(mask.unsqueeze(-1) > 0, 0.0)

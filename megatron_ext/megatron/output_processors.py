@@ -167,7 +167,7 @@ class Divergence(_ReadOut):
             model's own hidden states. The teacher's logits are `teacher_hidden @ teacher_weight.T`, without the factor
             by which the model multiplies its own (muP).
         teacher_weight: `[V/R, H of the teacher]`, cut as the model's output weight is.
-        direction: "forward", "reverse" or "mixed", as in `linear_kl_divergence`.
+        direction: "forward" or "reverse", as in `linear_kl_divergence`.
 
     Gradients reach the model alone. Communicates and raises as `linear_kl_divergence`.
     """

@@ -107,9 +107,10 @@ def check_call(chunk_size: int | None, sampling_params: Any) -> None:
 
 
 def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
-    """Holds labels to the vocabulary: `vocab`, or what ranks with as many `columns` make up.
+    """A check that raises ValueError for labels outside the vocabulary.
 
-    Other ranks may have more columns than this one: what is too large for it is left to the head, and they are told.
+    The vocabulary is `vocab`; without it, as many words as the ranks of `tp_group` have if each has `columns`. Should
+    another rank have more columns, this one cannot know: the head finds it in its exchange, and every rank is told.
     """
     return lambda labels: size_check(columns, tp_group, vocab)(check_labels, padding_ignored(labels), IGNORE_INDEX)
 

@@ -52,8 +52,9 @@ class PaddedParts:
 
     Args of the methods have the sequence at dim 1. `slices`: of how many ranks' positions each rank's consist.
 
-    A rank whose positions do not fit takes part in `whole` with as few as fit the length, in which the others find its
-    fault: those that have just as many. Where the sequence is padded further they wait in vain.
+    A rank with too few positions for `length` raises ValueError. It first takes part in `whole`, sending as many
+    positions as the length needs and the flag of its fault, so that the other ranks raise too. This reaches ranks whose
+    sequences are padded to just that length; those whose sequences are padded further wait for more, and hang.
 
     Raises:
         ValueError: the only rank holds fewer positions than there are; `cp_group` does not hold this rank.

@@ -1,7 +1,7 @@
 """Random streams and recomputation of tensor-parallel models. Drop-in for megatron.core.tensor_parallel.random.
 
-rng_state: one generator's state; rng_tracker: named streams; process_rng: this process's tracker; seeding: who draws
-what; recompute, recompute_without_output: activations computed again; rerun: what these two share.
+Behind it, in `_random/`: one generator's state, trackers of named streams, this process's tracker, which rank draws
+what; in `_recompute/`: activations that are computed again in backward.
 """
 
 import sys

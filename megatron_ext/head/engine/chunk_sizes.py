@@ -32,8 +32,9 @@ _CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
 # On CUDA a block of the gradient matrix, and as much again for its logits, takes this share of the whole one's bytes.
 _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 
-# Chunks are compared by the time of their products; what memory traffic costs beside arithmetic that hides it, and how
-# much slower than the best is as good, since small chunks take less memory. A block has a dozen small launches besides.
+# Chunks are compared by the estimated time of their products. _HIDDEN_TRAFFIC: the share of a product's memory traffic
+# that its arithmetic does not hide. _AS_GOOD: a smaller chunk is taken if it is at most 1 % slower than the best, as it
+# takes less memory. _BLOCK_SECONDS: the dozen small launches of a block of columns.
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
 
 Choice = TypeVar("Choice")

@@ -66,10 +66,11 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
 
 
 def _keeps_logits(call, x_TD) -> bool:
-    """Whether forward keeps logits, not their exponentials: those cannot tell the softcap's slope where it is small.
+    """Whether forward keeps the logits instead of their exponentials.
 
-    Where forward has fp32 logits and keeps 16 bits of them (16-bit operands on CUDA), and a wide softcap leaves them
-    large, that would cost more digits of the probabilities than it saves of the slope.
+    Backward needs the softcap's slope, `1 - tanh^2`, and where that is small it cannot be computed from rounded
+    exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
+    rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains.
     """
     return call.softcap is not None and (not matmul.widens(x_TD) or call.softcap < 16)
 

@@ -33,8 +33,11 @@ SENT = statistics_rows(True, True, True, False)
 
 
 class Statistics(NamedTuple):
-    """Per-token facts about the whole vocabulary in fp64, and in the dtype of the passes `shift`, what this rank's
-    exponentials are taken relative to: about its shard's maximum, 0 if all of it is -inf."""
+    """Numbers for each token, of the whole vocabulary and in fp64; `shift` is this rank's alone.
+
+    This rank's exponentials are `exp(z - shift)`. `shift` is about the maximum of its shard, 0 where all of that is
+    -inf, and has the dtype of the passes over logits.
+    """
 
     largest: Tensor  # M = max z
     log_sum: Tensor  # log S, S = sum exp(z - M)

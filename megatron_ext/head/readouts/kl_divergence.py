@@ -82,7 +82,8 @@ class KL(ReadOut):
         wide, counted = accumulation_dtype(out_tV.dtype), self.call.vocab.counted
         apart_t, *sides = (x[rows] for x in saved)
         g_t = grad[rows].double() / self.call.temperature
-        silent_t1 = (g_t == 0).unsqueeze(1)  # whose logits may be NaN, which 0 times is NaN
+        # Tokens without a gradient: their logits may be NaN, and 0 * NaN would be NaN in the gradient.
+        silent_t1 = (g_t == 0).unsqueeze(1)
         # What turns exponentials into g times probabilities: less is rounded than by a logarithm below them.
         q_scale_t1, p_scale_t1 = ((g_t * x).to(wide).unsqueeze(1) for x in sides[1::2])
         for at in blocks(out_tV) if counted else []:

@@ -20,9 +20,10 @@ class Device(NamedTuple):
     flops: float
 
 
-# The H200's rates are measured (a copy counted both ways; a product of 8192 x 8192 x 8192 in bf16, on random data). The
-# others' are their data sheets' (3.35 and 8 TB/s; 989 and 2250 TFLOP/s), times what the H200 reaches of its own: 0.9
-# and 0.8. An H100 has the H200's processor.
+# The H200's rates are what PyTorch reaches on one, in a copy (bytes read and written) and in a product of 8192 x 8192 x
+# 8192 in bf16 on random data; nothing of this package was timed there. The others' are their data sheets' (3.35 and 8
+# TB/s; 989 and 2250 TFLOP/s), times what the H200 reaches of its own data sheet: 0.9 and 0.8. An H100 has the H200's
+# processor.
 DEVICES = {
     "H100": Device("H100", 132, 50 << 20, 3.0e12, 790e12),
     "H200": Device("H200", 132, 50 << 20, 4.3e12, 790e12),

@@ -6,9 +6,10 @@ it is a promise of scaled logits; views of the same shape, `detach`, `contiguous
 Whoever asks anything else of it (a dump to disk, an operation of a later Megatron) is given real logits: then they
 exist, and the loss is taken from them. Changed in place, also through a transpose, they stay changed.
 
-An `autograd.Function` is the one way past this: PyTorch neither tells its argument of the call nor lets its backward
-find the logits. So a promise is a leaf that requires gradients: what a Function makes of it is known by its graph and
-refused, and so is a gradient that comes back to the leaf. What C++ reads (a collective) are real values.
+An `autograd.Function` cannot be served: PyTorch does not tell a tensor subclass that it is an argument of one, and the
+Function's backward would not reach the logits. So a promise is a leaf that requires a gradient. The graph of what a
+Function returns then ends in that leaf, which is how such a result is found and refused, and a gradient that arrives at
+the leaf is refused as well. What reads the memory in C++, such as a collective, finds real values.
 
 Redeemed or made, the output layer is called once as a module, with the hooks that sharded data parallelism put on it:
 they gather its weight before, and again in backward.

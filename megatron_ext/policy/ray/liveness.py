@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_ext.policy.ray.heartbeat import PERIOD_S
 
-LOOK_S = 0.5  # how often `fault` is asked: a fault is known two or three looks and a beat after its time is over
-_FRESH_S = 3.0  # an older beat says nothing of now
+LOOK_S = 0.5  # seconds between two calls of `fault`; a fault is known at most three calls and a beat after its timeout
+_FRESH_S = 3.0  # seconds after which a beat is too old to say what its rank is doing now
 
 
 @dataclass(frozen=True)
