@@ -91,8 +91,8 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
 
     panels = (
         ("Measured on a CPU", cpu_cases()[1], measured, "time", MEMORY),
-        ("Computed, not measured: an H200", A, planned, *PLANNED),
-        ("Computed, not measured: an H200, one rank of 8", B, planned, *PLANNED),
+        ("Computed, not measured: H200", A, planned, *PLANNED),
+        ("Computed, not measured: H200, one of 8", B, planned, *PLANNED),
     )
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
         picture = Figure(figsize=(11.4, 3.6), layout="constrained")

@@ -1,5 +1,6 @@
 """The examples as a user starts them: commands, Ctrl-C, and what is left behind."""
 
+import json
 import os
 import re
 import signal
@@ -124,6 +125,11 @@ def test_bad_arguments_end_every_rank_with_the_reason(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_runs_without_a_launcher(tmp_path):
-    done = python(PRETRAIN, *SMALL, "--train-iters", "2", "--metrics", "metrics.json", cwd=tmp_path)
+    words = ["--train-iters", "2", "--metrics", "metrics.json", "--head", "fused"]
+    done = python(PRETRAIN, *SMALL, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    losses = json.loads((tmp_path / "metrics.json").read_text())["losses"]
+    # The last it says: what came out, and what was fused.
+    assert f"pretrain_gpt.py: loss {losses[0]:.4f} first, {losses[1]:.4f} last; 2 steps" in done.stdout
+    assert re.search(r"^fused head.*logits made 0 times", done.stdout, re.M), done.stdout
     assert '"losses"' in (tmp_path / "metrics.json").read_text()

@@ -5,6 +5,8 @@ import inspect
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -235,3 +237,17 @@ def test_a_driver_that_was_stopped_itself_takes_no_host_for_lost(monkeypatch):
 def test_timeouts_that_cannot_be(timeouts, message):
     with pytest.raises(ValueError, match=message):
         RayPolicy(tiny_config(), 2, **timeouts)
+
+
+def test_processes_may_end_by_themselves(tmp_path):
+    """Within their grace they are left alone; one that does not end by then is killed."""
+    code = "import pathlib, sys, time; time.sleep(float(sys.argv[2])); pathlib.Path(sys.argv[1]).touch()"
+    ended, late = tmp_path / "ended", tmp_path / "late"
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(ended), "0.3"])]
+    host_monitor.HostMonitor().end([processes[0].pid], 30.0)
+    assert ended.exists()
+    processes.append(subprocess.Popen([sys.executable, "-c", code, str(late), "600"]))
+    host_monitor.HostMonitor().end([processes[1].pid], 0.2)
+    assert processes[1].wait(60) == -signal.SIGKILL
+    processes[0].wait()
+    assert not late.exists()

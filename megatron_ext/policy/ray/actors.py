@@ -102,13 +102,15 @@ class RayActors:
 
     def shutdown(self) -> None:
         """Ends the actors and gives their resources back, whatever they are doing."""
+        grace_s = 0.0
         try:
             if self._failure is None:
                 self._collect(self._begin("shutdown"), _GRACE_S)
+                grace_s = _GRACE_S  # they answer: Ray's own way to end them will do
         except RuntimeError:  # stuck or dead; they are ended anyway
             pass
         finally:
-            self._kill("shutdown() ended the actors")
+            self._kill("shutdown() ended the actors", grace_s)
 
     def _start(self, weights_path: str | None, optimizer_path: str | None) -> None:
         self._failure = None
@@ -217,14 +219,17 @@ class RayActors:
         self._kill(what)
         raise RuntimeError(f"{what}. The other workers were ended; restart(weights_path) goes on from a checkpoint")
 
-    def _kill(self, why: str) -> None:
-        """Ends the actors, and has every later call say why: the first reason since they were started."""
+    def _kill(self, why: str, grace_s: float = 0.0) -> None:
+        """Ends the actors, and has every later call say why: the first reason since they were started.
+
+        `grace_s`: how long they may take to end as Ray asks them to; then they are killed.
+        """
         self._failure = self._failure or why
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []
         if self._liveness is not None:
-            self._liveness.end()
+            self._liveness.end(grace_s)
             self._liveness = None
         if self._placement is not None:
             from ray.util.placement_group import remove_placement_group

@@ -54,8 +54,15 @@ class HostMonitor:
         """
         return {rank: self._look(rank, process) for rank, process in processes.items()}
 
-    def end(self, processes: list[int]) -> None:
-        """Ends what Ray's own request does not: a stopped process does not answer it."""
+    def end(self, processes: list[int], grace_s: float = 0.0) -> None:
+        """Ends what Ray's own request does not: a stopped process does not answer it.
+
+        Those that end by themselves within `grace_s` are left to do so: of one that is killed before it has told Ray,
+        Ray prints that it died of an unexpected system error.
+        """
+        until = time.monotonic() + grace_s
+        while time.monotonic() < until and any(map(_runs, processes)):
+            time.sleep(0.05)
         for process in processes:
             with contextlib.suppress(OSError):  # it has ended
                 os.kill(process, signal.SIGKILL)
@@ -77,6 +84,12 @@ class HostMonitor:
                 self._since[rank, name] = now
         times = {name: now - self._since[rank, name] for name in ("still_s", "idle_s")}
         return {**times, "state": sample and sample.state, "beat": beat, "beat_age_s": now - came}
+
+
+def _runs(process: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _moved(before: Sample, now: Sample) -> bool:

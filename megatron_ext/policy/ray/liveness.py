@@ -80,13 +80,16 @@ class Liveness:
         self._collect()
         return self._told(ranks)
 
-    def end(self) -> None:
-        """Ends the processes of the actors, also stopped ones, and those on the hosts."""
+    def end(self, grace_s: float = 0.0) -> None:
+        """Ends the processes of the actors, also stopped ones, and those on the hosts.
+
+        `grace_s`: how long actors that Ray has asked to end may take to.
+        """
         begun = [
-            monitor.end.remote([place.process for place in self._places if place.node == node])
+            monitor.end.remote([place.process for place in self._places if place.node == node], grace_s)
             for node, monitor in self._monitors.items()
         ]
-        self._ray.wait(begun, num_returns=len(begun), timeout=PERIOD_S)
+        self._ray.wait(begun, num_returns=len(begun), timeout=grace_s + PERIOD_S)
         for monitor in self._monitors.values():
             self._ray.kill(monitor)
 

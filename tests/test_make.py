@@ -1,0 +1,25 @@
+"""What the Makefile's targets say where they cannot do what they are for."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available() or shutil.which("make") is None, reason="there is a GPU, or no make")
+def test_the_gpu_tests_without_a_gpu(tmp_path):
+    """One sentence, and no test is run."""
+    (tmp_path / ".ready").touch()  # the environment is there: this one
+    command = ["make", "test-gpu", f"VENV={tmp_path}", f"PY={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    rehearse = f"'{sys.executable} -m pytest -m gpu --rehearse'"
+    said = f"torch sees no CUDA device, and these tests need one; {rehearse} runs most of them on the CPU at toy sizes"
+    assert done.stdout == f"{said}\n"
+    assert "Traceback" not in done.stderr
