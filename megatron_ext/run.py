@@ -15,10 +15,19 @@ import atexit
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
+
+# What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
+# Megatron's own defaults, functions of torch that Megatron calls.
+_NOISE = [
+    (UserWarning, r"(Transformer Engine and )?Apex (is|are) not installed"),
+    (UserWarning, r"full scope is deprecated"),
+    (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
+]
 
 # What the launcher keeps alive while the script is `__main__` in its place.
 _replaced: list[Any] = []
@@ -47,6 +56,7 @@ def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = N
         sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     sys.argv = [options.script, *options.args]
     if options.cpu:
+        _hush()
         _emulate(parser, options)
     if options.linear_ce or options.tensor_parallel or options.pipeline_vocab or options.check:
         _change_megatron(parser, options)
@@ -115,6 +125,12 @@ def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     except ModuleNotFoundError as missing:
         parser.error(f"--transformer-engine: {missing}")
     atexit.register(emulation.close)
+
+
+def _hush() -> None:
+    """Warnings that come in every job on a CPU are not shown, unless the user has asked for them (`-W`)."""
+    for category, message in _NOISE:
+        warnings.filterwarnings("ignore", message, category, append=True)
 
 
 def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

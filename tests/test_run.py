@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,29 @@ def test_without_megatron_it_says_so(script, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         run.main(["--linear-ce", path])
     assert "are about Megatron-Core, which is not to be found" in capsys.readouterr().err
+
+
+MISSING = "Transformer Engine and Apex are not installed. Falling back to Torch optimizers."
+
+
+@pytest.mark.parametrize(
+    "message, category, shown",
+    [
+        (MISSING, UserWarning, False),
+        ("`torch.distributed.all_gather_into_tensor` is deprecated. Please use", FutureWarning, False),
+        ("Apex is not installed. Falling back to Torch Norm", UserWarning, False),
+        ("the loss is NaN", UserWarning, True),
+        ("`torch.load` will change", FutureWarning, True),
+    ],
+)
+def test_what_megatron_says_in_every_job_on_a_cpu_is_not_shown(message, category, shown):
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        run._hush()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.warn_explicit(message, category, "optimizer.py", 1, "megatron.core.optimizer")
+        assert bool(found) == shown
+        warnings.filterwarnings("always", "Transformer Engine")  # a user's
+        with warnings.catch_warnings(record=True) as found:
+            warnings.warn_explicit(MISSING, UserWarning, "optimizer.py", 1, "megatron.core.optimizer")
+        assert found

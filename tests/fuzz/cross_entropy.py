@@ -34,7 +34,7 @@ def head(draw: Draw, vocabulary: Vocabulary, dtype: torch.dtype, layout: str, le
     """Hidden states and weight with their cuts, and the largest logit."""
     width = draw.integer(1, 12)
     hidden = draw.strided(draw.normal(*lead, width, dtype=dtype))
-    weight = draw.normal(vocabulary.columns, width, dtype=dtype, size=draw.one_of("size", 0.3, 1.0, 4.0))
+    weight = draw.words(draw.normal(vocabulary.columns, width, dtype=dtype, size=draw.one_of("size", 0.3, 1.0, 4.0)))
     largest = (hidden.double() @ weight.double().t()).abs().max().item() if hidden.numel() else 0.0
     return [(hidden, slices(draw, layout)), (weight, vocabulary.rows)], largest
 
@@ -197,7 +197,8 @@ def from_logits(draw: Draw) -> Case:
 
 
 def logits(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, dtype: torch.dtype) -> tuple[Tensor, float]:
-    z = draw.strided(draw.normal(*lead, vocabulary.columns, dtype=dtype, size=draw.one_of("size", 0.3, 1.0, 4.0, 20.0)))
+    size = draw.one_of("size", 0.3, 1.0, 4.0, 20.0)
+    z = draw.strided(draw.words(draw.normal(*lead, vocabulary.columns, dtype=dtype, size=size), -1))
     return z, z.double().abs().max().item() if z.numel() else 0.0
 
 

@@ -68,6 +68,15 @@ class Draw:
             return torch.randint(-2, 3, shape, generator=self.generator).to(dtype)
         return (size * torch.randn(shape, generator=self.generator, dtype=torch.float64)).to(dtype)
 
+    def words(self, x: Tensor, dim: int = 0) -> Tensor:
+        """`x` with the vocabulary along `dim`; of integers, with a first word that no other one equals.
+
+        Shards of small integers may be each other's permutations: for the head that is one shard that all ranks pass.
+        """
+        if self.exact:
+            x.select(dim, 0).fill_(3)
+        return x
+
     def upstream(self, *shape: int) -> Tensor:
         """A gradient, fp64, whose numbers fp32 holds; some are 0."""
         found = torch.randn(shape, generator=self.generator).double()

@@ -253,7 +253,7 @@ def of_students(draw: Draw) -> Case:
     t, b = shared.get("temperature", 1.0), o.get("beta", 0.5)
     mask = torch.randint(0, 2, lead, generator=draw.generator).double() if draw.chance(0.5) else None
     width = draw.integer(1, 8)
-    teacher = draw.normal(*lead, width), draw.normal(vocabulary.columns, width)
+    teacher = draw.normal(*lead, width), draw.words(draw.normal(vocabulary.columns, width))
     logits = reference.logits(*teacher)[..., : vocabulary.size]
     top = logits.topk(draw.integer(1, min(4, vocabulary.size)))
 

@@ -116,7 +116,8 @@ def from_logits(draw: Draw) -> Case:
     vocabulary = columns * draw.ranks  # divides by every tensor-parallel size
     problem, sampling = _problem(draw, vocabulary), _sampling(draw)
     grid, dtype = problem.grid, draw.dtype()
-    z = draw.strided(draw.normal(problem.tokens.shape[0], problem.positions, vocabulary, dtype=dtype, size=2.0))
+    z = draw.normal(problem.tokens.shape[0], problem.positions, vocabulary, dtype=dtype, size=2.0)
+    z = draw.strided(draw.words(z, -1))
     options = draw.options(chunk_size=(None, 1, 3))
 
     def truth(z: Tensor) -> list[Tensor]:
@@ -164,7 +165,7 @@ def from_hidden(draw: Draw) -> Case:
     options |= {} if sampling else draw.options(cache=("bounded", 0, 1))
     temperature = draw.one_of("temperature", 1.0, 0.5, 2.0)
     hidden = draw.normal(problem.positions, problem.tokens.shape[0], width, dtype=dtype)
-    weight = draw.normal(vocabulary, width, dtype=dtype)
+    weight = draw.words(draw.normal(vocabulary, width, dtype=dtype))
 
     def slices(x: Tensor, rank: int) -> Tensor:
         x = problem.parts.split(x, 0)
@@ -225,7 +226,7 @@ def at_ids(draw: Draw) -> Case:
     grid = _grid_of(draw)
     problem, dtype = _padded(draw, grid, vocabulary, 1), draw.dtype()
     batch, length = problem.tokens.shape
-    z = draw.strided(draw.normal(batch, problem.positions, vocabulary, dtype=dtype, size=2.0))
+    z = draw.strided(draw.words(draw.normal(batch, problem.positions, vocabulary, dtype=dtype, size=2.0), -1))
     ids = torch.randint(-1, vocabulary, (batch, length, k), generator=draw.generator)
     teacher = draw.normal(batch, length, k)
     there = ids >= 0

@@ -118,7 +118,7 @@ def from_logits(draw: Draw) -> Case:
     name, make, function, _, has_teacher = _chosen(draw, 1)
     lead, vocabulary, dtype = draw.leading(), draw.vocabulary(equal_width=name == "sampled"), draw.dtype()
     z, largest = logits(draw, lead, vocabulary, dtype)
-    teacher = [draw.strided(draw.normal(*lead, vocabulary.columns, dtype=dtype))] if has_teacher else []
+    teacher = [draw.words(draw.normal(*lead, vocabulary.columns, dtype=dtype), -1)] if has_teacher else []
     options = _options(draw)
     given, true, shapes = make(draw, lead, vocabulary, options)
 
@@ -154,7 +154,7 @@ def from_hidden(draw: Draw) -> Case:
     dtype = draw.dtype(*(EXACT if draw.exact else EXACT[:1]))
     width, cut = draw.integer(1, 12), slices(draw, layout)
     heads = [
-        (draw.normal(*lead, width, dtype=dtype), draw.normal(vocabulary.columns, width, dtype=dtype))
+        (draw.normal(*lead, width, dtype=dtype), draw.words(draw.normal(vocabulary.columns, width, dtype=dtype)))
         for _ in range(1 + has_teacher)
     ]
     options = _options(draw)

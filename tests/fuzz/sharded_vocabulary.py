@@ -19,11 +19,11 @@ def over_vocabulary(draw: Draw) -> Case:
     columns = draw.integer(1, 8)
     vocabulary, dtype = columns * draw.ranks, draw.dtype()
     batch, length = draw.integer(0 if draw.chance(0.05) else 1, 3), draw.integer(1, 6)
-    z = draw.strided(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0))
+    z = draw.strided(draw.words(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0), -1))
     draw.record |= {"tokens": (batch, length), "vocabulary": vocabulary}
     ids = torch.randint(-1, vocabulary, (draw.integer(1, 5),), generator=draw.generator)
     temperature, k = draw.one_of("temperature", 1.0, 0.5, 3.0), draw.integer(1, vocabulary)
-    other = draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0)
+    other = draw.words(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0), -1)
     chunk = draw.one_of("chunk", None, 1, 4)
     truth, call, sharded, differentiable = _OVER_VOCABULARY[kind]
     own = {"temperature": temperature, "k": k, "ids": ids, "other": other.double()}

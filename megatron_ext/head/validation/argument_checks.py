@@ -300,7 +300,7 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
     """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
 
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
-    look like that, unless all tokens are alike (a weight of zeros, made-up logits).
+    look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
     """
     if not has_values(sums_RKT):
         return
