@@ -185,7 +185,7 @@ def mine(given):
     return {name: x.chunk(size)[rank] for name, x in given.items()}
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "parallelize"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "fsdp2, the head by itself", "parallelize"])
 @ranks(2)
 def test_data_parallel(wrap):
     """Each rank has its rows; the gradient is that of the mean over all targets."""
@@ -200,6 +200,13 @@ def test_data_parallel(wrap):
     elif wrap == "fsdp2":
         for layer in model.model.layers:
             fully_shard(layer)
+        wrapped = use_fused_loss(fully_shard(model))
+    elif wrap == "fsdp2, the head by itself":  # as accelerate does from 1.15 on
+        for layer in model.model.layers:
+            fully_shard(layer)
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        tail = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]
+        fully_shard(tail, reshard_after_forward=False)
         wrapped = use_fused_loss(fully_shard(model))
     else:
         mesh, _ = meshes(dp=2)

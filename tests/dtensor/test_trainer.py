@@ -141,3 +141,66 @@ def test_several_processes(tmp_path):
         found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
     assert len(found[0]) == 5
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+FSDP2 = """
+import os
+import sys
+import warnings
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments, set_seed
+
+from megatron_ext.dtensor import use_fused_loss
+from tests.dtensor.models import make
+from tests.dtensor.test_trainer import rows
+
+model = make("llama", tied=sys.argv[3] == "tied")
+if sys.argv[1] == "fused":
+    use_fused_loss(model, cache=0, chunk_tokens=8)
+set_seed(1)
+arguments = TrainingArguments(
+    sys.argv[2],
+    use_cpu=True,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    max_steps=3,
+    learning_rate=0.3,
+    optim="sgd",
+    logging_steps=1,
+    report_to=[],
+    save_strategy="no",
+    disable_tqdm=True,
+    ddp_backend="gloo",
+    fsdp=True,
+    fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+)
+assert arguments.device.type == "cpu"
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate has FSDP2 nowhere else
+trainer = Trainer(model, arguments, train_dataset=rows())
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    trainer.train()
+assert not [one for one in found if "vocabulary's size" in str(one.message)]
+parameters = list(trainer.model.parameters())
+assert all(isinstance(p, DTensor) for p in parameters)
+losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+norm = sum(p.full_tensor().double().norm().item() for p in parameters)
+if os.environ["RANK"] == "0":
+    print("found", *losses, norm)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_accelerates_fsdp2(head, tmp_path):
+    """Which wraps the lm head with its neighbours: losses and weights are stock's, and no logits are made."""
+    found = []
+    for way in ("stock", "fused"):
+        done = python("-c", FSDP2, way, str(tmp_path / way), head, ranks=2)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

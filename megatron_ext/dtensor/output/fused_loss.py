@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import import_transformers, output_head_path
@@ -62,7 +63,7 @@ def use_fused_loss(
 
     Warns:
         Once a class of models, from forward: logits are made, and why. What the model does to them is not known here,
-        its loss is another one, it or its head has hooks or an adapter, or its head is sharded by itself.
+        its loss is another one, it or its head has hooks or an adapter, or its head alone is sharded, not by FSDP2.
     """
     version = import_transformers().__version__
     if int(version.partition(".")[0]) < 5:
@@ -116,9 +117,10 @@ def _rule_or_reason(model: Any) -> tuple[HeadRule | None, str]:
     loss = getattr(getattr(model, "loss_function", None), "__name__", "unknown")
     if loss != "ForCausalLMLoss":
         return None, f"the loss of {name} is {loss}, which is not known here"
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    if isinstance(weight, DTensor) and not is_registered(model):
-        return None, f"the lm head of {name} is sharded by itself; let FSDP2 wrap the layers and the whole model"
+    head = model.get_output_embeddings()
+    by_itself = isinstance(getattr(head, "weight", None), DTensor) and not is_registered(model)
+    if by_itself and not isinstance(head, FSDPModule):
+        return None, f"the lm head of {name} is sharded by itself, and not by FSDP2"
     if is_hooked(model):
         return None, f"{name} or its head has hooks"
     return rule_of(model), f"what {name} does to its logits is not known here"
@@ -137,7 +139,7 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
     read = Read(1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy)
-    (losses,), fault = read_hidden(model, rule, read, head.hidden, [targets])
+    (losses,), fault = _called(model, lambda hidden: read_hidden(model, rule, read, hidden, [targets]))(head.hidden)
     if fault is not None:
         raise fault
     count = given.get("num_items_in_batch")
@@ -149,6 +151,25 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
         loss = loss + model.router_aux_loss_coef * kept["aux_loss"].to(loss.device)
     answer = type(output)(**kept | {"loss": loss})
     return answer.to_tuple() if as_tuple else answer
+
+
+def _called(model: nn.Module, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`read`, as a call of the lm head where FSDP2 wraps that: its hooks gather the weight, and again in backward."""
+    head = model.get_submodule(output_head_path(model))
+    if not isinstance(head, FSDPModule):
+        return read
+
+    def call(hidden: Tensor) -> Any:
+        own = vars(head).get("forward")
+        head.__dict__["forward"] = read
+        try:
+            return head(hidden)
+        finally:
+            del head.__dict__["forward"]
+            if own is not None:
+                head.__dict__["forward"] = own
+
+    return call
 
 
 class _Catch(nn.Module):
