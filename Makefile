@@ -20,7 +20,7 @@ WITH_transformer_engine-2.11.0 := onnx==1.23.2 onnxscript==0.7.2 onnx-ir==1.1.0 
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all test-versions test-torch test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
+.PHONY: help demo test test-all test-nccl-rules test-versions test-torch test-source test-frameworks test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,10 +42,15 @@ $(VENV)/.ready: requirements-dev.txt setup.py
 demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side by side; ends with a table and runs/demo/report.png
 	$(PY) examples/demo.py $(ARGS)
 
-# Tests of several ranks over the backend that hangs and refuses where NCCL does.
-ON_NCCL_RULES = $(PY) $(PYTEST) --nccl-rules lazy -k "not world1"
-KEEP_NCCL_RULES := tests/distributed tests/head tests/tensor_parallel tests/sequence \
-	tests/megatron/test_pipeline_errors.py tests/megatron/test_pipeline_vocabulary.py
+# Tests of several ranks over the backend that hangs and refuses where NCCL does; eager: as with a device_id.
+RULES ?= lazy
+ON_NCCL_RULES = $(PY) $(PYTEST) --nccl-rules $(RULES) -k "not world1"
+# What sends most, for `make test-all`.
+KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
+	$(addprefix tests/head/test_,linear.py linear_steps.py disagreement.py) \
+	$(addprefix tests/dtensor/test_,parity.py gradients.py parallelize.py) \
+	$(addprefix tests/policy/test_,train.py checkpoint.py refit.py megatron_worker.py) \
+	$(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py linear_ce_fsdp.py pretraining_parity.py)
 
 test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) $(PYTEST) -m "not slow and not gpu"
@@ -57,6 +62,9 @@ test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow mat
 	$(ON_NCCL_RULES) -m "several_ranks and not slow and not gpu" $(KEEP_NCCL_RULES)
 	$(ON_ENGINE)
 	$(MAKE) test-versions
+
+test-nccl-rules: $(VENV)/.ready  ## every test of several ranks over NCCL's rules, the slow ones too: RULES=lazy or eager
+	$(ON_NCCL_RULES) -m "several_ranks and not gpu"
 
 # Transformer Engine's tests have an environment of their own: without its kernels it cannot be imported, and Megatron
 # imports whatever is there.

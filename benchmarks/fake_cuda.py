@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.meter import one_rank_of
+from megatron_ext.head.engine import statistics
 from megatron_ext.head.row_passes import dispatch, logit_passes
 from megatron_ext.head.validation import argument_checks
 
@@ -40,6 +41,7 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(dispatch, "_side", kernels_of),
         mock.patch.object(argument_checks, "has_values", return_value=True),  # checks are launched, as on a GPU
+        mock.patch.object(statistics, "has_values", return_value=True),
     ):
         yield group
 

@@ -27,7 +27,8 @@ AREAS = {
     "": ("All else", "api/index.md"),
 }
 _WARN = {"warn", "say_once", "_say_once"}
-_RAISE_IF = {"raise_if", "demand"}  # what is wrong, and the message or a function that makes it
+# What is wrong or right, and the message or a function that makes it.
+_RAISE_IF = {"raise_if", "raise_unless", "demand"}
 _FEWEST_WORDS = 4
 
 

@@ -179,6 +179,7 @@ def test_checks_are_launches_too(ranks, assertions):
     case = replace(plan.A, tokens=64, width=32, vocab=8192, ranks=ranks)
     names = [launch.name for launch in plan.plan(case, 1)[0].launches]
     assert names.count("_assert_async") == assertions
+    assert names.count("bitwise_xor") == (ranks > 1), "labels are told by a checksum"
 
 
 def test_one_label_for_all_tokens_takes_bounded_time():

@@ -137,7 +137,7 @@ class ReadOut:
                 "vocab: the ranks of tp_group must agree on the vocabulary's size; pass the same vocab.size on each",
             )
             self.check_agreed(found_RN)
-            check_agreement(found_RN[:, -2], found_RN[:, -1], words)
+            check_agreement(found_RN[:, -2:], words)
 
     def agreed(self) -> list[int]:
         """Further numbers that `begin` sends."""

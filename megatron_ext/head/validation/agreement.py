@@ -8,6 +8,7 @@ Legend: T tokens, N ids of them.
 
 import zlib
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.head.validation.readable_values import has_values
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
-_BITS = 22
+_MASK = (1 << 23) - 1
 
 
 def in_words(options: dict[str, Any]) -> str:
@@ -36,15 +37,15 @@ def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor |
 
     `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
     """
-    total: Tensor | int = 0
+    sums: list[Tensor] = []
     for x in ids:
         places = torch.arange(x.shape[0], device=x.device) if places_T is None or not len(x) else places_T
         if x.dim() == 2:
             places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-        mixed = (x + places * _MULTIPLIER) * _MULTIPLIER
+        mixed = torch.add(x, places, alpha=_MULTIPLIER) * _MULTIPLIER
         mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
-        total = total + (mixed ^ (mixed >> 32)).sum()
-    return _odd(total) if ids else 0
+        sums.append((mixed >> 32).sum())  # the upper half depends on all bits below it
+    return _odd(reduce(torch.add, sums)) if sums else 0
 
 
 def gathered(numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:
@@ -61,7 +62,7 @@ def gathered(numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: G
 
 
 def _odd(checksum: Any) -> Any:
-    return (checksum & ((1 << _BITS) - 1)) * 2 + 1
+    return (checksum & _MASK) | 1
 
 
 def _plain(value: Any) -> str:

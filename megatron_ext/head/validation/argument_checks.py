@@ -17,7 +17,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
-from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
+from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_unless
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
@@ -65,10 +65,10 @@ def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -
     check_integers(labels)
     if has_values(labels):
         ids = labels.long()  # a narrow integer would wrap the size
-        wrong = ((ids < 0) | (ids >= size)) & (ids != ignore_index)
-        found = "one outside" if labels.is_cuda else f"{labels[wrong][:1].tolist()}, outside"
-        raise_if(
-            wrong.any(),
+        right = ((ids >= 0) & (ids < size)) | (ids == ignore_index)
+        found = "one outside" if labels.is_cuda else f"{labels[~right][:1].tolist()}, outside"
+        raise_unless(
+            right.all(),
             f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
             f"({ignore_index}); mark tokens that do not count with ignore_index{hint}",
         )
@@ -254,46 +254,40 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str =
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
     size_R, counted_R, start_R = (stats_RKT[:, row, -1] for row in (SIZE, COUNTED, START))
-    refused = (size_R == REFUSED).any()
-    before_RR = start_R < (start_R + counted_R).unsqueeze(1)  # whether a shard begins before another one ends
-    some_R = counted_R > 0
-    meet_RR = before_RR & before_RR.t() & some_R & some_R.unsqueeze(1)  # each with itself, too
-    apart = (size_R != size_R[0]).any() | (counted_R.sum() != size_R[0]) | (meet_RR.sum() != some_R.sum())
-    shards = (
-        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
-        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it"
-    )
-    raise_if(refused, REFUSAL)
+    raise_unless((size_R != REFUSED).all(), REFUSAL)
     if stats_RKT.shape[1] > LABELS:
-        check_agreement(stats_RKT[:, OPTIONS, -1], stats_RKT[:, LABELS, -1], words)
-    raise_if(apart, shards)
+        check_agreement(stats_RKT[:, OPTIONS : LABELS + 1, -1], words)
+    stop_R, size = start_R + counted_R, size_R[0]
+    begin_RR, end_RR = torch.maximum(start_R, start_R.unsqueeze(1)), torch.minimum(stop_R, stop_R.unsqueeze(1))
+    common_RR = (end_RR - begin_RR).clamp_(min=0)  # columns of each two shards: of one with itself, all of them
+    raise_unless(
+        (size_R == size).all() & (counted_R.sum() == size) & (common_RR.sum() == size),
+        "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
+        "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it",
+    )
     check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, call)
 
 
-def check_agreement(options_R: Tensor, labels_R: Tensor, words: str) -> None:
+def check_agreement(numbers_R2: Tensor, words: str) -> None:
     """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
 
     Args:
-        options_R, labels_R: what `agreement` makes of them on each rank; 0 where a rank does not say.
+        numbers_R2: what `agreement` makes of the options and of the labels of each rank; 0 where a rank does not say.
         words: this rank's options.
     """
-    raise_if(
-        _differ(options_R),
+    same_options, same_labels = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
+    raise_unless(
+        same_options,
         f"the options are not the same on every rank of tp_group; this rank's: {words}. Pass the same on each; also "
         f"return_entropy and return_hits, where one rank alone logs them: they change what is computed and sent",
     )
-    raise_if(
-        _differ(labels_R),
+    raise_unless(
+        same_labels,
         "labels are not the same on every rank of tp_group (or the token ids asked for, or which of them loss_mask and "
         "ignore_index leave): the ranks share the vocabulary, and each must pass the labels of all tokens. If sequence "
         'parallelism cut the hidden states, pass hidden_layout="sequence" and whole labels; else give all of them the '
         "same batch",
     )
-
-
-def _differ(numbers_R: Tensor) -> Tensor:
-    largest = numbers_R.amax()
-    return ((numbers_R != largest) & (numbers_R != 0)).any()
 
 
 def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
@@ -304,13 +298,12 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
     """
     if not has_values(sums_RKT):
         return
-    alike, same = sums_RKT == sums_RKT[..., :1], sums_RKT == sums_RKT[:1]
+    alike, differ = sums_RKT == sums_RKT[..., :1], sums_RKT != sums_RKT[:1]
     if call.largest is not None:  # where logits reach the softcap, those of different shards are alike
         tells = (sums_RKT[:, :1].abs() < _SATURATED * call.largest).any(0, keepdim=True)
-        alike, same = alike | ~tells, same | ~tells
-    whole = same.all() & (labels_T < call.vocab.columns).all() & ~alike.all()
-    raise_if(
-        whole,
+        alike, differ = alike | ~tells, differ & tells
+    raise_unless(
+        differ.any() | (labels_T >= call.vocab.columns).any() | alike.all(),
         f"every rank of tp_group passed the same {call.vocab.columns} columns: each must pass its own shard of the "
         f"vocabulary; scatter gathered logits (or the weight) over the group, or call without a group",
     )

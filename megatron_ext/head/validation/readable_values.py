@@ -30,9 +30,14 @@ def check_plain(argument: str, x: Any) -> None:
         )
 
 
-def raise_if(wrong: Tensor, message: str) -> None:
-    """ValueError if `wrong`, a bool tensor that has a value; on CUDA a device-side assertion without a host sync."""
-    if wrong.is_cuda:
-        torch._assert_async(~wrong, message)
-    elif wrong:
+def raise_unless(right: Tensor, message: str) -> None:
+    """ValueError unless `right`, a bool tensor with a value; on CUDA a device-side assertion without a host sync."""
+    if right.is_cuda:
+        torch._assert_async(right, message)
+    elif not right:
         raise ValueError(message)
+
+
+def raise_if(wrong: Tensor, message: str) -> None:
+    """The same of what is `wrong`, with a launch more on CUDA."""
+    raise_unless(~wrong, message)
