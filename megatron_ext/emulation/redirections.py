@@ -268,6 +268,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         "is_initialized": _answer(True),  # so that torch.cuda._lazy_call calls at once instead of putting it off
         "_lazy_init": _refuse_cuda,
         "init": _nothing,
+        "_is_in_bad_fork": _answer(False),  # forked by a process that looked for GPUs: torch would not seed the device
         "device_count": _device_count,
         "current_device": _answer(0),
         "set_device": _nothing,

@@ -460,3 +460,14 @@ else:
 @pytest.mark.gpu
 def test_a_gpu_is_neither_used_inside_nor_lost_outside():
     subprocess.run([sys.executable, "-c", ON_A_GPU], check=True, timeout=TIMEOUT_S)
+
+
+def test_seeds_reach_the_device_in_forked_processes(monkeypatch):
+    """Where their parent has looked for GPUs, torch built for CUDA does not seed these."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    drawn = []
+    with megatron_on_cpu():
+        for _ in range(2):
+            torch.manual_seed(5)
+            drawn.append(torch.rand(3, device="cuda"))
+    assert torch.equal(*drawn)
