@@ -30,7 +30,7 @@ from megatron_ext.head.readouts.read_out import AtColumns, Chunk
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, bend, transformed
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, bend, part_of, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 
 
@@ -263,10 +263,10 @@ def _read(
         if plan.softmax:
             row_statistics(
                 logits[0],
-                plan.target_T[rows],
+                part_of(plan.target_T, rows),
                 stats_Kt,
                 None,
-                shift_T[rows],
+                part_of(shift_T, rows),
                 None,
                 call.vocab.counted,
                 call.softcap,
@@ -376,16 +376,11 @@ class _Gradient:
 
     def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
         plan, call = self.plan, self.plan.call
-        scale, slope, offset = self.softmax.passed
+        given = (plan.target_T, self.stats.shift, *self.softmax.passed, self.softmax.value)
         row_gradient(
             z_tV,
             False,
-            plan.target_T[rows],
-            self.stats.shift[rows],
-            scale[rows],
-            None if slope is None else slope[rows],
-            None if offset is None else offset[rows],
-            self.softmax.value[rows],
+            *(None if x is None else part_of(x, rows) for x in given),
             out_tV,
             None,
             call.vocab.counted,

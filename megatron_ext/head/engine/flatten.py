@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from megatron_ext.head.row_passes.logit_passes import part_of
+
 # Elements of rows that are copied after all, because their runs are too short to be worked on one by one.
 _FEW = 1 << 20
 
@@ -64,7 +66,7 @@ def rows_of(z: Tensor, rows: slice) -> Tensor:
     """`[t, V]`: `rows` of the T rows of logits `[..., V]`; a copy only where they lie in several runs."""
     run = z.shape[-2]
     if z.dim() == 2:
-        return z[rows]
+        return part_of(z, rows)
     parts = [
         _run(z, i)[max(rows.start - i * run, 0) : rows.stop - i * run]
         for i in range(rows.start // run, -(-rows.stop // run))

@@ -32,6 +32,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import add_label_rows, token_gradient
+from megatron_ext.head.row_passes.logit_passes import part_of
 
 
 class FusedHead(torch.autograd.Function):
@@ -96,11 +97,12 @@ def _backward(ctx, inputs, stats, basis):
     for tile in tiles(hidden_TD, tokens, columns, cached, as_kept, need_dw, call.chunk_tokens):
         rows, block = tile
         if as_kept and block.stop <= cached:
-            g_TV = exp_TV[rows, block]  # E is G
+            g_TV = part_of(exp_TV, rows)  # E is G
+            g_TV = g_TV if block == slice(0, cached) else g_TV[:, block]
         else:
             g_TV = gradient_tile(tile, gathered.wait(), w_VD, bias_V, exp_TV, target_T, grad, call)
         if need_dx:
-            product_TD = matmul.add_product(product_TD, g_TV, w_VD[block])
+            product_TD = matmul.add_product(product_TD, g_TV, part_of(w_VD, block))
             if block.stop == columns:
                 if dw is not None:
                     dw.release()

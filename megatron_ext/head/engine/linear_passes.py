@@ -12,7 +12,7 @@ from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pieces, product_chunks
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import finish_dx, row_gradient, row_statistics
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, part_of
 
 
 def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
@@ -29,19 +29,19 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
 
     def run(x_TD: Tensor, span: slice) -> None:
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
-            kept = exp_TV[rows] if cached else None
+            kept = part_of(exp_TV, rows) if cached else None
             out_TV = kept if in_place else None
-            z_TV = matmul.logits(x_TD[rows.start - span.start : rows.stop - span.start], w_VD, out_TV)
+            z_TV = matmul.logits(part_of(x_TD, slice(rows.start - span.start, rows.stop - span.start)), w_VD, out_TV)
             if kept is not None and _keeps_logits(call, x_TD):
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
                 kept = None
             row_statistics(
                 z_TV,
-                target_T[rows],
+                part_of(target_T, rows),
                 stats_KT[:, rows],
                 kept,
-                shift_T[rows],
+                part_of(shift_T, rows),
                 bias_V,
                 call.vocab.counted,
                 call.softcap,
@@ -129,8 +129,9 @@ def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, call, passing) -
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
-    offset_T = None if grad.offset is None else grad.offset[tile]
-    finish_dx(out_TD, product_TD, grad.scale[tile], target_T[tile], grad.target[tile], w_VD, offset_T, common_D)
+    offset_T = None if grad.offset is None else part_of(grad.offset, tile)
+    scale_T, target_T, value_T = (part_of(x, tile) for x in (grad.scale, target_T, grad.target))
+    finish_dx(out_TD, product_TD, scale_T, target_T, value_T, w_VD, offset_T, common_D)
     return out_TD
 
 

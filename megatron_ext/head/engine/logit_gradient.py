@@ -66,22 +66,22 @@ class PassCoefficients(NamedTuple):
 
 def coefficients(stats: Statistics, kept_T: Tensor, basis: Basis, temperature: float) -> Coefficients:
     """What the gradients of `basis` mean for the logits before the softcap. `kept_T`: bool, tokens with a gradient."""
-    dtype, factor = stats.log_sum.dtype, 1.0 / temperature
+    dtype, left_out_T = stats.log_sum.dtype, ~kept_T
 
     def pulled(grad_T: Tensor) -> Tensor:
-        return (grad_T.to(dtype) * factor).where(kept_T, 0.0)
+        g_T = grad_T.to(dtype)
+        return (g_T if temperature == 1.0 else g_T * (1.0 / temperature)).masked_fill(left_out_T, 0.0)
 
-    log_p = log_prob(stats).where(kept_T, 0.0)
-    p_y = log_p.exp()
+    log_p = log_prob(stats).masked_fill(left_out_T, 0.0)
     a = target = None
     if basis.log_prob is not None:
-        g = pulled(basis.log_prob)
-        a, target = -g, -g * torch.expm1(log_p)
+        a = -pulled(basis.log_prob)
+        target = a * torch.expm1(log_p)
     if basis.lse is not None:
-        g = pulled(basis.lse)
+        g, p_y = pulled(basis.lse), log_p.exp()
         a, target = (g, g * p_y) if a is None or target is None else (a + g, target + g * p_y)
     if a is None or target is None:
-        a, target = torch.zeros_like(p_y), torch.zeros_like(p_y)
+        a, target = torch.zeros_like(log_p), torch.zeros_like(log_p)
     c = d = None
     if basis.mean is not None:
         assert stats.columns is not None
@@ -89,10 +89,10 @@ def coefficients(stats: Statistics, kept_T: Tensor, basis: Basis, temperature: f
     if basis.entropy is not None:
         assert stats.expected is not None
         c = -pulled(basis.entropy)
-        away = (stats.target - stats.expected).clamp(min=-1e4).where(kept_T, 0.0)  # p_y is 0 further away
-        target = target + c * p_y * away
+        away = (stats.target - stats.expected).clamp(min=-1e4).masked_fill(left_out_T, 0.0)  # p_y is 0 further away
+        target = target + c * log_p.exp() * away
     # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
-    alpha = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp().where(kept_T, 0.0)
+    alpha = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp().masked_fill(left_out_T, 0.0)
     return Coefficients(a, c, d, target, alpha)
 
 

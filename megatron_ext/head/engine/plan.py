@@ -153,8 +153,12 @@ class Plan:
         """What each read-out gives, and what its gradient wants of forward."""
         found, saved = [], []
         for r, span, own in zip(self.readouts, self._spans, self._own_spans, strict=True):
-            mine_KT = own_KT[own] if own_KT is not None and r.own_rows else stats_KT[span, :-1]
-            given, kept = r.results(stats, stats_RKT[:, span, :-1], mine_KT)
+            sent_RKT, mine_KT = stats_RKT, stats_KT  # a read-out without rows takes the dtype alone
+            if r.rows:
+                sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
+            if own_KT is not None and r.own_rows:
+                mine_KT = own_KT[own]
+            given, kept = r.results(stats, sent_RKT, mine_KT)
             found.append(given)
             saved.append(kept)
         return found, saved

@@ -65,7 +65,7 @@ def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.de
     shared = shared_rows(call)
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
     if call.ranks == 1:  # nothing is sent
-        stats_KT[:, -1] = 0
+        stats_KT[:, -1].zero_()
         return stats_KT
     stats_KT[:shared].zero_()  # not all of them are written
     if more:
@@ -118,6 +118,8 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
     """
+    if stats_RKT.shape[0] == 1:
+        return _of_one_shard(stats_RKT[0, :, :-1].double(), own_KT, call, shift_T)
     start_R1 = stats_RKT[:, START, -1:]
     stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
@@ -149,6 +151,26 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
 
 
+def _of_one_shard(stats_KT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:
+    """What `combine` gives where one shard is the whole vocabulary: the same bits, in fewer steps."""
+    peaks, total, target, *rows = stats_KT.unbind()
+    total = total.masked_fill(peaks == -torch.inf, 1.0)
+    more = iter(rows)
+    mean = columns = expected = hits = bend = None
+    if call.mean:
+        sums, columns = next(more), next(more).clone()
+        mean = sums / columns
+    if call.expected:
+        expected = next(more) / total
+    if call.hits:
+        hits = next(more) > 0
+    if call.softcap is not None:
+        bend = own_KT[own_rows(call) - 1, :-1].clone()
+    shift = _finite(own_KT[MAX, :-1]) if shift_T is None else shift_T
+    # Copies of what is kept for backward, which would keep all rows otherwise.
+    return Statistics(peaks.clone(), total.log(), target - _finite(peaks), shift, mean, columns, expected, hits, bend)
+
+
 def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
     """`[2, T]`: a logit and the sum of a few, by which the same logits on every rank show, instead of all of them."""
     if not counted:
@@ -170,4 +192,4 @@ def lse(stats: Statistics) -> Tensor:
 
 def _finite(peak_T: Tensor) -> Tensor:
     """0 where a row has no finite logit: a reference point that can be subtracted."""
-    return peak_T.where(peak_T > -torch.inf, 0.0)
+    return peak_T.nan_to_num(0.0, torch.inf, 0.0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
 from megatron_ext.head.row_passes.dispatch import add_label_rows
+from megatron_ext.head.row_passes.logit_passes import part_of
 
 # Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
 # than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.
@@ -60,7 +61,9 @@ class WeightGradient:
         for part in self._parts:
             x_TD = self._scaled(part)
             if not self._rounds_once:
-                _product(self._out_VD[block, part], g_TV, x_TD, self._accumulate)
+                out_VD = part_of(self._out_VD, block)
+                out_VD = out_VD if len(self._parts) == 1 else out_VD[:, part]
+                _product(out_VD, g_TV, x_TD, self._accumulate)
                 continue
             for start in range(block.start, block.stop, _CPU_ROWS):
                 rows = slice(start, min(start + _CPU_ROWS, block.stop))
@@ -97,16 +100,17 @@ class WeightGradient:
         common_D = counted_V = None
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]
-        add_label_rows(out_VD, self._x_TD[:, part], row_T, self._value_T, common_D, counted_V)
+        x_TD = part_of(self._x_TD, slice(0, self._x_TD.shape[0]), part.stop) if part.start == 0 else self._x_TD[:, part]
+        add_label_rows(out_VD, x_TD, row_T, self._value_T, common_D, counted_V)
 
     def _scaled(self, part: slice) -> Tensor:
         """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
         if self._whole is not None:
             return self._whole
-        x_TD = self._x_TD[:, part]
+        x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            torch.mul(x_TD[rows], self._scale_T[rows].unsqueeze(1), out=out_TD[rows])
+            torch.mul(part_of(x_TD, rows), part_of(self._scale_T, rows).unsqueeze(1), out=part_of(out_TD, rows))
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
+from megatron_ext.head.row_passes.logit_passes import part_of
 from megatron_ext.head.validation.readable_values import has_values
 
 
@@ -36,11 +37,13 @@ def add_label_rows(
     dtype, width = value_T.dtype, x_TD.shape[1]
     wide = out_VD.dtype == dtype
     for part in [slice(0, width)] if wide else column_blocks(len(out_VD) + len(x_TD), width, None, value_T):
-        out = out_VD[:, part]
+        out, x = (out_VD, x_TD) if wide else (out_VD[:, part], x_TD[:, part])
         sum_VD = out if wide else out.to(dtype)
-        for at in _tokens(target_T, x_TD[:, part]):
-            owned = target_T[at] >= 0
-            row, term = target_T[at].clamp(min=0), x_TD[at, part] * value_T[at].where(owned, 0.0).unsqueeze(1)
+        for at in _tokens(target_T, x):
+            row, value = target_T[at], value_T[at]
+            if isinstance(at, slice):  # all tokens, and some of them may have no row
+                row, value = row.clamp(min=0), value.where(row >= 0, 0.0)
+            term = x[at] * value.unsqueeze(1)
             if out_VD.is_cuda:  # there `index_add_` sums in another order in each run
                 sum_VD.index_put_((row,), term.to(dtype), accumulate=True)
             else:
@@ -70,18 +73,20 @@ def finish_dx(
         target_T: int64, the token's row of W, -1: none.
         common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
     """
-    value_T, target_T = value_T.where(target_T >= 0, 0.0).unsqueeze(1), target_T.clamp(min=0)
+    value_T1, target_T = value_T.masked_fill(target_T < 0, 0.0).unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
-        dx_TD = w_VD[target_T[rows]] * value_T[rows]
-        dx_TD.addcmul_(product_TD[rows].to(dx_TD.dtype), scale_T[rows].unsqueeze(1))
+        dx_TD = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows)
+        dx_TD.addcmul_(part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1))
         if offset_T is not None and common_D is not None:
-            dx_TD.addcmul_(offset_T[rows].unsqueeze(1), common_D)
-        out_TD[rows] = dx_TD
+            dx_TD.addcmul_(part_of(offset_T, rows).unsqueeze(1), common_D)
+        part_of(out_TD, rows).copy_(dx_TD)
 
 
 def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor]:
     """The tokens with a row in pieces; all of them where their number is not known or the host would wait for it."""
     if target_T.is_cuda or not has_values(target_T):
         return pieces(x_TD)
-    found_N = (target_T >= 0).nonzero().squeeze(1)
-    return found_N.split(pieces(x_TD)[0].stop) if len(found_N) else []
+    found_N, most = (target_T >= 0).nonzero().squeeze(1), pieces(x_TD)[0].stop if len(x_TD) else 1
+    if len(found_N) <= most:
+        return [found_N] if len(found_N) else []
+    return found_N.split(most)

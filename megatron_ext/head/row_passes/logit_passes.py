@@ -24,6 +24,8 @@ _FAR = -1e4
 # Elements that a pass works on at a time on CPU: few enough to stay in cache from step to step, and so many that the
 # start of the threads is no part of the time.
 _CPU_BLOCK = 1 << 19
+# So few that cutting them takes longer than it saves memory.
+_FEW = 1 << 12
 
 
 def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
@@ -77,41 +79,43 @@ def row_statistics(
         if shift_T is not None:
             shift_T.zero_()
         return
-    owned, column = (target_T >= 0).unsqueeze(1), target_T.clamp(min=0).unsqueeze(1)
+    elsewhere_T, column = target_T < 0, target_T.clamp(min=0).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
-    stats_KT[TARGET] = at_target.where(owned, -torch.inf).squeeze(1)
+    stats_KT[TARGET].copy_(at_target.squeeze(1).masked_fill(elsewhere_T, -torch.inf))
     if softcap is not None:
-        slope_T1 = bend(z_TV.gather(1, column), bias, softcap, dtype).where(owned, 0.0)
-        stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T1.squeeze(1)
+        slope_T = bend(z_TV.gather(1, column), bias, softcap, dtype).squeeze(1).masked_fill(elsewhere_T, 0.0)
+        stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
     blocks = _blocks(z_TV)
     scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
-        work = exp_TV[rows, :counted] if exp_TV is not None and in_place else scratch_TV[: rows.stop - rows.start]
-        z = transformed(z_TV[rows, :counted], bias_V, softcap, temperature, dtype, work)
+        in_exp = exp_TV is not None and in_place
+        work = part_of(exp_TV, rows, counted) if in_exp else part_of(scratch_TV, slice(0, rows.stop - rows.start))
+        z = transformed(part_of(z_TV, rows, counted), bias_V, softcap, temperature, dtype, work)
         if with_hits:
             peak, first = z.max(1)
             stats_KT[3 + 2 * with_mean + with_entropy, rows] = first == target_T[rows]
         else:
             peak = z.amax(1)
-        stats_KT[MAX, rows] = peak
+        part_of(stats_KT[MAX], rows).copy_(peak)
         if shift_T is not None:
-            shift_T[rows] = peak.where(peak > -torch.inf, 0.0)
+            part_of(shift_T, rows).copy_(peak.nan_to_num(0.0, torch.inf, 0.0))
         # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
         far = torch.sub(z, peak.clamp_(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
             stats_KT[3, rows], stats_KT[4, rows] = _sums(far.where(finite, 0.0)), finite.sum(1)
         exp = far.exp() if with_entropy else far.exp_()
-        stats_KT[SUM_EXP, rows] = _sums(exp)
+        part_of(stats_KT[SUM_EXP], rows).copy_(_sums(exp))
         if with_entropy:
             stats_KT[3 + 2 * with_mean, rows] = _sums(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
             exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
     if exp_TV is not None:
-        exp_TV[:, counted:] = 0
+        if counted < exp_TV.shape[1]:
+            exp_TV[:, counted:] = 0
         _write(exp_TV, target_T, 0.0)
 
 
@@ -147,7 +151,8 @@ def row_gradient(
         out_TV: written, any floating dtype.
         bias_V, counted, softcap, temperature: as in `row_statistics`.
     """
-    out_TV[:, counted:] = 0
+    if counted < out_TV.shape[1]:
+        out_TV[:, counted:] = 0
     if counted == 0:
         return
     dtype = shift_T.dtype
@@ -156,19 +161,19 @@ def row_gradient(
     blocks = _blocks(source_TV)
     scratch_TV = source_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
-        work = out_TV[rows, :counted] if in_place else scratch_TV[: rows.stop - rows.start]
-        shift = shift_T[rows].unsqueeze(1)
-        scale = None if scale_T is None else scale_T[rows].unsqueeze(1)
-        slope = None if slope_T is None else slope_T[rows].unsqueeze(1)
-        offset = None if offset_T is None else offset_T[rows].unsqueeze(1)
+        work = part_of(out_TV, rows, counted) if in_place else part_of(scratch_TV, slice(0, rows.stop - rows.start))
+        shift = part_of(shift_T, rows).unsqueeze(1)
+        scale = None if scale_T is None else part_of(scale_T, rows).unsqueeze(1)
+        slope = None if slope_T is None else part_of(slope_T, rows).unsqueeze(1)
+        offset = None if offset_T is None else part_of(offset_T, rows).unsqueeze(1)
         if source_is_exp:
-            grad = work.copy_(source_TV[rows, :counted])
+            grad = work.copy_(part_of(source_TV, rows, counted))
             bends = slope is not None or softcap is not None
             u = grad.clamp(min=torch.finfo(dtype).tiny).log_() if bends else grad
             factor = None if softcap is None else 1 - (u + shift).mul_(temperature / softcap).square_()
             finite = None  # the caller knows that all columns are
         else:
-            z = source_TV[rows, :counted]
+            z = part_of(source_TV, rows, counted)
             factor = None if softcap is None else bend(z, bias_V, softcap, dtype)
             z = transformed(z, bias_V, softcap, temperature, dtype, work)
             grad = torch.sub(z, shift, out=work)
@@ -211,16 +216,29 @@ def transformed(
 
 def _sums(x_TV: Tensor) -> Tensor:
     """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
-    pieces, rest = x_TV.split([x_TV.shape[1] // 16 * 16, x_TV.shape[1] % 16], 1)
-    return pieces.unflatten(1, (16, -1)).sum(-1).sum(1, dtype=torch.float64) + rest.sum(1)
+    end = x_TV.shape[1] // 16 * 16
+    whole_TV = part_of(x_TV, slice(0, x_TV.shape[0]), end)
+    sums_T = whole_TV.unflatten(1, (16, -1)).sum(-1).sum(1, dtype=torch.float64)
+    return sums_T if whole_TV is x_TV else sums_T + x_TV[:, end:].sum(1)
+
+
+def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
+    """`x[rows, :columns]`, and `x` itself where that is all of it: small calls spend their time on the call."""
+    x = x if rows.stop - rows.start == x.shape[0] else x[rows]
+    return x if columns is None or columns >= x.shape[1] else x[:, :columns]
 
 
 def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
     """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
     fp32 temporarily."""
-    width = out_TV.shape[1]
-    at = torch.arange(target_T.shape[0], device=target_T.device), target_T.clamp(min=0, max=width - 1)
-    out_TV.index_put_(at, torch.where((target_T >= 0) & (target_T < width), value_T, out_TV[at]))
+    column_T = target_T.clamp(min=0, max=out_TV.shape[1] - 1)
+    at = torch.arange(target_T.shape[0], device=target_T.device), column_T
+    inside_T, before_T = column_T == target_T, out_TV[at]
+    if isinstance(value_T, Tensor):
+        after_T = torch.where(inside_T, value_T, before_T)
+    else:
+        after_T = before_T.masked_fill(inside_T, value_T)
+    out_TV.index_put_(at, after_T)
 
 
 def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
@@ -236,7 +254,8 @@ def _blocks(z_TV: Tensor) -> list[slice]:
     tokens, columns = z_TV.shape
     step = tokens
     if z_TV.device.type == "cpu":
-        step = min((_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1), tokens // 4)
+        most = (_CPU_BLOCK if has_values(z_TV) else 8 * _CPU_BLOCK) // max(columns, 1)
+        step = min(most, max(tokens // 4, _FEW // max(columns, 1)))
     step = max(1, step)
     return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 

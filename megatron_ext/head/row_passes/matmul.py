@@ -37,7 +37,7 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
         more = -columns % _CUDA_MULTIPLE if like.is_cuda else _LINE_BYTES // dtype.itemsize
     matrix = like.new_empty(tokens, columns + more, dtype=dtype)
     if more and not like.is_cuda:
-        matrix[:, columns:] = 0
+        matrix[:, columns:].zero_()
     return matrix[:, :columns]
 
 
@@ -64,6 +64,8 @@ def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
         main_grad.add_product(total_TD, g_TV.t(), w_VD)
         return total_TD
     tokens, columns = g_TV.shape
+    if total_TD is None and g_TV.dtype == wide and tokens <= _CPU_ROWS:
+        return torch.mm(g_TV, w_VD)
     if total_TD is None:
         total_TD = g_TV.new_zeros(tokens, w_VD.shape[1], dtype=wide)
     step = max(columns, 1) if g_TV.dtype == wide else max(64, -(-columns // _CPU_CHUNKS))

@@ -45,9 +45,9 @@ def token_gradient(stats: Statistics, kept_T: Tensor, target_T: Tensor, basis: B
         basis: the gradients of what was read out.
     """
     coef = logit_gradient.coefficients(stats, kept_T, basis, call.temperature)
-    owned_T = target_T >= 0
+    elsewhere_T = target_T < 0
     if coef.c is None and call.softcap is None:
-        return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.where(owned_T, 0.0), coef.d)
+        return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.masked_fill(elsewhere_T, 0.0), coef.d)
     target, through = coef.target, None
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
@@ -57,7 +57,9 @@ def token_gradient(stats: Statistics, kept_T: Tensor, target_T: Tensor, basis: B
     others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
     unit = torch.stack([coef.a.abs(), *others]).amax(0)
     inside = logit_gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
-    return _rounded(inside, unit, stats.shift, target.where(owned_T, 0.0), coef.d if through is None else None)
+    return _rounded(
+        inside, unit, stats.shift, target.masked_fill(elsewhere_T, 0.0), coef.d if through is None else None
+    )
 
 
 def _rounded(inside, scale, shift, target, offset) -> Gradient:
