@@ -20,6 +20,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from typing import NamedTuple
 
 import pytest
 
@@ -89,6 +90,8 @@ def _work(jobs, rank, world_size, store, rules):
         try:
             getattr(importlib.import_module(module), name).body(**kwargs)
             error = None
+        except pytest.skip.Exception as skipped:
+            error = Skipped(str(skipped))
         except BaseException:  # also SystemExit: a rank must always answer
             error = traceback.format_exc()
         jobs.send((error, _threads()))
@@ -99,6 +102,12 @@ def _threads():
     """The threads of this process, 0 where that is not known."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+
+
+class Skipped(NamedTuple):
+    """What a rank answers whose body called `pytest.skip`: all ranks do, or the test fails."""
+
+    reason: str
 
 
 class _Pool:
@@ -125,6 +134,9 @@ class _Pool:
                 if error:
                     errors[rank] = error
                     deadline = min(deadline, time.monotonic() + STRAGGLERS_S)
+        if len(errors) == len(self.workers) and all(isinstance(error, Skipped) for error in errors.values()):
+            self.kill()
+            pytest.skip(errors[0].reason)
         if errors or pending:
             self.kill()
             report = "\n".join(f"--- rank {rank} of {len(self.workers)} ---\n{e}" for rank, e in sorted(errors.items()))

@@ -1,0 +1,25 @@
+"""What becomes of a test body that runs on ranks."""
+
+import pytest
+
+from tests.ranks import ranks
+
+
+@ranks(2)
+def skipped_on_all():
+    pytest.skip("of no use here")
+
+
+@ranks(2)
+def skipped_on_one():
+    import torch.distributed as dist
+
+    if dist.get_rank():
+        pytest.skip("of no use on rank 1")
+
+
+def test_what_all_ranks_skip_is_skipped_with_the_reason_and_what_one_skips_is_a_failure():
+    with pytest.raises(pytest.skip.Exception, match="of no use here"):
+        skipped_on_all(world_size=2)
+    with pytest.raises(pytest.fail.Exception, match="of no use on rank 1"):
+        skipped_on_one(world_size=2)
