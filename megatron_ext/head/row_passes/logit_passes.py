@@ -91,8 +91,10 @@ def row_statistics(
     blocks = _blocks(z_TV)
     scratch_TV = z_TV.new_empty(0 if in_place else _longest(blocks), counted, dtype=dtype)
     for rows in blocks:
-        in_exp = exp_TV is not None and in_place
-        work = part_of(exp_TV, rows, counted) if in_exp else part_of(scratch_TV, slice(0, rows.stop - rows.start))
+        if exp_TV is not None and in_place:
+            work = part_of(exp_TV, rows, counted)
+        else:
+            work = part_of(scratch_TV, slice(0, rows.stop - rows.start))
         z = transformed(part_of(z_TV, rows, counted), bias_V, softcap, temperature, dtype, work)
         if with_hits:
             peak, first = z.max(1)
