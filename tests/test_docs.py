@@ -114,6 +114,7 @@ def run_blocks(text: str, names: dict | None = None, least: int = 1) -> dict:
 
 def test_numerics():
     run_blocks((DOCS / "numerics.md").read_text(), least=2)
+    run_blocks((DOCS / "exactness.md").read_text(), least=2)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import Cache, Layout, Reduction, one_of
+from megatron_ext.head.validation.option_checks import Bits, Cache, Layout, Reduction, one_of
 
 
 def linear_cross_entropy(
@@ -34,6 +34,7 @@ def linear_cross_entropy(
     skip_ignored: bool = False,
     loss_mask: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` against `labels`, a chunk of logits at a time.
 
@@ -60,6 +61,8 @@ def linear_cross_entropy(
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes.
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
+        bits: "fast"; "batch" or "tensor_parallel": a token's bits do not depend on other tokens, chunks or layout, or
+            on the number of ranks either; see `LmHead`.
 
     Returns:
         `[...]` (a scalar if reduced), fp32 (fp64 for fp64), on every rank alike.
@@ -81,6 +84,7 @@ def linear_cross_entropy(
         cache=cache,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored else None
@@ -106,6 +110,7 @@ def linear_log_probs(
     gradient_accumulation_fusion: bool = False,
     return_entropy: bool = False,
     return_hits: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each label under `softmax(hidden @ weight.T)`, a chunk of logits at a time.
 
@@ -127,6 +132,7 @@ def linear_log_probs(
         cache=cache,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored or return_entropy else None

@@ -11,6 +11,7 @@ What all functions here take:
         returned per token is of the full sequence in either.
     temperature: logits are divided by it.
     gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
+    bits: "fast", or "batch": a token's bits do not depend on other tokens, chunks or layout; see `LmHead`.
 They communicate, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2. They raise ValueError,
 on every rank, where an argument breaks its rule.
 """
@@ -28,7 +29,7 @@ from megatron_ext.head.readouts.kl_divergence import KL, Direction
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.teacher import Teacher
-from megatron_ext.head.validation.option_checks import Layout, one_of
+from megatron_ext.head.validation.option_checks import Bits, Layout, one_of
 
 
 def linear_gather_log_probs(
@@ -42,6 +43,7 @@ def linear_gather_log_probs(
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
     return_entropy: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]`, as `gather_log_probs`."""
     head = LmHead(
@@ -52,6 +54,7 @@ def linear_gather_log_probs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     return head.read(hidden, Gather(indices), Entropy()) if return_entropy else head.read(hidden, Gather(indices))
 
@@ -66,6 +69,7 @@ def linear_topk_log_probs(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    bits: Bits = "fast",
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[..., k]` of each token's k likeliest ids, in falling order, and those ids `[..., k]` (int64).
 
@@ -80,6 +84,7 @@ def linear_topk_log_probs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     return head.read(hidden, TopK(k))
 
@@ -97,6 +102,7 @@ def linear_sampled_log_probs(
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
@@ -112,6 +118,7 @@ def linear_sampled_log_probs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     return head.read(hidden, Sampled(labels, top_k, top_p, ignore_index))
 
@@ -128,6 +135,7 @@ def linear_kl_divergence(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor:
     """KL divergence `[...]` of a student from a teacher over the whole vocabulary, as `kl_divergence`.
 
@@ -143,6 +151,7 @@ def linear_kl_divergence(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=vocab), teacher_hidden)
     return head.read(student_hidden, KL(teacher, direction))
@@ -160,6 +169,7 @@ def linear_js_divergence(
     temperature: float = 1.0,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
+    bits: Bits = "fast",
 ) -> Tensor:
     """`js_divergence` from hidden states, else as `linear_kl_divergence`.
 
@@ -174,6 +184,7 @@ def linear_js_divergence(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
+        bits=bits,
     )
     teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=vocab), teacher_hidden)
     return head.read(student_hidden, JensenShannon(teacher, beta))

@@ -20,12 +20,14 @@ from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gathe
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import FusedHead
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.fixed_bits.linear import FixedHead
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation import argument_checks, option_checks
-from megatron_ext.head.validation.option_checks import Cache, Layout
+from megatron_ext.head.validation.bits_checks import bits_fault
+from megatron_ext.head.validation.option_checks import Bits, Cache, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,11 @@ class LmHead:
             others keep none.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
+        bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
+            of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
+            layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
+            vocabulary; for read-outs of the softmax alone. The last two are for CPUs, and for one machine, torch and
+            number of threads: docs/exactness.md.
     """
 
     weight: Tensor
@@ -65,10 +72,12 @@ class LmHead:
     cache: Cache = field(default="bounded", kw_only=True)
     chunk_tokens: int | None = field(default=None, kw_only=True)
     gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
+    bits: Bits = field(default="fast", kw_only=True)
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(Layout))
         option_checks.check_cache(self.cache)
+        option_checks.one_of("bits", self.bits, get_args(Bits))
         _check_logits(self)
         object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
@@ -120,6 +129,8 @@ class LmHead:
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
+        if self.bits != "fast":
+            fault = bits_fault(self.bits, self.shard, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
             fault = fault or argument_checks.main_grad_fault(self.weight)
         teachers = [r.teacher for r in readouts if r.teacher is not None]
@@ -170,6 +181,8 @@ class LmHead:
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
             weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
+        if self.bits != "fast":
+            return _apply_fixed(sides[0], weight, bias, plan, sizes, keep)
         return FusedHead.apply(sides[0], weight, bias, plan, sizes, keep)
 
     def _leading(
@@ -198,6 +211,7 @@ class LmHead:
             self.chunk_tokens,
             self.cache,
             self.gradient_accumulation_fusion,
+            bits=self.bits,
             logit_scale=self.logit_scale,
         )
 
@@ -273,6 +287,11 @@ class Logits:
     def call(self) -> Call:
         """What the engine takes of it."""
         return Call(self.tp_group, self.shard, self.softcap, self.temperature, self.chunk_tokens)
+
+
+@torch.compiler.disable  # what holds of this processor's products is found out by running some
+def _apply_fixed(*arguments: Any) -> Sequence[Tensor]:
+    return FixedHead.apply(*arguments)
 
 
 def _check_logits(facts: Any) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Cache
+from megatron_ext.head.validation.option_checks import Bits, Cache
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Call:
             or "auto": see `chunk_sizes.cached_columns`.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
         largest: what no logit that is read can pass, because of a softcap; None: nothing.
+        bits: "fast", "batch" or "tensor_parallel": which other numbers a token's bits may depend on, see `LmHead`.
         mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
             logits times their probabilities, and whether the label has the largest logit.
     """
@@ -37,6 +38,7 @@ class Call:
     hits: bool = False
     logit_scale: float = 1.0
     largest: float | None = None
+    bits: Bits = "fast"
 
     def without_scale(self) -> "Call":
         """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""

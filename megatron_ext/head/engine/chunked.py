@@ -23,9 +23,13 @@ from megatron_ext.head.engine.autograd import (
     keep_for_backward,
     kept_from_forward,
 )
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
+from megatron_ext.head.fixed_bits.linear import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
@@ -40,6 +44,7 @@ class Rule(NamedTuple):
     bias_V: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    fixed: bool = False  # whether logits have the same bits whatever other tokens there are
 
     @property
     def changes(self) -> bool:
@@ -55,7 +60,8 @@ class Rule(NamedTuple):
     def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
         """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
         if self._own_cap is not None:
-            out_tV.mul_(bend(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
+            slope = products.softcap_slope if self.fixed else bend
+            out_tV.mul_(slope(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
         if self.scale != 1.0:
             out_tV.mul_(self.scale)
 
@@ -132,7 +138,7 @@ class FromHidden(torch.autograd.Function):
     ):
         inputs = [x_TD, w_VD, bias_V, *teachers]
         with torch.autocast(x_TD.device.type, enabled=False):
-            made = _products(inputs, rules, plan.call.group, sizes)
+            made = _products(inputs, rules, plan.call, sizes)
             shared = plan.chunks()
             chunks = _row_chunks(plan, w_VD.shape[0]) if shared is None else shared
             stats, results, saved = _read(plan, made, chunks, x_TD)
@@ -154,28 +160,36 @@ class FromHidden(torch.autograd.Function):
 def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[Tensor]], grads: list[Tensor | None]):
     plan, sizes, weight_VD, bias_V = ctx.plan, ctx.sizes, inputs[1], inputs[2]
     group = plan.call.group
-    made = _products(inputs, ctx.rules, group, sizes)
+    made = _products(inputs, ctx.rules, plan.call, sizes)
     x_TD, w_VD = made[0].x_TD, made[0].w_VD
     gradient = _Gradient(plan, stats, saved, grads, made)
     need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    dx_TD = torch.empty_like(x_TD) if need_dx else None
+    fixed, wide = plan.call.bits != "fast", accumulation_dtype(w_VD.dtype)
+    dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype) if need_dx else None
     fused = main_grad.buffer_of(ctx.parameter) if need_dw and plan.call.fuse_main_grad else None
-    wide = accumulation_dtype(w_VD.dtype)
     total_VD = None
     if need_dw:
         total_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if fused is None else fused
     total_V = bias_V.new_zeros(bias_V.shape, dtype=wide) if need_db else None
     for rows in ctx.chunks:
-        dz_tV = x_TD.new_empty(rows.stop - rows.start, w_VD.shape[0])
+        if fixed:
+            dz_tV = products.new_rows(x_TD, rows.stop - rows.start, w_VD.shape[0])
+        else:
+            dz_tV = x_TD.new_empty(rows.stop - rows.start, w_VD.shape[0])
         gradient.write(rows, dz_tV)
         if dx_TD is not None:
-            dx_TD[rows] = matmul.add_product(None, dz_tV, w_VD)
-        if total_VD is not None:
+            dx_TD[rows] = products.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD)
+        if total_VD is not None and fixed:
+            products.add_transposed(total_VD, dz_tV, x_TD[rows])
+        elif total_VD is not None:
             main_grad.add_product(total_VD, dz_tV, x_TD[rows])
         if total_V is not None:
-            total_V += dz_tV.sum(0, dtype=wide)
+            for part_tV in dz_tV.split(products.TOKENS) if fixed else (dz_tV,):
+                total_V += part_tV.sum(0, dtype=wide)
         del dz_tV  # before the next one is made
-    if dx_TD is not None and plan.tokens:
+    if dx_TD is not None and fixed:
+        dx_TD = sum_of_ranks(dx_TD, x_TD, group, sizes)
+    elif dx_TD is not None and plan.tokens:
         if sizes is not None:
             dx_TD = collectives.reduce_scatter(dx_TD, group, sizes=sizes)
         else:
@@ -201,9 +215,15 @@ class _Product:
 
     def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule):
         self.x_TD, self.w_VD, self.rule = x_TD, w_VD, rule
+        if rule.fixed:
+            self.x_TD, self.w_VD = products.aligned(x_TD), products.aligned(w_VD)
 
     def __call__(self, rows: slice) -> Tensor:
-        return matmul.logits(self.x_TD[rows], self.w_VD)
+        if not self.rule.fixed:
+            return matmul.logits(self.x_TD[rows], self.w_VD)
+        z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
+        products.logits(self.x_TD[rows], self.w_VD, z_tV)
+        return z_tV
 
 
 def _given(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Any]:
@@ -211,16 +231,16 @@ def _given(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Any]:
 
 
 def _products(
-    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float]], group: Group, sizes: list[int] | None
+    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float]], call: Call, sizes: list[int] | None
 ) -> list[Any]:
     """The student's, and the teachers', with all tokens' hidden states."""
     hidden = [*inputs[::3]]
     if sizes and any(sizes):
-        hidden = gather_tokens(hidden, group, sizes)
+        hidden = gather_tokens(hidden, call.group, sizes)
     found = []
     for x_TD, w_VD, bias_V, rule in zip(hidden, inputs[1::3], inputs[2::3], rules, strict=True):
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
-        found.append(_Product(x_TD, w_VD.to(x_TD.dtype), Rule(wide_V, *rule)))
+        found.append(_Product(x_TD, w_VD.to(x_TD.dtype), Rule(wide_V, *rule, call.bits != "fast")))
     return found
 
 
@@ -237,6 +257,8 @@ def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
+    if plan.call.bits != "fast":
+        return fixed_chunks(plan.call, plan.tokens, 0, columns)
     return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns)
 
 

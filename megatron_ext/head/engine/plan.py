@@ -15,6 +15,7 @@ from megatron_ext.head.engine import logit_gradient, statistics
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
 
@@ -64,7 +65,13 @@ class Plan:
             self.target_T = (labels.labels_T - call.vocab.start).masked_fill(~own_T, -1)
         self.ids = self._ids()
         self.asked: Tensor = self.ids[0] if self.ids else self.target_T[:1]
-        self._more_words = {"softcap": call.softcap, "temperature": call.temperature, "logit_scale": call.logit_scale}
+        bits = {} if call.bits == "fast" else {"bits": call.bits}
+        self._more_words = {
+            "softcap": call.softcap,
+            "temperature": call.temperature,
+            "logit_scale": call.logit_scale,
+            **bits,
+        }
         self.kept_T = self._kept(tokens, device)
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
@@ -110,7 +117,10 @@ class Plan:
         found = None
         for r in self.readouts:
             found = found or r.chunks(self.tokens)
-        return found
+        if not found or self.call.bits == "fast":
+            return found
+        step = products.whole_blocks(found[0])
+        return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """What the read-outs must know or agree on before the first chunk."""
@@ -141,6 +151,22 @@ class Plan:
         if stats_RKT.shape[0] > 1 and not torch.compiler.is_compiling():
             check_exchange(stats_RKT, self.asked, self.call, self.words())
         return stats_RKT
+
+    def exchange_leaves(self, stats_LKT: Tensor) -> Tensor:
+        """Every rank's statistics of its leaves, `[R L, K, T + 1]`, in the vocabulary's order; else as `exchange`."""
+        call, leaves = self.call, stats_LKT.shape[0]
+        if leaves == 1:
+            return self.exchange(stats_LKT[0])
+        if call.ranks == 1:
+            return stats_LKT
+        for stats_KT in stats_LKT:
+            statistics.sign(stats_KT, call, self.words, self.ids, self.places_T)
+        sent_KT = stats_LKT[:, : statistics.SENT].flatten(0, 1)
+        bare = replace(call, softcap=None)  # of which the slope at the label was cut off already
+        stats_RKT = statistics.exchange(sent_KT, bare, self.places_T, self.all_tokens)
+        found_LKT = stats_RKT.unflatten(1, (leaves, -1)).flatten(0, 1)
+        check_exchange(found_LKT, self.asked, call, self.words())
+        return found_LKT
 
     def parts(self, stats_KT: Tensor, own_KT: Tensor) -> "list[tuple[int, ReadOut, Tensor, Tensor]]":
         """Each read-out with rows of its own, its place, the rows that are sent and those that stay."""

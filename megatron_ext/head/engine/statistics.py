@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine.call import Call
+from megatron_ext.head.fixed_bits.leaves import tree_sum
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, statistics_rows
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.readable_values import has_values
@@ -128,18 +129,22 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     # Below the common maximum by this much; a shard without a finite column weighs nothing, at any distance.
     below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
     weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
-    total = (stats_RKT[:, SUM_EXP] * weight_RT).sum(0)
+
+    def added(x_RT: Tensor) -> Tensor:
+        return x_RT.sum(0) if call.bits == "fast" else tree_sum(x_RT.unbind(0))
+
+    total = added(stats_RKT[:, SUM_EXP] * weight_RT)
     total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
     mean = columns = expected = hits = None
     extra = 3
     if call.mean:
         columns_RT = stats_RKT[:, extra + 1]
         columns = columns_RT.sum(0)
-        mean = (stats_RKT[:, extra] + columns_RT * below_RT).sum(0) / columns
+        mean = added(stats_RKT[:, extra] + columns_RT * below_RT) / columns
         extra += 2
     if call.expected:
         inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
-        expected = (weight_RT * inner_RT).sum(0) / total
+        expected = added(weight_RT * inner_RT) / total
         extra += 1
     if call.hits:
         first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)

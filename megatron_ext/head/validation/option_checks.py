@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 Layout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
+Bits = Literal["fast", "batch", "tensor_parallel"]
 Cache = float | Literal["bounded", "auto"]
 
 LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither

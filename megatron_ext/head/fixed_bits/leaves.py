@@ -1,0 +1,124 @@
+"""The parts of a vocabulary whose sums are added in one order whatever ranks hold them, and that order.
+
+`bits="batch"`: what a rank holds is one part. `bits="tensor_parallel"`: eighths of the vocabulary, rounded up to whole
+columns, so that 1, 2, 4 and 8 ranks hold some of the same ones. Sums of parts are added as the leaves of a binary tree
+of neighbours: `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, of which each rank has a branch. The tree is that of
+"Deterministic Inference across Tensor Parallel Sizes" (TBIK, arXiv 2511.17826).
+
+Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.fixed_bits.products import aligned
+
+LEAVES = 8
+
+
+class Leaf(NamedTuple):
+    """One part: its rows of this rank's weight, which columns it is, and how wide its products are: as the others'."""
+
+    rows: slice
+    vocab: VocabShard
+    width: int
+
+    def cut(self, x_VD: Tensor) -> Tensor:
+        """Its rows of `x`, with rows of zeros where the vocabulary ends before the leaf does."""
+        x_VD = x_VD[self.rows]
+        missing = self.width - x_VD.shape[0]
+        return aligned(F.pad(x_VD, (*(0, 0) * (x_VD.dim() - 1), 0, missing)) if missing else x_VD)
+
+    def columns(self, target_T: Tensor) -> Tensor:
+        """The column of each label in this leaf, -1 where it is none of its own. `target_T`: in the shard."""
+        own_T = (target_T >= self.rows.start) & (target_T < self.rows.stop)
+        return (target_T - self.rows.start).where(own_T, -1)
+
+
+def leaf_width(size: int) -> int:
+    """Columns of an eighth of a vocabulary of `size`."""
+    return -(-size // LEAVES)
+
+
+def leaves_of(call: Call) -> list[Leaf]:
+    """The leaves of this rank's shard, in order."""
+    vocab = call.vocab
+    if call.bits != "tensor_parallel":
+        return [Leaf(slice(0, vocab.columns), vocab, vocab.columns)]
+    width, found = leaf_width(vocab.size), []
+    for start in range(vocab.start, min(vocab.stop, LEAVES * width), width):
+        stop = start + width
+        rows = slice(start - vocab.start, min(stop, vocab.stop) - vocab.start)
+        found.append(Leaf(rows, VocabShard(start, stop, vocab.size), width))
+    return found
+
+
+def leaves_fault(vocab: VocabShard, ranks: int) -> ValueError | None:
+    """What is wrong with this rank's shard where leaves are eighths."""
+    width = leaf_width(vocab.size)
+    per_rank = width * LEAVES // ranks
+    rank, rest = divmod(vocab.start, per_rank)
+    ends = vocab.stop == vocab.start + per_rank or (rank == ranks - 1 and vocab.stop >= vocab.size)
+    if rest == 0 and rank < ranks and ends:
+        return None
+    return ValueError(
+        f'vocab is {vocab} on one of {ranks} ranks: with bits="tensor_parallel" each must hold {LEAVES // ranks} of '
+        f"{LEAVES} parts of {width} columns; pad the vocabulary of {vocab.size} to {LEAVES * width} "
+        f"(Megatron's make_vocab_size_divisible_by={LEAVES // ranks}) and pass vocab=VocabShard(start, stop, "
+        f"{vocab.size})"
+    )
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of `parts`, neighbours first; out of place."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
+
+
+class TreeSum:
+    """The same of parts that come one after the other, into their memory: at most log2 of their number wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Tensor]] = []
+
+    def add(self, part: Tensor) -> None:
+        """The next part, which is spent."""
+        level = 0
+        while self._waiting and self._waiting[-1][0] == level:
+            part = self._waiting.pop()[1].add_(part)
+            level += 1
+        self._waiting.append((level, part))
+
+    def total(self) -> Tensor:
+        """The sum of all."""
+        found = self._waiting.pop()[1]
+        while self._waiting:
+            found = self._waiting.pop()[1].add_(found)
+        return found
+
+
+def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:
+    """The sum of every rank's `x`, added in the tree's order and rounded once to the dtype of `like`.
+
+    `sizes`: each rank keeps so many tokens of it; None: all ranks get all of it.
+
+    Communicates: 1 all-to-all of `(R - 1) / R T D` numbers in `x`'s dtype, and without `sizes` 1 all-gather of as many
+    in that of `like`. (An all-reduce promises no order.)
+    """
+    ranks, tokens = group_size(group), x_TD.shape[0]
+    if ranks == 1 or tokens == 0:
+        return x_TD.to(like.dtype)
+    each = sizes or [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
+    own = each[group_rank(group)]
+    parts_RTD = collectives.all_to_all(x_TD, group, [own] * ranks, each).unflatten(0, (ranks, own))
+    found_TD = tree_sum(parts_RTD.unbind(0)).to(like.dtype)
+    return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)

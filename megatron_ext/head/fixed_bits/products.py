@@ -1,0 +1,168 @@
+"""Matrix products on a CPU whose rows have the same bits whatever other rows are multiplied with them.
+
+A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
+last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
+and taller ones are used where they are seen to give the bits of that tile. Columns come in blocks that follow from
+their number alone, and so do the blocks over which a product is summed. What is not promised by anybody is looked at:
+`heights` multiplies a tile of equal rows, once for each shape, and refuses a processor on which they come out
+different. What holds is for one machine, one build of torch, one number of threads.
+
+Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.validation.readable_values import has_values
+
+TILE = 64  # rows
+_TALLER = (512, 128)
+
+# Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
+_COLUMNS, _BLOCKS = 8192, 4
+
+TOKENS = 256  # over which one product of dW sums
+
+_LINE_BYTES = 64
+
+
+def new_rows(like: Tensor, rows: int, columns: int) -> Tensor:
+    """A new `[rows, columns]` whose rows begin at cache lines, one line further apart than they need; that is zero."""
+    line = _LINE_BYTES // like.itemsize
+    whole = like.new_empty(rows, -(-columns // line) * line + line)
+    whole[:, columns:] = 0
+    return whole[:, :columns]
+
+
+def aligned(x_MK: Tensor) -> Tensor:
+    """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
+    x_MK = x_MK.contiguous()
+    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % _LINE_BYTES == 0 else x_MK.clone()
+
+
+def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
+    """`out = x @ W.T`."""
+    for block in column_blocks(w_VD.shape[0]):
+        _rows_times(x_TD, w_VD[block].t(), out_TV[:, block])
+
+
+def product(g_TV: Tensor, w_VD: Tensor) -> Tensor:
+    """`G @ W` in fp32 (fp64 for fp64), summed over blocks of columns, one after the other."""
+    total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
+    part_TD = g_TV.new_empty(total_TD.shape)
+    for block in column_blocks(w_VD.shape[0]):
+        _rows_times(g_TV[:, block], w_VD[block], part_TD)
+        total_TD = total_TD.add_(part_TD) if block.start else total_TD.copy_(part_TD)
+    return total_TD
+
+
+def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
+    """`total += G.T @ x` in blocks of tokens, one after the other, the last one padded with zeros."""
+    for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
+        g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
+        for block in column_blocks(g_TV.shape[1]):
+            if total_VD.dtype == g_TV.dtype:
+                total_VD[block].addmm_(g_tV[:, block].t(), x_tD)
+            else:
+                total_VD[block] += torch.mm(g_tV[:, block].t(), x_tD)
+
+
+def column_blocks(columns: int) -> list[slice]:
+    """Blocks of vocabulary columns, of a multiple of 64 but for the last."""
+    width = min(_COLUMNS, -(-columns // (_BLOCKS * TILE)) * TILE)
+    return [slice(at, min(at + width, columns)) for at in range(0, columns, max(width, 1))]
+
+
+def whole_blocks(chunk: slice) -> int:
+    """How many tokens a chunk like this one may have: a multiple of those that a product of dW sums over."""
+    return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
+
+
+def softcap_slope(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
+    """The softcap's slope `1 - tanh^2` as `4 t / (1 + t)^2`, t = exp(-2 |x|): torch's cosh on a CPU has other bits for
+    the last elements of a tensor than for the others."""
+    x = z.to(dtype, copy=True) if bias is None else z.to(dtype) + bias
+    t = x.div_(softcap).abs_().mul_(-2.0).exp_()
+    return 4.0 * t / (1.0 + t).square()
+
+
+def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
+    rows = a_MK.shape[0]
+    for tile in _tiles(rows, _heights_of(a_MK, b_KN)):
+        if tile.stop <= rows:
+            torch.mm(a_MK[tile], b_KN, out=out_MN[tile])
+        else:
+            out_MN[tile.start :] = torch.mm(_padded(a_MK[tile.start :], TILE), b_KN)[: rows - tile.start]
+
+
+def _padded(x_MK: Tensor, rows: int) -> Tensor:
+    """`x` with rows of zeros behind its own."""
+    if x_MK.shape[0] == rows:
+        return x_MK
+    whole = new_rows(x_MK, rows, x_MK.shape[1]).zero_()
+    whole[: x_MK.shape[0]] = x_MK
+    return whole
+
+
+def _tiles(rows: int, heights: tuple[int, ...]) -> Iterator[slice]:
+    at = 0
+    while at < rows:
+        height = next(height for height in heights if height <= max(rows - at, TILE))
+        yield slice(at, at + height)
+        at += height
+
+
+def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
+    if not has_values(a_MK):
+        return (*_TALLER, TILE)
+    check_functions(torch.get_num_threads())
+    transposed = b_KN.stride(0) == 1 and b_KN.shape[1] != 1
+    return heights(*b_KN.shape, a_MK.dtype, transposed, torch.get_num_threads())
+
+
+@functools.cache
+def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int) -> tuple[int, ...]:
+    """The numbers of rows, falling to 64, that products with `[k, n]` may have: a row has the same bits in all.
+
+    Raises:
+        RuntimeError: this processor's products do not keep them within one tile.
+    """
+    with torch.no_grad():
+        own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
+        row_K = torch.randn(k, generator=own).to(dtype)
+        b_KN = (torch.randn(n, k, generator=own).t() if transposed else torch.randn(k, n, generator=own)).to(dtype)
+        first_N = torch.mm(_repeated(row_K, TILE), b_KN)[0].clone()
+
+        def keeps(height: int) -> bool:
+            return bool((torch.mm(_repeated(row_K, height), b_KN) == first_N).all())
+
+        if not keeps(TILE):
+            raise RuntimeError(
+                f"bits: a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
+                f'processor with torch {torch.__version__} and {threads} threads: only bits="fast" can be had here'
+            )
+        return (*(height for height in _TALLER if keeps(height)), TILE)
+
+
+@functools.cache
+def check_functions(threads: int) -> None:
+    """Raises RuntimeError if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
+    with torch.no_grad():
+        number = torch.tensor(-0.731)
+        places = number.expand(1 << 16).contiguous()
+        row_V = torch.linspace(-3.0, 0.0, 1001)
+        for name in ("exp", "expm1", "log1p", "tanh"):
+            function = getattr(torch, name)
+            if any((function(places[at:end]) != function(number)).any() for at in (0, 1, 5) for end in (9, 77, None)):
+                raise RuntimeError(f"bits: {name} depends on an element's place, on this processor and torch's build")
+        sums_T = row_V.repeat(77, 1).sum(1)
+        if (sums_T != row_V.unsqueeze(0).sum(1)).any():
+            raise RuntimeError("bits: the sum of a row depends on its place, on this processor and torch's build")
+
+
+def _repeated(row_K: Tensor, height: int) -> Tensor:
+    return row_K.expand(height, -1).contiguous()

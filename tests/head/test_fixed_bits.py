@@ -1,0 +1,261 @@
+"""`bits="batch"`, "tensor_parallel": a token's bits do not depend on other tokens, chunks, cache, layout, ranks."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext import VocabShard, head, linear_cross_entropy
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.distributed.groups import UNSHARDED
+from megatron_ext.head import LmHead
+from megatron_ext.head.fixed_bits import products
+from tests.ranks import ranks
+
+TOKENS, WIDTH, VOCAB = 330, 40, 203  # 203: the last eighth, of 26 columns, ends 5 columns before the others
+MODES = ["batch", "tensor_parallel"]
+
+
+def problem(dtype, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(TOKENS, WIDTH, generator=g), torch.randn(VOCAB, WIDTH, generator=g)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=g)
+    labels[7] = -100
+    return hidden.to(dtype), (weight / 3).to(dtype), torch.randn(VOCAB, generator=g).to(dtype), labels
+
+
+def computed(bits, hidden, weight, labels, slopes, bias=None, **options):
+    """Losses, entropies and hits, then dx, dW and the bias's gradient, of the losses and entropies by `slopes`."""
+    leaves = [x if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    of = LmHead(leaves[1], bias=leaves[2], bits=bits, **options)
+    readouts = head.CrossEntropy(labels, label_smoothing=0.1, z_loss=0.01), head.Entropy(), head.IsArgmax(labels)
+    loss, entropy, hits = of.read(leaves[0], *readouts)
+    ((loss + entropy) * slopes).sum().backward()
+    return [loss.detach(), entropy.detach(), hits], [x.grad for x in leaves if x is not None]
+
+
+def slopes_of(dtype):
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.randn(TOKENS, generator=torch.Generator().manual_seed(1)).to(wide)
+
+
+def same(one, other):
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), [
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    ]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bits", MODES)
+def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, threads):
+    hidden, weight, bias, labels = problem(dtype)
+    slopes = slopes_of(dtype)
+    draws = torch.Generator().manual_seed(2)
+    for options in ({}, {"bias": bias, "softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}):
+        given = (hidden, weight, labels, slopes)
+        results, grads = computed(bits, *given, cache=1, **options)
+        for cache, chunk in itertools.product((0, 0.9, "bounded"), (None, 100)):
+            again = computed(bits, *given, cache=cache, chunk_tokens=chunk, **options)
+            same(results + grads, again[0] + again[1])
+        for count in (1, 2, 3, 64, 65, 301):
+            some = torch.randperm(TOKENS, generator=draws)[:count]
+            others, (dx, *_) = computed(bits, hidden[some], weight, labels[some], slopes[some], **options)
+            same([x[some] for x in (*results, grads[0])], [*others, dx])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_fast_gives_does_depend_on_other_tokens(dtype):
+    """What these tests would not see if their problem were too small to show it: in fp32, of one token alone."""
+    hidden, weight, _, labels = problem(dtype)
+    results, _ = computed("fast", hidden, weight, labels, slopes_of(dtype))
+    alone = [computed("fast", hidden[i : i + 1], weight, labels[i : i + 1], torch.ones(1))[0][1] for i in range(50)]
+    if dtype == torch.float32:
+        assert not torch.equal(torch.cat(alone), results[1][:50])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("bits", MODES)
+def test_values_are_as_near_the_truth_as_fast_ones(bits, dtype):
+    hidden, weight, bias, labels = problem(dtype)
+    options = {"bias": bias, "softcap": 5.0}
+    wide = [x.double() for x in (hidden, weight)]
+    slopes = slopes_of(dtype)
+    truth = computed("fast", *wide, labels, slopes.double(), **{**options, "bias": bias.double()})
+    errors = {}
+    for mode in ("fast", bits):
+        found = computed(mode, hidden, weight, labels, slopes, **options)
+        errors[mode] = [
+            float((a.double() - b.double()).norm() / b.double().norm())
+            for a, b in zip(found[0][:2] + found[1], truth[0][:2] + truth[1], strict=True)
+        ]
+    floor = {torch.float64: 1e-14, torch.float32: 2e-7, torch.bfloat16: 2e-4}[dtype]
+    for found, fast in zip(errors[bits], errors["fast"], strict=True):
+        assert found <= 1.1 * fast + floor, errors
+
+
+def read_outs(labels, ids, teacher):
+    return {
+        "ids": [head.Gather(ids), head.Entropy()],
+        "the largest": [head.TopK(7)],
+        "squares": [head.SumOfSquares(), head.LogProbs(labels)],
+        "top-k": [head.Sampled(labels, 5, 1.0)],
+        "top-k and top-p": [head.Sampled(labels, 5, 0.8)],
+        "top-p": [head.Sampled(labels, None, 0.9)],
+        "forward KL": [head.KL(teacher, "forward")],
+        "reverse KL": [head.KL(teacher, "reverse")],
+        "Jensen-Shannon": [head.JensenShannon(teacher)],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", read_outs(None, torch.zeros(1, 1), None))
+def test_read_outs_that_need_logits_have_the_bits_of_batch(name, dtype):
+    hidden, weight, bias, labels = problem(dtype)
+    labels = labels.clamp(min=0)
+    others, their_weight = hidden[:, :24].contiguous(), weight[:, 7:31].contiguous()
+    ids = torch.stack([labels, labels.flip(0), labels], 1)
+
+    def run(some, **options):
+        x, w = hidden[some].clone().requires_grad_(), weight.clone().requires_grad_()
+        teacher = head.Teacher(LmHead(their_weight), others[some])
+        of = LmHead(w, bits="batch", **options)
+        found = of.read(x, *read_outs(labels[some], ids[some], teacher)[name])
+        flat = tree_leaves(found)
+        sum(y.sum() for y in flat if y.requires_grad).backward()
+        return [*(y.detach() for y in flat), x.grad], w.grad
+
+    for options in ({}, {"softcap": 3.0, "bias": bias}):
+        found, dw = run(slice(None), **options)
+        again, dw_again = run(slice(None), chunk_tokens=100, **options)
+        same([*found, dw], [*again, dw_again])
+        for count in (1, 65, 257):
+            some = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(count))[:count]
+            same([x[some] for x in found], run(some, **options)[0])
+
+
+def shard_of(x, width):
+    """This rank's rows of `x`, padded with ones that must not count."""
+    rank = dist.get_rank()
+    mine = x[rank * width : (rank + 1) * width]
+    return torch.cat([mine, mine.new_ones(width - len(mine), *mine.shape[1:])])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(
+    "layout, dtype", [("replicated", torch.bfloat16), ("sequence", torch.float32)], ids=["bf16", "fp32 in slices"]
+)
+def test_the_same_bits_on_any_number_of_ranks(layout, dtype):
+    the_same_bits_on_ranks(layout, dtype)
+
+
+def the_same_bits_on_ranks(layout, dtype):
+    hidden, weight, bias, labels = problem(dtype)
+    hidden, labels = hidden[:328], labels[:328]  # divides by the ranks
+    slopes, world, rank = slopes_of(dtype)[:328], dist.get_world_size(), dist.get_rank()
+    width = 26 * 8 // world
+    vocab = VocabShard(rank * width, (rank + 1) * width, VOCAB)
+    for options in ({}, {"softcap": 3.0, "temperature": 1.3}):
+        given = (hidden, weight, labels, slopes, bias)
+        alone, (dx, dw, db) = computed("tensor_parallel", *given, tp_group=UNSHARDED, **options)
+        mine = hidden.chunk(world)[rank] if layout == "sequence" else hidden
+        with count_collectives() as counts:
+            found, grads = computed(
+                "tensor_parallel",
+                mine,
+                shard_of(weight, width),
+                labels,
+                slopes,
+                shard_of(bias, width),
+                tp_group=dist.group.WORLD,
+                hidden_layout=layout,
+                vocab=vocab,
+                cache=0.5,
+                **options,
+            )
+        same(alone, found)
+        same([dx.chunk(world)[rank] if layout == "sequence" else dx], grads[:1])
+        rows = slice(rank * width, min((rank + 1) * width, VOCAB))
+        same([dw[rows], db[rows]], [g[: rows.stop - rows.start] for g in grads[1:]])
+        assert all((g[rows.stop - rows.start :] == 0).all() for g in grads[1:]), "padding has no gradient"
+        assert counts.total() == (4 if layout == "sequence" else 3), counts
+
+
+@pytest.mark.slow
+@ranks(8)
+def test_the_same_bits_on_eight_ranks():
+    the_same_bits_on_ranks("replicated", torch.float32)
+    the_same_bits_on_ranks("sequence", torch.bfloat16)
+
+
+@ranks(2)
+def test_batch_on_two_ranks():
+    """Each rank's shard is a leaf: the bits are those of these two ranks, for other tokens, cache and layout."""
+    hidden, weight, bias, labels = problem(torch.float32)
+    hidden, labels, slopes, rank = hidden[:328], labels[:328], slopes_of(torch.float32)[:328], dist.get_rank()
+    mine, own_bias = shard_of(weight, 102), shard_of(bias, 102)
+    of = {"tp_group": dist.group.WORLD, "vocab": VocabShard(102 * rank, 102 * (rank + 1), VOCAB)}
+    results, grads = computed("batch", hidden, mine, labels, slopes, own_bias, cache=1, **of)
+    again = computed("batch", hidden.chunk(2)[rank], mine, labels, slopes, own_bias, hidden_layout="sequence", **of)
+    same(results, again[0])
+    same([grads[0].chunk(2)[rank], *grads[1:]], again[1])
+    some = torch.tensor([300, 2, 7])
+    others, (dx, *_) = computed("batch", hidden[some], mine, labels[some], slopes[some], own_bias, **of)
+    same([x[some] for x in (*results, grads[0])], [*others, dx])
+
+
+@pytest.mark.parametrize("bits", MODES)
+def test_tokens_that_are_left_out_no_tokens_and_main_grad(bits):
+    hidden, weight, _, labels = problem(torch.float32)
+    whole = linear_cross_entropy(hidden, weight, labels, bits=bits)
+    same([whole], [linear_cross_entropy(hidden, weight, labels, bits=bits, skip_ignored=True)])
+    assert linear_cross_entropy(hidden[:0], weight, labels[:0], bits=bits).shape == (0,)
+    plain, fused = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    fused.main_grad, fused.grad_added_to_main_grad = torch.zeros(VOCAB, WIDTH), False
+    for w, fusion in ((plain, False), (fused, True)):
+        loss = linear_cross_entropy(hidden, w, labels, bits=bits, gradient_accumulation_fusion=fusion)
+        loss.sum().backward(retain_graph=True)
+    same([plain.grad], [fused.main_grad])
+    loss.sum().backward()
+    torch.testing.assert_close(fused.main_grad, 2 * plain.grad)
+
+
+def test_what_cannot_be_had_is_refused():
+    hidden, weight, _, labels = problem(torch.float32)
+    with pytest.raises(ValueError, match="bits is 'exact': it must be one of"):
+        LmHead(weight, bits="exact")
+    with pytest.raises(ValueError, match='TopK is read.*use bits="batch"'):
+        LmHead(weight, bits="tensor_parallel").read(hidden, head.TopK(3))
+    uneven = VocabShard(0, 100, VOCAB)
+    with pytest.raises(ValueError, match="pad the vocabulary of 203 to 208.*make_vocab_size_divisible_by=8"):
+        linear_cross_entropy(hidden, weight[:100], labels, vocab=uneven, bits="tensor_parallel")
+    with FakeTensorMode():
+        x, w = (torch.empty(8, 4, device="cuda") for _ in range(2))
+        with pytest.raises(ValueError, match='on cuda:0: on CUDA only bits="fast"'):
+            LmHead(w, bits="batch").read(x, head.Entropy())
+
+
+def test_a_processor_that_does_not_keep_bits_is_refused(monkeypatch):
+    """One that adds the rows of a tile in different orders, and one that does so in taller products alone."""
+    multiply = torch.mm
+
+    def differs(a, b, **options):
+        found = multiply(a, b, **options)
+        found[-1] *= 1 + 1e-6
+        return found
+
+    monkeypatch.setattr(torch, "mm", differs)
+    with pytest.raises(RuntimeError, match='product of 64 equal rows.*only bits="fast"'):
+        products.heights.__wrapped__(16, 24, torch.float32, False, 1)
+    monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
+    assert products.heights.__wrapped__(16, 24, torch.float32, False, 1) == (64,)
