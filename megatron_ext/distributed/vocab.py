@@ -47,6 +47,13 @@ class VocabShard:
         start = rank * base + min(rank, extra)
         return cls(start, start + base + (rank < extra), size)
 
+    @classmethod
+    def chunk(cls, size: int, group: Group) -> "VocabShard":
+        """The shard of this rank when DTensor or `torch.chunk` cut `size` token ids: the last ranks get less."""
+        longest = -(-size // group_size(group))
+        start = min(longest * group_rank(group), size)
+        return cls(start, min(start + longest, size), size)
+
     @property
     def columns(self) -> int:
         """Number of columns of the shard, padding included."""

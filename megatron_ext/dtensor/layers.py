@@ -26,7 +26,7 @@ class Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelSizes:
     """How a model shall be parallel.
 
     Attributes:
@@ -99,7 +99,7 @@ def takes_attention_functions(model: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(text_model(model)).__module__])
 
 
-def model_plan(model: nn.Module, layout: Layout) -> Plan:
+def model_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
     """The plan of the layers and the last norm of `model`'s text decoder, keys relative to it.
 
     Raises:
@@ -119,7 +119,7 @@ def model_plan(model: nn.Module, layout: Layout) -> Plan:
     return plan
 
 
-def _layer(layer: nn.Module, text: Any, layout: Layout) -> Plan:
+def _layer(layer: nn.Module, text: Any, layout: ParallelSizes) -> Plan:
     if odd := [name for name, _ in layer.named_parameters(recurse=False)]:
         raise Unknown(f"{', '.join(odd)} in a layer")
     plan: Plan = {}
@@ -137,7 +137,7 @@ def _layer(layer: nn.Module, text: Any, layout: Layout) -> Plan:
     return plan
 
 
-def _stream_norm(name: str, module: nn.Module, text: Any, layout: Layout) -> ParallelStyle | None:
+def _stream_norm(name: str, module: nn.Module, text: Any, layout: ParallelSizes) -> ParallelStyle | None:
     """The style of a norm on the residual stream; its parameters have the hidden size."""
     if "Norm" not in type(module).__name__ or any(p.shape != (_hidden(text),) for p in module.parameters()):
         raise Unknown(f"{name}, a {type(module).__name__}, in a layer")
@@ -145,7 +145,7 @@ def _stream_norm(name: str, module: nn.Module, text: Any, layout: Layout) -> Par
     return SequenceParallel(use_local_output=True) if sliced else None
 
 
-def _attention(attention: Any, layout: Layout) -> Plan:
+def _attention(attention: Any, layout: ParallelSizes) -> Plan:
     if _is_latent(attention):
         return {"": WholeTokens(layout.stream, local=True)}
     heads, groups, size = _heads(attention)
@@ -214,7 +214,7 @@ def _heads(attention: Any) -> tuple[int, int, int]:
     return heads, groups, size
 
 
-def _feed_forward(block: nn.Module, layout: Layout) -> Plan:
+def _feed_forward(block: nn.Module, layout: ParallelSizes) -> Plan:
     if not hasattr(block, "experts"):
         plan = _mlp(block, layout, layout.stream)
         return {"": WholeTokens(layout.stream), **plan}
@@ -228,7 +228,7 @@ def _feed_forward(block: nn.Module, layout: Layout) -> Plan:
     return plan
 
 
-def _experts(experts: Any, layout: Layout) -> Plan:
+def _experts(experts: Any, layout: ParallelSizes) -> Plan:
     if are_stacked(experts):
         if layout.expert_parallel:
             if experts.num_experts % layout.tp:
@@ -254,7 +254,7 @@ def _experts(experts: Any, layout: Layout) -> Plan:
     }
 
 
-def _mlp(mlp: Any, layout: Layout, output: Placement) -> Plan:
+def _mlp(mlp: Any, layout: ParallelSizes, output: Placement) -> Plan:
     kind = type(mlp).__name__
     # In the module's order, the same on every rank: torch scatters weights in the order of the plan.
     names = [name for name, child in mlp.named_children() if _has_parameters(child)]

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from megatron_ext.dtensor.attention import use_attention
 from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
 from megatron_ext.dtensor.experts import reach_all
-from megatron_ext.dtensor.layers import Layout
+from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.head_rule import head_rule
 from megatron_ext.dtensor.output.reading import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
@@ -229,7 +229,7 @@ def _parallelize_with(
 ) -> nn.Module:
     cp = 1 if cp_mesh is None else cp_mesh.size()
     tp = 1 if tp_mesh is None else tp_mesh.size()
-    layout = Layout(tp, cp, sequence_parallel, expert_parallel)
+    layout = ParallelSizes(tp, cp, sequence_parallel, expert_parallel)
     chosen, fault = Chosen({}, None), None
     try:
         refuse_parallel(model)

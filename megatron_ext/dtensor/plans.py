@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
 from megatron_ext.dtensor.layers import (
-    Layout,
+    ParallelSizes,
     Plan,
     Unknown,
     check_attention,
@@ -52,7 +52,7 @@ class Chosen(NamedTuple):
         return self.unknown is None
 
 
-def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | str | None = None) -> Chosen:
+def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:
     """How `model`, on any device (also meta), becomes parallel as `layout` says.
 
     Args:
@@ -65,7 +65,7 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
         )
-    why = _unknown(model, layout if custom is None else Layout())
+    why = _unknown(model, layout if custom is None else ParallelSizes())
     wanted = {
         "context parallelism": layout.cp > 1,
         "sequence parallelism": layout.sequence_parallel and layout.tp > 1 and custom is None,
@@ -97,7 +97,7 @@ def choose_plan(model: nn.Module, layout: Layout, custom: Mapping[str, Any] | st
     return Chosen(plan, why)
 
 
-def structural_plan(model: nn.Module, layout: Layout) -> Plan:
+def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
     """The plan that follows from what `model` consists of.
 
     Raises:
@@ -119,7 +119,7 @@ def _head_style(head: Any, ranks: int, stream: Placement) -> ParallelStyle:
     return PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate(), use_local_output=True)
 
 
-def _unknown(model: nn.Module, layout: Layout) -> str | None:
+def _unknown(model: nn.Module, layout: ParallelSizes) -> str | None:
     """What is not understood of `model`; None: it is understood."""
     try:
         text_model(model)

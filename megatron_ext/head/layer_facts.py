@@ -51,6 +51,5 @@ def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:
         raise ValueError(
             f"a DTensor on mesh {x.device_mesh}: its mesh must be 1-D, the tensor-parallel ranks; pass a shard"
         )
-    longest = -(-size // x.device_mesh.size())  # DTensor cuts as torch.chunk does
-    start = min(longest * x.device_mesh.get_local_rank(), size)
-    return x.to_local(), x.device_mesh.get_group(), VocabShard(start, min(start + longest, size), size)
+    group = x.device_mesh.get_group()
+    return x.to_local(), group, VocabShard.chunk(size, group)

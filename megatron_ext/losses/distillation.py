@@ -26,8 +26,8 @@ from megatron_ext.losses.checks import (
 from megatron_ext.losses.from_hidden import FromHidden, Metrics, widened
 from megatron_ext.losses.reductions import token_mean
 
-Divergence = Literal["forward", "reverse", "jsd"]
-TopKDivergence = Literal["forward", "reverse", "mixed", "jsd"]
+DivergenceKind = Literal["forward", "reverse", "jsd"]
+TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]
 # The log-probability that a teacher who knows its top-k only gives to all else, as NeMo-RL has it.
 LOG_OUTSIDE = -100.0
 
@@ -41,11 +41,11 @@ class DistillationLoss(FromHidden):
             Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
     """
 
-    divergence: Divergence = "forward"
+    divergence: DivergenceKind = "forward"
     beta: float = 0.5
 
     def __post_init__(self) -> None:
-        one_of("divergence", self.divergence, get_args(Divergence))
+        one_of("divergence", self.divergence, get_args(DivergenceKind))
         check_beta(self.beta)
 
     def __call__(
@@ -101,13 +101,13 @@ class TopKDistillationLoss(FromHidden):
             outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K.
     """
 
-    divergence: TopKDivergence = "forward"
+    divergence: TopKDivergenceKind = "forward"
     mixed_kl_weight: float = 0.5
     beta: float = 0.5
     zero_outside_topk: bool = False
 
     def __post_init__(self) -> None:
-        one_of("divergence", self.divergence, get_args(TopKDivergence))
+        one_of("divergence", self.divergence, get_args(TopKDivergenceKind))
         check_number("mixed_kl_weight", self.mixed_kl_weight, "in [0, 1]", lambda x: 0 <= x <= 1)
         check_beta(self.beta)
 

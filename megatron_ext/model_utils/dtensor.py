@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.model_utils.arguments import (
     check_call,
@@ -49,7 +49,7 @@ def get_logprobs_from_vocab_parallel_logits(
             f"seq_index is given, and the logits' mesh has the dims {list(names)}: it belongs to a sequence sharded "
             f'over a dim "cp"; pass None'
         )
-    logits, group, vocab = local_shard(vocab_parallel_logits)
+    logits, group, vocab = shard_of_dtensor(vocab_parallel_logits)
     check = label_check(vocab.columns, group, vocab)
     return _log_probs(logits, input_ids, group, lambda: vocab, check, seq_index, chunk_size, sampling_params)
 
@@ -100,7 +100,7 @@ def dtensor_from_parallel_logits_to_logprobs(
         )
 
 
-def local_shard(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
+def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
     """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns.
 
     Raises:
@@ -114,10 +114,8 @@ def local_shard(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
             f'logits are placed {logits.placements} on a mesh with the dims {list(names)}: a dim "tp" must shard their '
             f"vocabulary, Shard(-1); redistribute them, or let the lm head keep them sharded"
         )
-    group, size = mesh.get_group("tp"), logits.shape[last]
-    columns = -(-size // group_size(group))  # DTensor's own rule: the last ranks get less
-    start = min(columns * group_rank(group), size)
-    return logits.to_local(), group, VocabShard(start, min(start + columns, size), size)
+    group = mesh.get_group("tp")
+    return logits.to_local(), group, VocabShard.chunk(logits.shape[last], group)
 
 
 def sequence_group(logits: DTensor) -> Group:

@@ -17,7 +17,7 @@ from megatron_ext.dtensor import (
     get_grad_norm,
     tie_word_embeddings,
 )
-from megatron_ext.dtensor.layers import Layout
+from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.pretrained.loading import load_whole
 from megatron_ext.dtensor.pretrained.saving import own_weights
@@ -83,7 +83,7 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def _refuse_unsupported(self, model: nn.Module) -> None:
         settings = self.settings
-        layout = Layout(
+        layout = ParallelSizes(
             settings.tensor_parallel_size,
             settings.context_parallel_size,
             settings.sequence_parallel,

@@ -47,7 +47,7 @@ from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_
 from megatron_ext.head.validation.readable_values import check_plain
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
 
-Layout = Literal["replicated", "sequence", "sharded"]
+ActivationLayout = Literal["replicated", "sequence", "sharded"]
 
 
 _COMMUNICATION = {
@@ -75,8 +75,8 @@ class Plan:
     """
 
     group: Group = None
-    input: Layout = "sharded"
-    output: Layout = "sharded"
+    input: ActivationLayout = "sharded"
+    output: ActivationLayout = "sharded"
     fuse_main_grad: bool = False
     deferral: Deferral | None = None
     output_dtype: torch.dtype | None = None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral
-from megatron_ext.tensor_parallel._layers.linear_autograd import Layout, ParallelLinear, Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, ParallelLinear, Plan, parallel_linear
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -123,7 +123,7 @@ def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **option
             "allreduce_dgrad and sequence_parallel are both True: the gradient of a sequence-parallel input is "
             "reduce-scattered already; pass allreduce_dgrad=False"
         )
-    layout: Layout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
+    layout: ActivationLayout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
     return Plan(require_tensor_parallel_group(group), layout, "sharded", **options)
 
 

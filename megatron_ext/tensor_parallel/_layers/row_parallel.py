@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import Layout, Plan
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
@@ -93,7 +93,7 @@ class RowParallelLinear(ParallelLayer):
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:
-        layout: Layout = "sharded"
+        layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated"
         return Plan(
