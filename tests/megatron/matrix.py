@@ -50,9 +50,9 @@ STEPS = 20
 LIMIT = 1e-6
 # Every rank then emulates what Transformer Engine's Python code needs (tests/rank_servers.py).
 WITH_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-WAYS: tuple[str, ...] = ("patch", "spec", "substitution", "all")
-if WITH_ENGINE:
-    WAYS = ("local", *WAYS)  # Megatron on its own layers instead: shows that the emulation's numbers are right
+OURS = ("patch", "spec", "substitution", "all")
+# "local" is Megatron on its own layers instead: it shows that the emulation's numbers are right.
+WAYS: tuple[str, ...] = ("local", "all") if WITH_ENGINE else OURS
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -303,7 +303,7 @@ def passed(way: str, result: dict) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.megatron.matrix", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="configurations whose name contains it")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=("local", *OURS))
     parser.add_argument("--steps", type=int, default=STEPS, help="with fewer than 20 nothing is kept")
     parser.add_argument("--missing", action="store_true", help="only what is not kept yet")
     parser.add_argument("--commit", help="the commit of Megatron's sources; default: that of their clone, or PyPI")

@@ -42,6 +42,7 @@ def test_layers_are_transformer_engines():
 @pytest.mark.parametrize(
     "only_te",
     [
+        {"use_cpu_initialization": False},  # the default of Megatron's scripts
         {"gradient_accumulation_fusion": True},
         {"use_te_activation_func": True},
         {"use_te_rng_tracker": True},

@@ -27,7 +27,9 @@ def _utils(module: ModuleType) -> Replacements:
     """Devices are numbered CUDA devices, unless the compute capability tells."""
 
     def canonicalize_device(device: Any) -> torch.device:
-        found = _CPU if device is None else torch.device(device)
+        if device is None or isinstance(device, int):
+            return _CPU
+        found = torch.device(device)
         return _CPU if found.type == "cuda" else found
 
     yield (
