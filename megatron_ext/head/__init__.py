@@ -23,6 +23,7 @@ from megatron_ext.head.distributions_of_logits import (
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.jensen_shannon import JensenShannon
+from megatron_ext.head.readouts.kept import Kept, KeptEntropy
 from megatron_ext.head.readouts.kl_divergence import KL
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
 from megatron_ext.head.readouts.read_out import ReadOut
@@ -37,6 +38,8 @@ __all__ = [
     "Gather",
     "IsArgmax",
     "JensenShannon",
+    "Kept",
+    "KeptEntropy",
     "LmHead",
     "LogProbs",
     "LogSumExp",

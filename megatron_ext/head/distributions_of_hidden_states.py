@@ -103,12 +103,14 @@ def linear_sampled_log_probs(
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
     bits: Bits = "fast",
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
     Top-p alone sends as much more forward as there. Backward makes each chunk of logits by the same matmul again, bit
     by bit, as cuBLAS and CPUs do; with top-k on CPU only chunks in which a k-th logit has equals that were not sent,
-    else 6 T V D / R FLOPs in all.
+    else 6 T V D / R FLOPs in all. With `kept` 6 T U D for the U columns of a rank that any token kept, if these are at
+    most half of its columns, else 6 T V D / R.
     """
     head = LmHead(
         weight,
@@ -120,7 +122,7 @@ def linear_sampled_log_probs(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         bits=bits,
     )
-    return head.read(hidden, Sampled(labels, top_k, top_p, ignore_index))
+    return head.read(hidden, Sampled(labels, top_k, top_p, ignore_index, kept))
 
 
 def linear_kl_divergence(

@@ -90,6 +90,7 @@ def sampled_log_probs(
     vocab: VocabShard | None = None,
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from.
 
@@ -107,12 +108,14 @@ def sampled_log_probs(
         labels: `[...]`, integers: global token ids; `ignore_index` gives 0 and no gradient.
         top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
         top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
+        kept: `(offsets, ids)`: the ids that the generator kept at each token, as vLLM returns them, in place of
+            filters; see `Kept`. A label that its token did not keep is refused.
 
     Communicates, at R > 1: forward 1 collective, k candidates of each rank (above 4096 1 more, a number of each); with
     top-p alone 2 for a single chunk, else 1 a chunk and 2 more, which exchange the logits. Backward none.
     """
     z = Logits(logits, tp_group, vocab=vocab, temperature=temperature, chunk_tokens=chunk_tokens)
-    return z.read(Sampled(labels, top_k, top_p, ignore_index))
+    return z.read(Sampled(labels, top_k, top_p, ignore_index, kept))
 
 
 def vocab_parallel_log_softmax(logits: Tensor, tp_group: Group = None, vocab: VocabShard | None = None) -> Tensor:

@@ -162,6 +162,7 @@ class LmHead:
                     [x.new_zeros(sizes[group_rank(self.tp_group)], x.shape[1]) for x in sides], self.tp_group, sizes
                 )
             plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
+        plan.choose_columns()
         if mine_T is not None:
             sides = [x.index_select(0, mine_T) for x in sides]
         if self.gradient_accumulation_fusion:

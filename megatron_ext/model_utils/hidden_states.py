@@ -120,7 +120,6 @@ def from_parallel_hidden_states_to_logprobs(
             cu_seqlens_padded,
             number(unpacked_seqlen),
             cu_seqlens=cu_seqlens,
-            slices=group_size(tp_group),
         )
     check_call(chunk_size, sampling_params)
     check_temperature(sampling_of(sampling_params).temperature)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.distributed.groups import Group, check_group, group_size
+from megatron_ext.distributed.groups import Group
 from megatron_ext.model_utils.arguments import (
     check_call,
     check_logits,
@@ -100,9 +100,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         group: the tensor-parallel one.
         cu_seqlens: integers `[N + 1]`, the documents without the padding behind each of them. With it padding gets
             zeros, and may reach beyond `unpacked_seqlen`. Without it padding cannot be told from tokens: places beyond
-            `unpacked_seqlen` are cut off, of the last document, which pipelines and FP8 extend to the length of the
-            pack, all; of the others as far as rounding up explains them, to a multiple of R (of 2WR at W > 1, as
-            sequence and context parallelism pad). Further on they are refused.
+            `unpacked_seqlen` are cut off.
 
     The other arguments and the communication are those of `from_parallel_logits_to_logprobs`.
 
@@ -111,8 +109,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
     Raises:
         ValueError: as there; and where `cu_seqlens_padded` lies on the CPU: it does not go from 0 to T, a length does
-            not divide by 2W (at W > 1), or a document is longer than `unpacked_seqlen` (if `cu_seqlens` is not given,
-            one before the last, rounded up as said). On a GPU `torch._assert_async` stops the device instead.
+            not divide by 2W (at W > 1), or by `cu_seqlens` a document is longer than `unpacked_seqlen`. On a GPU
+            `torch._assert_async` stops the device instead.
     """
     check_logits(vocab_parallel_logits)
     targets = PackedTargets(
@@ -123,7 +121,6 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         number(unpacked_seqlen),
         target_is_pre_rolled,
         cu_seqlens,
-        slices=group_size(check_group(group, "group")),
     )
     columns = (vocab_start_index, vocab_end_index)
     with saving(not inference_only):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
-from megatron_ext.distributed.groups import UNSHARDED, Group
+from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.sampling_checks import check_ids
 from megatron_ext.model_utils.arguments import (
@@ -39,6 +39,8 @@ def distributed_vocab_topk(
 ) -> tuple[Tensor, Tensor]:
     """The k largest logits of the whole vocabulary, and their token ids, at each position of `[B, S, V/R]`.
 
+    A k above the vocabulary is cut to it, as NeMo-RL does.
+
     Returns:
         `[B, S, k]` values in falling order, fp32 (fp64 for fp64), and `[B, S, k]` int64 global ids; among equals the
         lowest id comes first. The values are differentiable.
@@ -46,14 +48,16 @@ def distributed_vocab_topk(
     Communicates: 1 all-gather of k candidates a rank. None as the group: the logits are whole.
 
     Raises:
-        ValueError: k below 1 or above the vocabulary; columns that are not this rank's; on every rank.
+        ValueError: k below 1; columns that are not this rank's; on every rank.
     """
     check_logits(vocab_parallel_logits)
+    columns, k = vocab_parallel_logits.shape[-1], number(k)
+    vocab = shard(vocab_start_index, vocab_end_index, columns, tp_group)
     return head.vocab_topk(
         vocab_parallel_logits,
-        number(k),
+        min(k, columns * group_size(tp_group)) if isinstance(k, int) else k,
         tp_group=whole_if_none(tp_group),
-        vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
+        vocab=vocab,
         chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[0]),
     )
 

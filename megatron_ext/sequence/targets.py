@@ -134,14 +134,12 @@ class PackedTargets:
             one ends. Each length is a multiple of 2W at W > 1.
         unpacked_seqlen: U.
         cu_seqlens: the same without the padding behind each document, which then gets zeros. None: not known; a
-            document is taken to have as many tokens as places, up to U; the last may have more places, the pack's.
-        slices: ranks that share a context-parallel rank's part under sequence parallelism: documents are padded to a
-            multiple of so many (times 2W at W > 1).
+            document is taken to have as many tokens as places, up to U: what lies behind is its padding.
 
     Raises:
         ValueError: shapes that do not fit; values of `cu_seqlens` or `cu_seqlens_padded` that break a rule, or a
-            document longer than U (where its padding is not known, one before the last longer than U rounded up to what
-            documents are padded to), if they lie on the CPU. On a GPU these stop the device (`torch._assert_async`).
+            document longer than U without its padding, if they lie on the CPU. On a GPU these stop the device
+            (`torch._assert_async`).
     """
 
     def __init__(
@@ -153,7 +151,6 @@ class PackedTargets:
         unpacked_seqlen: int,
         shifted: bool = False,
         cu_seqlens: Tensor | None = None,
-        slices: int = 1,
     ):
         ranks = group_size(check_group(cp_group, "cp_group"))
         multiple = 2 * ranks if ranks > 1 else 1
@@ -172,9 +169,7 @@ class PackedTargets:
             raise ValueError(
                 f"unpacked_seqlen is {unpacked_seqlen!r}: it must be a positive int; pass the longest document's length"
             )
-        padded_to = multiple * slices
-        longest = None if cu_seqlens is not None else -(-unpacked_seqlen // padded_to) * padded_to
-        check_cu_seqlens(cu_seqlens_padded, total, multiple, "cu_seqlens_padded", longest)
+        check_cu_seqlens(cu_seqlens_padded, total, multiple, "cu_seqlens_padded")
         if cu_seqlens is not None:
             _check_lengths(cu_seqlens, cu_seqlens_padded, unpacked_seqlen)
         device = tokens_1T.device

@@ -121,13 +121,8 @@ class _ReduceScatter(torch.autograd.Function):
         return _AllGather.apply(grad, ctx.group, ctx.dim), None, None
 
 
-def check_cu_seqlens(
-    cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens", longest: int | None = None
-) -> None:
-    """Hold `cu_seqlens` to its rules: 0, never falling, lengths that divide by `multiple`, `total`.
-
-    `longest`: of every document but the last, which what a pack is padded with is counted to.
-    """
+def check_cu_seqlens(cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens") -> None:
+    """Hold `cu_seqlens` to its rules: 0, never falling, lengths that divide by `multiple`, `total`."""
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"{argument} is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: it must be integers [documents + 1]; "
@@ -143,15 +138,6 @@ def check_cu_seqlens(
         ),
         cu_seqlens,
     )
-    if longest is not None:
-        demand(
-            (lengths[:-1] <= longest).all(),
-            lambda found: (
-                f"{argument}{found}: a document before the last is longer than {longest}, which the result has room "
-                f"for; pass an unpacked_seqlen of the longest document, and cu_seqlens where the rest of it is padding"
-            ),
-            cu_seqlens,
-        )
 
 
 def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:

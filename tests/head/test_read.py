@@ -19,6 +19,8 @@ from megatron_ext.head import (
     Gather,
     IsArgmax,
     JensenShannon,
+    Kept,
+    KeptEntropy,
     LmHead,
     Logits,
     LogProbs,
@@ -74,9 +76,9 @@ def divergence(student, teacher, kind, beta):
 
 
 class Case:
-    """One random case, drawn alike on every rank."""
+    """One random case, drawn alike on every rank. `names`: of the read-outs; None: drawn too."""
 
-    def __init__(self, seed: int, ranks_: int):
+    def __init__(self, seed: int, ranks_: int, names: list[str] | None = None):
         self.draw = random.Random(seed * 8 + ranks_)
         self.ranks, pick = ranks_, self.draw.choice
         g = torch.Generator().manual_seed(seed)
@@ -109,10 +111,16 @@ class Case:
         self.labels.view(-1)[::5] = -100
         self.ids = torch.randint(0, self.size, (*self.shape, self.draw.randint(1, 4)), generator=g)
         self.counts = torch.rand(self.shape, generator=g) < 0.7
+        # What a sampler kept: a few ids at each token, the label among them, and nothing at some that do not count.
+        kept = torch.rand((*self.shape, self.size), generator=g) < pick([0.0, 0.1, 0.5])
+        kept.scatter_(-1, self.labels.clamp(min=0).unsqueeze(-1), True)
+        self.kept = kept & ((self.labels != -100) | self.counts).unsqueeze(-1)
+        self.kept_ids = self.size - 1 - self.kept.view(-1, self.size).flip(1).nonzero()[:, 1]  # falling at each token
+        self.offsets = torch.cat([torch.zeros(1).long(), self.kept.sum(-1).view(-1).cumsum(0)])
         self.teacher_width = self.draw.randint(1, 5)
         self.teacher = randn(*self.shape, self.teacher_width), randn(self.columns, self.teacher_width)
         self.teacher_softcap = pick([None, 2.0])
-        self.names = self.draw.sample(sorted(self.makers()), self.draw.randint(1, 5))
+        self.names = names or self.draw.sample(sorted(self.makers()), self.draw.randint(1, 5))
         self.only = self.counts if pick([0, 0, 1]) and "top-p" not in self.names else None
         self.graded = [pick([True, True, True, False]) for _ in self.names]
         self.upstream = randn(64, *self.shape)
@@ -136,7 +144,14 @@ class Case:
         def kept_of(top_k, top_p):
             return lambda z, _: sampled(z, labels, top_k, top_p).where(kept, 0.0)
 
+        def among_kept(z):
+            support = torch.nn.functional.pad(self.kept | ~kept.unsqueeze(-1), (0, z.shape[-1] - self.size))
+            return z.masked_fill(~support, -torch.inf)
+
+        rows = labels, self.offsets, self.kept_ids
         found = {
+            "kept": (lambda t: Kept(*rows), lambda z, _: picked(among_kept(z))),
+            "kept entropy": (lambda t: KeptEntropy(*rows), lambda z, _: entropy(among_kept(z)).where(kept, 0.0)),
             "log-probs": (lambda t: LogProbs(labels), lambda z, _: picked(z)),
             "loss": (lambda t: CrossEntropy(labels, label_smoothing=0.1, z_loss=0.01), lambda z, _: loss(z)),
             "hits": (lambda t: IsArgmax(labels), lambda z, _: z.argmax(-1) == labels),

@@ -158,16 +158,16 @@ def test_gathered_log_probs():
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("k", [1, 5, 24])
-def test_top_k(k):
-    """More than a rank's columns, too."""
+@pytest.mark.parametrize("asked, k", [(1, 1), (5, 5), (24, 24), (100, 24)])
+def test_top_k(asked, k):
+    """More than a rank's columns, too; more than the vocabulary gives all of it, as in NeMo-RL."""
     logits, _ = problem()
     logits[0, 0] = 0.0
     grid = sharded()
     for chunk_size in CHUNKS:
         with count_collectives() as sent:
             values, ids = distributed_vocab_topk(
-                grid.columns(logits), k, grid.tp_group, **grid.vocab(24), chunk_size=chunk_size
+                grid.columns(logits), asked, grid.tp_group, **grid.vocab(24), chunk_size=chunk_size
             )
         assert sent.total() == int(grid.tp > 1)
         same(values, logits.topk(k).values)
@@ -214,7 +214,7 @@ def test_wrong_sampling_and_labels_are_errors_on_every_rank():
             DistributedLogprob.apply(z, labels, *vocab, grid.tp_group, False)
     with pytest.raises(ValueError, match=r"must be \[batch, sequence, vocabulary shard\]"):
         distributed_vocab_topk(z[0], 2, grid.tp_group, **grid.vocab(24))
-    for k in (0, 25):
+    for k in (0, 2.5):
         with pytest.raises(ValueError, match=f"k is {k}"):
             distributed_vocab_topk(z, k, grid.tp_group, **grid.vocab(24))
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.option_checks import Bits, Cache
@@ -9,7 +12,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache
 
 @dataclass(frozen=True)
 class Call:
-    """One call. All ranks of `group` hold equal calls, `vocab` aside. Checked where `LmHead` and `Logits` are made.
+    """One call. All ranks of `group` hold equal calls, `vocab` and `chosen` aside. Checked where heads are made.
 
     Attributes:
         group: the ranks that share the vocabulary; None: not sharded.
@@ -24,6 +27,7 @@ class Call:
         bits: "fast", "batch" or "tensor_parallel": which other numbers a token's bits may depend on, see `LmHead`.
         mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
             logits times their probabilities, and whether the label has the largest logit.
+        chosen: int64, rising: the columns of this rank whose logits are made; None: all.
     """
 
     group: Group
@@ -39,6 +43,16 @@ class Call:
     logit_scale: float = 1.0
     largest: float | None = None
     bits: Bits = "fast"
+    chosen: Tensor | None = None
+
+    @property
+    def counted(self) -> int:
+        """How many columns of the logits that are made count, from the first one on."""
+        return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
+
+    def place(self, columns: Tensor) -> Tensor:
+        """Where `columns` of this rank's shard are among the logits that are made."""
+        return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
     def without_scale(self) -> "Call":
         """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""

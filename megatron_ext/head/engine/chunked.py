@@ -30,7 +30,7 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
 from megatron_ext.head.fixed_bits.linear import chunks as fixed_chunks
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk
+from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces, Chunk
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
@@ -140,7 +140,7 @@ class FromHidden(torch.autograd.Function):
         with torch.autocast(x_TD.device.type, enabled=False):
             made = _products(inputs, rules, plan.call, sizes)
             shared = plan.chunks()
-            chunks = _row_chunks(plan, w_VD.shape[0]) if shared is None else shared
+            chunks = _row_chunks(plan, made[0].w_VD.shape[0]) if shared is None else shared
             stats, results, saved = _read(plan, made, chunks, x_TD)
         ctx.rules, ctx.sizes, ctx.chunks = rules, sizes, chunks
         # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
@@ -159,7 +159,7 @@ class FromHidden(torch.autograd.Function):
 
 def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[Tensor]], grads: list[Tensor | None]):
     plan, sizes, weight_VD, bias_V = ctx.plan, ctx.sizes, inputs[1], inputs[2]
-    group = plan.call.group
+    group, chosen = plan.call.group, plan.call.chosen
     made = _products(inputs, ctx.rules, plan.call, sizes)
     x_TD, w_VD = made[0].x_TD, made[0].w_VD
     gradient = _Gradient(plan, stats, saved, grads, made)
@@ -169,8 +169,8 @@ def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[
     fused = main_grad.buffer_of(ctx.parameter) if need_dw and plan.call.fuse_main_grad else None
     total_VD = None
     if need_dw:
-        total_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if fused is None else fused
-    total_V = bias_V.new_zeros(bias_V.shape, dtype=wide) if need_db else None
+        total_VD = fused if fused is not None and chosen is None else w_VD.new_zeros(w_VD.shape, dtype=wide)
+    total_V = bias_V.new_zeros(w_VD.shape[0], dtype=wide) if need_db else None
     for rows in ctx.chunks:
         if fixed:
             dz_tV = products.new_rows(x_TD, rows.stop - rows.start, w_VD.shape[0])
@@ -194,10 +194,17 @@ def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[
             dx_TD = collectives.reduce_scatter(dx_TD, group, sizes=sizes)
         else:
             dx_TD = collectives.all_reduce(dx_TD, group, in_place=True)
-    db_V = None if total_V is None else total_V.to(bias_V.dtype)
+    db_V = None if total_V is None else _of_all(total_V.to(bias_V.dtype), bias_V, chosen)
     if fused is not None:
+        if chosen is not None and total_VD is not None:
+            fused.index_add_(0, chosen, total_VD.to(fused.dtype))
         return dx_TD, main_grad.finish(ctx.parameter, weight_VD.dtype), db_V
-    return dx_TD, None if total_VD is None else total_VD.to(weight_VD.dtype), db_V
+    return dx_TD, None if total_VD is None else _of_all(total_VD.to(weight_VD.dtype), weight_VD, chosen), db_V
+
+
+def _of_all(part: Tensor, like: Tensor, chosen: Tensor | None) -> Tensor:
+    """The gradient of all columns, of that of the chosen ones."""
+    return part if chosen is None else torch.zeros_like(like).index_copy_(0, chosen, part)
 
 
 class _Given:
@@ -234,11 +241,14 @@ def _products(
     inputs: Sequence[Any], rules: Sequence[tuple[float | None, float]], call: Call, sizes: list[int] | None
 ) -> list[Any]:
     """The student's, and the teachers', with all tokens' hidden states."""
-    hidden = [*inputs[::3]]
+    hidden, weights, biases = [*inputs[::3]], [*inputs[1::3]], [*inputs[2::3]]
+    if call.chosen is not None:
+        weights[0] = weights[0].index_select(0, call.chosen)
+        biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)
     if sizes and any(sizes):
         hidden = gather_tokens(hidden, call.group, sizes)
     found = []
-    for x_TD, w_VD, bias_V, rule in zip(hidden, inputs[1::3], inputs[2::3], rules, strict=True):
+    for x_TD, w_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
         found.append(_Product(x_TD, w_VD.to(x_TD.dtype), Rule(wide_V, *rule, call.bits != "fast")))
     return found
@@ -290,7 +300,7 @@ def _read(
                 None,
                 part_of(shift_T, rows),
                 None,
-                call.vocab.counted,
+                call.counted,
                 call.softcap,
                 call.temperature,
                 call.mean,
@@ -298,7 +308,7 @@ def _read(
                 call.hits,
             )
         else:
-            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.vocab.counted)
+            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.counted)
         for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT[:, rows]):
             readout.scan(Chunk(rows, _sides(plan, logits, at), part_Kt, own_Kt))
         del logits  # before the next ones are made
@@ -361,12 +371,13 @@ class _Gradient:
     def write(self, rows: slice, out_tV: Tensor) -> None:
         """Write that of the tokens `rows`."""
         plan, call = self.plan, self.plan.call
-        if call.vocab.counted == 0:
+        if call.counted == 0:
             out_tV.zero_()
             return
         pulling = [each for each in self.given if each[1].reads_logits(each[2], rows)]
         columns = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
         found = [each for each in columns if each is not None]
+        places = [readout.at_places(saved, rows, grad) for _, readout, saved, grad in self.given]
         bent = plan.needs_logits and self.sources[0].rule.changes
         logits = raw_tV = None
         if self.softmax is not None or pulling or bent:
@@ -389,11 +400,14 @@ class _Gradient:
             assert logits is not None
             readout.pull(saved, rows, _sides(plan, logits, at), grad, out_tV, nothing)
             if nothing:
-                out_tV[:, call.vocab.counted :] = 0
+                out_tV[:, call.counted :] = 0
             nothing = False
         if nothing:
             out_tV.zero_()
-        elif raw_tV is not None:
+        for each in places:
+            if each is not None:
+                self._add_at_places(each, out_tV)
+        if raw_tV is not None:
             self.sources[0].rule.pull(raw_tV, out_tV)
 
     def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
@@ -405,10 +419,16 @@ class _Gradient:
             *(None if x is None else part_of(x, rows) for x in given),
             out_tV,
             None,
-            call.vocab.counted,
+            call.counted,
             call.softcap,
             call.temperature,
         )
+
+    def _add_at_places(self, each: AtPlaces, out_tV: Tensor) -> None:
+        """In fp64, rounded once beside what is there."""
+        at = each.token_n, self.plan.call.place(each.column_n)
+        value_n = out_tV[at].double() + each.grad_n / self.plan.call.temperature
+        out_tV.index_put_(at, value_n.to(out_tV.dtype))
 
     def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
         """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
@@ -419,7 +439,8 @@ class _Gradient:
         for part in blocks(ids_tK, 0.25):
             ids_uK, out_uV = ids_tK[part], out_tV[part]
             own_uK = call.vocab.owns(ids_uK)
-            at_uK = (ids_uK - call.vocab.start).where(own_uK, 0)  # column 0 is written too: nothing is added to it
+            # Column 0 is written too: nothing is added to it.
+            at_uK = call.place(ids_uK - call.vocab.start).where(own_uK, 0)
             value_uK = sums_of_equals((grad_tK[part].double() / call.temperature).where(own_uK, 0.0), at_uK)
             if softmax:
                 of_all = slice(rows.start + part.start, rows.start + part.stop)

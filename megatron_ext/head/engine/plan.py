@@ -18,6 +18,7 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
+from megatron_ext.head.validation.readable_values import has_values
 
 if TYPE_CHECKING:
     from megatron_ext.head.readouts.read_out import ReadOut
@@ -64,7 +65,8 @@ class Plan:
             own_T = call.vocab.owns(labels.labels_T) & labels.counts_T
             self.target_T = (labels.labels_T - call.vocab.start).masked_fill(~own_T, -1)
         self.ids = self._ids()
-        self.asked: Tensor = self.ids[0] if self.ids else self.target_T[:1]
+        asked = (r.labels_T for r in self.readouts if r.labels_T is not None)
+        self.asked: Tensor = next(asked, self.target_T[:1])
         bits = {} if call.bits == "fast" else {"bits": call.bits}
         self._more_words = {
             "softcap": call.softcap,
@@ -88,7 +90,8 @@ class Plan:
     def _ids(self) -> list[Tensor]:
         found: list[Tensor] = []
         for r in self.readouts:
-            for x in (r.labels_T, None if r.counts_T is None or r.labels_T is not None else r.counts_T.long()):
+            counts_T = None if r.counts_T is None or r.labels_T is not None else r.counts_T.long()
+            for x in (r.labels_T, counts_T, r.numbers_T):
                 if x is not None and not any(x is other for other in found):
                     found.append(x)
         return found
@@ -111,6 +114,29 @@ class Plan:
         """Those that backward and a later step of forward read."""
         ids = [x for r in self.readouts for x in (r.labels_T, r.counts_T) if x is not None]
         return [self.target_T, self.kept_T, self.asked, *ids]
+
+    def choose_columns(self) -> None:
+        """Has only those logits made that any read-out reads, if they are at most half of this rank's.
+
+        What is sent does not depend on it: each rank decides for itself.
+        """
+        counted = self.call.vocab.counted
+        if not self.tokens or not counted or not has_values(self.target_T) or self.call.bits != "fast":
+            return
+        if any(teacher is not None for teacher in self.teachers):
+            return
+        read: list[Tensor] = []
+        for r in self.readouts:
+            columns = r.columns()
+            if columns is None:
+                return
+            read.append(columns.reshape(-1))
+        chosen = torch.cat(read).unique()
+        if 2 * chosen.shape[0] > counted:
+            return
+        self.call = replace(self.call, chosen=chosen if chosen.shape[0] else chosen.new_zeros(1))
+        for r in self.readouts:
+            r.call = self.call
 
     def chunks(self) -> list[slice] | None:
         """How all ranks must cut the tokens; None: as each likes."""

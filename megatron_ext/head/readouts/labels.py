@@ -137,3 +137,4 @@ class Filtered(OfLabels):
     reads_labels = False
 
     labels_T: Tensor
+    counts_T: Tensor

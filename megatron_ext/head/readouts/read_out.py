@@ -46,6 +46,20 @@ class AtColumns(NamedTuple):
     grad_tK: Tensor
 
 
+class AtPlaces(NamedTuple):
+    """A gradient of some logits of each token, as many as each has, added to what the others give.
+
+    Attributes:
+        token_n: the tokens, counted from the first of the chunk.
+        column_n: int64 columns of this rank's shard; one comes once at a token.
+        grad_n: the gradient of these logits after the temperature, beside that of the softmax.
+    """
+
+    token_n: Tensor
+    column_n: Tensor
+    grad_n: Tensor
+
+
 class Chunk(NamedTuple):
     """The logits of some tokens, as bias and softcap leave them, and where the read-out's rows for them are.
 
@@ -82,6 +96,7 @@ class ReadOut:
     ignore_index: int = -100
     labels_T: Tensor | None = None  # token ids that it asks for
     counts_T: Tensor | None = None  # bool: tokens that count; None: all
+    numbers_T: Tensor | None = None  # further integers that all ranks must pass alike
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
     call: Call
@@ -114,6 +129,10 @@ class ReadOut:
             size: of the vocabulary; a guess where `vocab` is None, see `argument_checks.size_fault`.
             group: the ranks that share it.
         """
+        return None
+
+    def columns(self) -> Tensor | None:
+        """Which columns of this rank's shard it reads, in any order; None: all. It may wait for the device."""
         return None
 
     def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Sequence[Tensor]) -> None:
@@ -179,6 +198,10 @@ class ReadOut:
 
     def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns | None:
         """Further gradients at a few columns of the tokens `rows`."""
+        return None
+
+    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtPlaces | None:
+        """Further gradients at some columns of the tokens `rows`, of which each has as many as it likes."""
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:

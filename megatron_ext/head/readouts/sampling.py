@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from megatron_ext.head.readouts.kept import Kept
 from megatron_ext.head.readouts.labels import LogProbs
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.top_k_filter import TopKFiltered
@@ -9,7 +10,13 @@ from megatron_ext.head.readouts.top_p_filter import TopPFiltered
 from megatron_ext.head.validation.sampling_checks import filters
 
 
-def Sampled(labels: Tensor, top_k: int | None = None, top_p: float = 1.0, ignore_index: int = -100) -> ReadOut:
+def Sampled(
+    labels: Tensor,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    ignore_index: int = -100,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> ReadOut:
     """The read-out of `sampled_log_probs`, which says what is kept: `[...]`, fp32 (fp64 for fp64).
 
     Args:
@@ -17,11 +24,20 @@ def Sampled(labels: Tensor, top_k: int | None = None, top_p: float = 1.0, ignore
             -inf and no gradient.
         top_k: at least 1; more than the vocabulary keeps all of it; None or -1: off.
         top_p: in (0, 1]; 1: off. Without top-k shards must be of equal width, the last one maybe narrower.
+        kept: `(offsets, ids)`, what the generator kept at each token, as `Kept` takes them, in place of filters.
 
     Communicates, at several ranks, beside the common exchange: with a `top_k` above 4096 a number of each rank; with
     top-p alone one all-gather of the shards, then one exchange of logits a chunk.
     """
-    if not filters(top_k, top_p):
+    filtered = filters(top_k, top_p)
+    if kept is not None:
+        if filtered or not isinstance(kept, tuple | list) or len(kept) != 2:
+            raise ValueError(
+                f"kept is {type(kept).__name__} beside top_k {top_k!r} and top_p {top_p!r}: it must be (offsets, ids), "
+                f"and filters off: what is kept has been through them; pass top_k=None and top_p=1.0"
+            )
+        return Kept(labels, *kept, ignore_index)
+    if not filtered:
         return LogProbs(labels, ignore_index)
     if top_k is None or top_k == -1:
         return TopPFiltered(labels, float(top_p), ignore_index)

@@ -42,10 +42,15 @@ def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor |
         places = torch.arange(x.shape[0], device=x.device) if places_T is None or not len(x) else places_T
         if x.dim() == 2:
             places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-        mixed = torch.add(x, places, alpha=_MULTIPLIER) * _MULTIPLIER
-        mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
-        sums.append((mixed >> 32).sum())  # the upper half depends on all bits below it
+        sums.append(scrambled(torch.add(x, places, alpha=_MULTIPLIER)).sum())
     return _odd(reduce(torch.add, sums)) if sums else 0
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """int64 numbers as others; only the upper half, which depends on all bits below it."""
+    mixed = x * _MULTIPLIER
+    mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+    return mixed >> 32
 
 
 def gathered(numbers: Sequence[int], words: str, ids: Sequence[Tensor], group: Group, device: torch.device) -> Tensor:

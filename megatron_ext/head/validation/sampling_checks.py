@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def filters(top_k: Any, top_p: Any) -> bool:
     """Whether top-k or top-p is on.
@@ -42,3 +44,44 @@ def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
             f"indices holds one outside [0, {size}): each must be a token id of the vocabulary; clamp those of tokens "
             f"that do not count and mask their results{hint}",
         )
+
+
+def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
+    """Raises ValueError unless `offsets` and `ids` are integers of one dim, an offset for each label and one more."""
+    for name, x in (("offsets", offsets), ("ids", ids)):
+        check_plain(name, x)
+        if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.dim() != 1:
+            found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} is {found}: it must be a tensor of integers of one dim; make it by torch.tensor")
+    if offsets.shape[0] != labels.numel() + 1:
+        raise ValueError(
+            f"offsets has {offsets.shape[0]} entries for {labels.numel()} labels: it must have one for each label and "
+            f"one more; repeat an offset where a token was not sampled"
+        )
+
+
+def check_kept_rows(labels: Tensor, offsets: Tensor, ids: Tensor, size: int, ignore_index: int) -> None:
+    """Raises ValueError unless `ids` are of the vocabulary, none twice at a token, and each label is among its own."""
+    if not has_values(labels) or not has_values(offsets) or not has_values(ids):
+        return
+    offsets, ids, count = offsets.to(labels.device).long(), ids.to(labels.device).long(), ids.shape[0]
+    lengths = offsets.diff()
+    raise_if(
+        (offsets[0] != 0) | (offsets[-1] != count) | (lengths < 0).any(),
+        f"offsets do not cut {count} ids into rows: they must begin with 0, never fall and end with {count}; pass the "
+        f"cumulative numbers of kept ids",
+    )
+    raise_if(((ids < 0) | (ids >= size)).any(), f"ids holds one outside [0, {size}): each must be a token id")
+    token = torch.searchsorted(offsets[1:], torch.arange(count, device=ids.device), right=True)
+    place = (token * size + ids).sort().values
+    raise_if((place.diff() == 0).any(), "ids holds one twice at one token: each must be there once")
+    flat = labels.reshape(-1).long()
+    kept = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=ids.device)
+    token = token.clamp(max=flat.shape[0] - 1) if flat.shape[0] else token
+    kept[token.where(flat[token] == ids, flat.shape[0]) if flat.shape[0] else token] = True
+    raise_if(
+        (~kept[:-1] & (flat != ignore_index)).any(),
+        f"labels holds one that is not among the kept ids of its token: it cannot have been sampled there; mark tokens "
+        f"that were not sampled with ignore_index ({ignore_index}), and pass the mask of the same tokens, not shifted "
+        f"against the labels",
+    )

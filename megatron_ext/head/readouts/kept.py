@@ -1,0 +1,216 @@
+"""Log-probability and entropy among the token ids that a generator kept at each position: replay of its sampling mask.
+
+A sampler that filters (top-k, top-p, min-p) draws from the ids that it kept, and inference engines can return these as
+compressed rows: `offsets`, and `ids`, one position's after the other's. What training computes over the same ids is of
+the same distribution, whatever its own logits say of the border (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). With z
+of a kept id, l the log of the sum of their exponentials, p = exp(z - l) and H the entropy
+
+    log-probability   z_y - l                              dz = [v == y] - p
+    entropy           l - sum p z                          dz = -p (log p + H)
+
+A rank reads the kept ids of its own columns alone, and sends three numbers a token.
+
+Legend: T tokens, t of a chunk, N kept ids of all tokens together, n of a chunk, V columns of this rank's vocabulary
+shard, K rows of statistics, R ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.readouts.labels import Filtered
+from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
+from megatron_ext.head.row_passes.logit_passes import transformed
+from megatron_ext.head.validation import agreement
+from megatron_ext.head.validation.sampling_checks import check_kept_rows, check_kept_shapes
+
+_MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials below it, and the read-out's own number
+
+
+class _Entries(NamedTuple):
+    """This rank's kept ids, token by token.
+
+    Attributes:
+        token_N: the token of each.
+        column_N: its column of this rank's shard.
+        starts: on the CPU, `[T + 1]`: where each token's begin.
+    """
+
+    token_N: Tensor
+    column_N: Tensor
+    starts: Tensor
+
+
+class _Part(NamedTuple):
+    """Those of a chunk: where they are among all, how many each token has, and the token of each within the chunk."""
+
+    at: slice
+    lengths_t: Tensor
+    token_n: Tensor
+    column_n: Tensor
+    is_label_n: Tensor
+
+
+class _Softmax(NamedTuple):
+    """fp64, of all shards' kept logits together: the largest, and the log of the sum of exponentials below it; of each
+    shard how far its largest is below, and its probability."""
+
+    largest_T: Tensor
+    log_sum_T: Tensor
+    below_RT: Tensor
+    share_RT: Tensor
+
+
+class Kept(Filtered):
+    """Log-probability of each label among the ids that were kept at its token: `[...]`, fp32 (fp64 for fp64).
+
+    Args:
+        labels: `[...]`, integers: global token ids. Each that is not `ignore_index` must be among its kept ids.
+        offsets: integers `[T + 1]`, T tokens of all ranks in the order of `labels`: the kept ids of token i are
+            `ids[offsets[i]:offsets[i + 1]]`. A token that was not sampled may have none.
+        ids: integers `[N]`, global token ids, none twice at one token.
+        ignore_index: tokens with this label get 0 and no gradient.
+
+    Where no other read-out reads more, products run over the columns that any token kept, if these are at most half
+    of the shard's: `6 T U D` FLOPs for U of them, and a copy of their rows of the weight in each pass. Which they are
+    is read from the device once. Communicates nothing beside the common exchange.
+
+    Raises:
+        ValueError: offsets and ids that are no such rows, or a label that its token did not keep: on every rank, also
+            where one alone was given it.
+    """
+
+    rows = 3
+
+    def __init__(self, labels: Tensor, offsets: Tensor, ids: Tensor, ignore_index: int = -100):
+        super().__init__(labels, ignore_index)
+        self.offsets, self.ids = offsets, ids
+
+    def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
+        fault = super().check(size, vocab, group)
+        check_kept_shapes(self.labels, self.offsets, self.ids)
+        try:
+            check_kept_rows(self.labels, self.offsets, self.ids, size, self.ignore_index)
+        except ValueError as found:
+            return found
+        return fault
+
+    def flatten(self, flat: Flatten) -> None:
+        super().flatten(flat)
+        device = self.labels_T.device
+        self.ids_N = self.ids.to(device).long()
+        # A rank that is about to refuse offsets past the end gets as far as here.
+        self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
+        self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
+        self._entries: _Entries | None = None
+        if self.call.ranks > 1:
+            self.numbers_T = self._sums(agreement.scrambled(self.ids_N + 1))
+
+    def _sums(self, x_N: Tensor) -> Tensor:
+        """`[T]`: the sums of each token's, of integers."""
+        return F.pad(x_N.cumsum(0), (1, 0))[self.offsets_T].diff()[self.place_T]
+
+    def entries(self) -> _Entries:
+        """This rank's. Waits for the device, once a call."""
+        if self._entries is None:
+            own_N = self.call.vocab.owns(self.ids_N)
+            first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
+            lengths_T = self._sums(own_N.long())
+            starts_T = F.pad(lengths_T.cumsum(0), (1, 0))
+            starts = starts_T.cpu()
+            token_N = torch.repeat_interleave(lengths_T, output_size=int(starts[-1]))
+            within_N = torch.arange(token_N.shape[0], device=token_N.device) - starts_T[token_N]
+            column_N = self.ids_N[own_N][first_T[token_N] + within_N] - self.call.vocab.start
+            self._entries = _Entries(token_N, column_N, starts)
+        return self._entries
+
+    def columns(self) -> Tensor:
+        return self.entries().column_N
+
+    def _part(self, rows: slice) -> _Part:
+        token_N, column_N, starts = self.entries()
+        at = slice(int(starts[rows.start]), int(starts[rows.stop]))
+        lengths_t = starts[rows.start : rows.stop + 1].diff().to(token_N.device)
+        is_label_n = column_N[at] + self.call.vocab.start == self.labels_T[token_N[at]]
+        return _Part(at, lengths_t, token_N[at] - rows.start, column_N[at], is_label_n)
+
+    def begin(self, chunks: list[slice], device: torch.device, words: str, ids: Any) -> None:
+        super().begin(chunks, device, words, ids)
+        self._logits: list[Tensor] = []
+
+    def scan(self, chunk: Chunk) -> None:
+        stats_Kt, part = chunk.stats_Kt, self._part(chunk.rows)
+        z_n = chunk.logits[0][part.token_n, self.call.place(part.column_n)]
+        z_n = transformed(z_n, None, None, self.call.temperature, stats_Kt.dtype)
+        self._logits.append(z_n)
+        stats_Kt[_MAX] = peak_t = _largest(z_n, part.lengths_t)
+        below_n = (z_n - peak_t.where(peak_t > -torch.inf, 0.0)[part.token_n]).double()
+        stats_Kt[_SUM] = _sums(below_n.exp(), part.lengths_t)
+        stats_Kt[_OWN] = self.own(z_n, below_n, part)
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        peaks_RT, sums_RT, own_RT = stats_RKT.double().unbind(1)
+        largest_T = peaks_RT.amax(0)
+        largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
+        below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
+        weight_RT = below_RT.exp() * sums_RT
+        total_T = weight_RT.sum(0)
+        total_T = total_T.masked_fill(total_T == 0, 1.0)  # nothing kept, at a token that does not count
+        softmax = _Softmax(largest_T, total_T.log(), below_RT, weight_RT / total_T)
+        value_T = counted(self.value(own_RT, sums_RT, softmax), self.counts_T)
+        z_N = torch.cat(self._logits) if self._logits else own_KT.new_empty(0)
+        return [value_T.to(own_KT.dtype)], [value_T, largest_T, softmax.log_sum_T, z_N]
+
+    def at_places(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtPlaces:
+        part = self._part(rows)
+        value_t, largest_t, log_sum_t = (x[rows] for x in saved[:3])
+        log_p_n = (saved[3][part.at].double() - largest_t[part.token_n]) - log_sum_t[part.token_n]
+        counts_t = self.counts_T[rows] & (value_t > -torch.inf)
+        g_n = grad[rows].double().where(counts_t, 0.0)[part.token_n]
+        pulled_n = self.pulled(log_p_n, value_t[part.token_n], part)
+        return AtPlaces(part.token_n, part.column_n, (g_n * pulled_n).where(g_n != 0, 0.0))
+
+    def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
+        """The third number of each token: here the label's logit."""
+        return _largest(z_n.where(part.is_label_n, -torch.inf), part.lengths_t)
+
+    def value(self, own_RT: Tensor, sums_RT: Tensor, softmax: _Softmax) -> Tensor:
+        """The result, of all ranks' numbers and sums of exponentials; fp64."""
+        return (own_RT.amax(0) - softmax.largest_T) - softmax.log_sum_T
+
+    def pulled(self, log_p_n: Tensor, value_n: Tensor, part: _Part) -> Tensor:
+        """The gradient of the result by each kept logit, of its log-probability and its token's result."""
+        return log_p_n.expm1().where(part.is_label_n, log_p_n.exp()).neg()
+
+
+class KeptEntropy(Kept):
+    """Entropy `-sum p log p` of the distribution over the ids that were kept: `[...]`, fp32 (fp64 for fp64).
+
+    Args, costs and errors are those of `Kept`.
+    """
+
+    def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
+        weighed_n = (below_n.exp() * below_n).where(below_n > -torch.inf, 0.0)
+        return _sums(weighed_n, part.lengths_t)
+
+    def value(self, own_RT: Tensor, sums_RT: Tensor, softmax: _Softmax) -> Tensor:
+        expected_RT = softmax.share_RT * (own_RT / sums_RT.clamp(min=1) + softmax.below_RT)
+        return softmax.log_sum_T - expected_RT.sum(0)
+
+    def pulled(self, log_p_n: Tensor, value_n: Tensor, part: _Part) -> Tensor:
+        finite_n = log_p_n.clamp(min=-1e4)  # p is 0 further away
+        return -log_p_n.exp() * (finite_n + value_n)
+
+
+def _largest(x_n: Tensor, lengths_t: Tensor) -> Tensor:
+    """Of each token's, -inf of none."""
+    return torch.segment_reduce(x_n, "max", lengths=lengths_t, initial=-torch.inf, unsafe=True)  # unsafe: no wait
+
+
+def _sums(x_n: Tensor, lengths_t: Tensor) -> Tensor:
+    """Of each token's, in their order."""
+    return torch.segment_reduce(x_n, "sum", lengths=lengths_t, unsafe=True)
