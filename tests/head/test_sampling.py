@@ -18,7 +18,7 @@ from megatron_ext.head import (
     token_entropy,
     vocab_parallel_log_softmax,
 )
-from megatron_ext.head.readouts import top_k_filter
+from megatron_ext.head.readouts import top_k_filter, top_p_filter
 from tests.head.problems import error
 from tests.ranks import ranks
 
@@ -61,8 +61,8 @@ def test_from_logits(tied):
             top_k = top_k if top_k != 40 else size
             want, want_grad = truth(z, labels, top_k, top_p, upstream, size)
             alone = top_k in (None, -1) and top_p < 1
-            for chunk_tokens, chunks in ((None, 1), (4, 4)):
-                with count_collectives() as counts:
+            for chunk_tokens, few, chunks in ((None, 1000, 1), (4, 1000, 4), (None, 0, 2)):
+                with count_collectives() as counts, mock.patch.object(top_p_filter, "_TOO_FEW_TO_SHARE", few):
                     found = sampled_log_probs(
                         mine,
                         labels,

@@ -23,9 +23,10 @@ from megatron_ext.head.row_passes.gpu_properties import (
 )
 from megatron_ext.head.validation.readable_values import has_values
 
-# Logits of one chunk: on CUDA, where no product is part of it, few enough to stay near the L2 cache; on CPU the matmul
-# wants 500 rows and more, and those that are all kept take no memory of their own.
+# Logits of one chunk: on CUDA, where no product is part of it, few enough to stay near the L2 cache; on CPU fewer, as
+# long as the product has 256 rows, and those that are all kept take no memory of their own.
 _CHUNK = 1 << 24
+_CPU_CHUNK, _CPU_CHUNK_ROWS = 1 << 22, 256
 _CPU_KEPT_CHUNK = 1 << 27
 _CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
 
@@ -55,10 +56,9 @@ class Product(NamedTuple):
         return seconds + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
 
 
-def chunks(span: slice, chunk_tokens: int | None, columns: int, kept_on_cpu: bool = False) -> list[slice]:
-    """`span` in pieces for passes over logits; `kept_on_cpu`: CPU logits that turn into what is kept of them."""
-    step = chunk_tokens or _rounded((_CPU_KEPT_CHUNK if kept_on_cpu else _CHUNK) // max(columns, 1), 64)
-    return _stepped(span, step)
+def chunks(span: slice, chunk_tokens: int | None, columns: int) -> list[slice]:
+    """`span` in pieces for passes over logits."""
+    return _stepped(span, chunk_tokens or _rounded(_CHUNK // max(columns, 1), 64))
 
 
 def product_chunks(
@@ -71,7 +71,13 @@ def product_chunks(
     """
     tokens = span.stop - span.start
     if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
-        return chunks(span, chunk_tokens, columns, kept and not x_TD.is_cuda)
+        if chunk_tokens or x_TD.is_cuda:
+            return chunks(span, chunk_tokens, columns)
+        most = max(columns, 1)
+        if kept:
+            return _stepped(span, _rounded(_CPU_KEPT_CHUNK // most, 64))
+        rows = max(_CPU_CHUNK // most, min(_CPU_CHUNK_ROWS, _CHUNK // most))
+        return _stepped(span, _rounded(rows, 64))
     most = max(TILE_M, max(room, _CUDA_BLOCK_BYTES) // (4 * columns))
     steps = _product_steps(device_of(x_TD), tokens, columns, x_TD.shape[1], most)
     stops = accumulate(steps, initial=span.start)

@@ -31,6 +31,10 @@ from megatron_ext.head.row_passes.vocabulary_order import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
 from megatron_ext.head.validation.readable_values import raise_if
 
+# Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
+# milliseconds on a CPU core.
+_TOO_FEW_TO_SHARE = 1 << 17
+
 # What is known of a token once it is cut: the last logit kept, the scaled maximum, the sum of exponentials from there
 # (its logarithm would lose digits), the label's log-probability and what rounding took off it.
 _CUT, _PEAK, _SUM, _LOG_PROB, _ROUNDED = range(5)
@@ -58,11 +62,13 @@ class TopPFiltered(Filtered):
         return -(-vocab.start // rank) if rank else vocab.columns
 
     def chunks(self, tokens: int) -> list[slice]:
-        """A single one only where the whole rows of all tokens are no larger than a rank's part of a chunk."""
+        """A single one only where the whole rows of all tokens are few, or no larger than a rank's part of a chunk
+        whose size was asked for: the ranks share the work of several.
+        """
         ranks, limit = self.call.ranks, self.call.chunk_tokens
         found = chunk_sizes.chunks(slice(0, tokens), limit, self.width)
-        whole = chunk_sizes.chunks(slice(0, tokens), limit and max(limit // ranks, 1), ranks * self.width)
-        if len(found) == 1 < min(len(whole), tokens):
+        most = max(limit // ranks, 1) if limit else _TOO_FEW_TO_SHARE // max(ranks * self.width, 1)
+        if ranks > 1 and len(found) == 1 and tokens > max(most, 1):
             found = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
         return found
 

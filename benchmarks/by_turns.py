@@ -1,0 +1,92 @@
+"""`python -m benchmarks.by_turns`: what ours may cost beside something else, both in one process and by turns.
+
+The head with 16-bit operands on a processor without 16-bit products, which is set by hand, beside fp32; and a KL
+divergence from hidden states beside logits that are made at once. Forward and backward, CPU time of one thread.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import loss_cases, losses, record
+from benchmarks.measure import ratios
+from benchmarks.meter import measure
+from megatron_ext import cpu_products, linear_cross_entropy
+from megatron_ext.head import KL, Logits
+
+Step = Callable[[], object]
+TOKENS, WIDTH, VOCAB = 2048, 512, 16384
+TURNS = 5
+
+
+def head_steps() -> dict[str, Step]:
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(TOKENS, WIDTH, generator=generator)
+    w_VD = torch.randn(VOCAB, WIDTH, generator=generator) / WIDTH**0.5
+    labels_T = torch.randint(VOCAB, (TOKENS,), generator=generator)
+
+    def step(dtype: torch.dtype, cache: float) -> Step:
+        leaves = [x.to(dtype).requires_grad_() for x in (x_TD, w_VD)]
+
+        def run() -> None:
+            with cpu_products.sixteen_bit_products(False):
+                losses_T = linear_cross_entropy(*leaves, labels_T, cache=cache)
+                torch.autograd.grad(losses_T.mean(), leaves)
+
+        return run
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return {f"{name}, cache={cache}": step(dtype, cache) for cache in (1, 0) for name, dtype in dtypes.items()}
+
+
+def divergence_steps() -> dict[str, Step]:
+    given = loss_cases.inputs(losses.SIZES)
+
+    def at_once(given: loss_cases.Inputs) -> torch.Tensor:
+        z_BSV = given.hidden_BSD @ given.weight_VD.t()
+        with torch.no_grad():
+            teacher_BSV = given.other_hidden_BSD @ given.other_weight_VD.t()
+        return (Logits(z_BSV).read(KL(Logits(teacher_BSV))) * given.mask_BS).sum() / given.mask_BS.sum()
+
+    ours = next(case.ours for case in loss_cases.CASES if case.name == "Forward KL")
+    ways: dict[str, loss_cases.Way] = {"logits made at once": at_once, "from hidden states": ours}
+    return {name: lambda way=way: losses.run_once(way, given) for name, way in ways.items()}  # type: ignore[misc]
+
+
+def measured(steps: dict[str, Step], bases: dict[str, str]) -> losses.Rows:
+    """Milliseconds, their ratio to those of its base in the same turn, and peak MiB, of each."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    rows: losses.Rows = []
+    for name, step in steps.items():
+        with measure() as costs:
+            step()
+        rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
+    for _ in range(TURNS):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            times[name].append((time.process_time() - start) * 1e3)
+    for name, found in times.items():
+        rows.append((name, "CPU time", "ms", found))
+        rows.append((name, "CPU time / base", "1", ratios(times, to=bases[name])[name]))
+    return rows
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    torch.set_num_threads(1)
+    origin = record.Origin.here("cpu")
+    heads, divergences = head_steps(), divergence_steps()
+    for case, steps, bases in (
+        ("head without 16-bit products", heads, {name: f"fp32, {name.split(', ')[1]}" for name in heads}),
+        ("forward KL", divergences, dict.fromkeys(divergences, "logits made at once")),
+    ):
+        rows = [origin.row(case, *row) for row in measured(steps, bases)]
+        record.write(record.RESULTS / "cpu.csv", rows)
+        print(record.table(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
