@@ -30,9 +30,11 @@ from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
 from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.teacher import Teacher
+from megatron_ext.head.readouts.total_variation import AcceptanceRate, TotalVariation
 
 __all__ = [
     "KL",
+    "AcceptanceRate",
     "CrossEntropy",
     "Entropy",
     "Gather",
@@ -50,6 +52,7 @@ __all__ = [
     "SumOfSquares",
     "Teacher",
     "TopK",
+    "TotalVariation",
     "ZLoss",
     "gather_log_probs",
     "gather_logits",

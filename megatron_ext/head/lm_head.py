@@ -16,7 +16,7 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gather_tokens
+from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import FusedHead
 from megatron_ext.head.engine.plan import Plan
@@ -158,13 +158,15 @@ class LmHead:
         sides = [_computed(x) for x in (hidden, *(teacher.hidden.detach() for teacher in teachers))]
         if fault is not None:
             if sizes is not None and tokens:
-                gather_tokens(
-                    [x.new_zeros(sizes[group_rank(self.tp_group)], x.shape[1]) for x in sides], self.tp_group, sizes
-                )
+                own = sizes[group_rank(self.tp_group)]
+                shared = [kept_T is None and t.hidden.dim() < hidden.dim() for t in teachers]
+                rows = [own, *(own // hidden.shape[-2] if each else own for each in shared)]
+                zeros = [x.new_zeros(count, x.shape[1]) for x, count in zip(sides, rows, strict=True)]
+                gather_tokens(zeros, self.tp_group, sizes)
             plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
         plan.choose_columns()
         if mine_T is not None:
-            sides = [x.index_select(0, mine_T) for x in sides]
+            sides = [of_each(x, len(sides[0])).index_select(0, mine_T) for x in sides]
         if self.gradient_accumulation_fusion:
             main_grad.promise(self.weight)
         return _shaped(plan, self._apply(sides, teachers, plan, sizes), leading, kept_T)
@@ -329,10 +331,12 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
         )
     argument_checks.check_floating("teacher_hidden", teacher.hidden)
-    if teacher.hidden.shape[:-1] != hidden.shape[:-1] or teacher.hidden.device != hidden.device:
+    tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
+    if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
         return ValueError(
             f"teacher_hidden has shape {tuple(teacher.hidden.shape)} on {teacher.hidden.device}, student_hidden "
-            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device"
+            f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
+            f"or the student's [..., n, D] and the teacher's [..., D]"
         )
     head, ranks = teacher.head, group_size(student.tp_group)
     return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks)

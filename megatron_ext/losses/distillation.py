@@ -6,13 +6,13 @@ Legend: `[...]` leading dims of the tokens, D hidden size, V vocabulary, R ranks
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher
+from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.readouts.jensen_shannon import check_beta
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses.checks import (
@@ -99,14 +99,22 @@ class TopKDistillationLoss(FromHidden):
         divergence: as `DistillationLoss`'s, or "mixed": `mixed_kl_weight` of the forward KL, the rest of the reverse.
         zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
             outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K.
+        bucket: all other ids together are one more, which has the rest of either side's probability. What the teacher
+            gives must be log-probabilities of its whole vocabulary then, at this temperature; logits have no rest.
     """
 
     divergence: TopKDivergenceKind = "forward"
     mixed_kl_weight: float = 0.5
     beta: float = 0.5
     zero_outside_topk: bool = False
+    bucket: bool = False
 
     def __post_init__(self) -> None:
+        if self.bucket and self.zero_outside_topk:
+            raise ValueError(
+                "bucket and zero_outside_topk are both True: the teacher's probability outside of the K is the rest, "
+                "or 0; set one of them"
+            )
         one_of("divergence", self.divergence, get_args(TopKDivergenceKind))
         check_number("mixed_kl_weight", self.mixed_kl_weight, "in [0, 1]", lambda x: 0 <= x <= 1)
         check_beta(self.beta)
@@ -125,22 +133,60 @@ class TopKDistillationLoss(FromHidden):
         Args:
             hidden, weight: of the student's head; see `megatron_ext.head.linear_gather_log_probs`.
             teacher_topk_logits, teacher_topk_indices: `[..., K]`, logits (or log-probabilities), which the temperature
-                divides as the student's, and token ids, both of all tokens on every rank.
+                divides as the student's (with `bucket` log-probabilities, taken as they are), and token ids, both of
+                all tokens on every rank. The ids may be any: the student's likeliest, too.
             mask: `[...]`, which tokens count, or weights of them; None: all.
             count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
 
-        Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2.
+        Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. Where both sides are
+        distributions over the K, products run over the columns that any token asks for, as `Gather` says.
         """
 
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
-        readouts = [Gather(teacher_topk_indices), *([Entropy()] if self.needs_entropy else [])]
-        found = head.read(hidden, *readouts, fault=fault)
+        whole = self.zero_outside_topk or self.bucket
+        picked = Gather(teacher_topk_indices, normalised=whole)
+        found = head.read(hidden, picked, *([Entropy()] if self.needs_entropy else []), fault=fault)
         student, entropy = found if self.needs_entropy else (found, None)
-        if not self.zero_outside_topk:
-            student = student.log_softmax(-1)
-        teacher = _where_counted(teacher_topk_logits.to(student.dtype) / self.temperature, mask).log_softmax(-1)
+        if not whole:
+            student = (student / head.temperature).log_softmax(-1)
+        teacher = _where_counted(teacher_topk_logits.to(student.dtype), mask)
+        if not self.bucket:
+            teacher = (teacher / head.temperature).log_softmax(-1)
         return self.from_log_probs(student, teacher, entropy, mask, count)
+
+    def with_teacher(
+        self,
+        hidden: Tensor,
+        weight: Tensor | LmHead,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor | LmHead,
+        k: int,
+        ids_of: Literal["teacher", "student"] = "teacher",
+        mask: Tensor | None = None,
+        count: Tensor | float | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """The same from the teacher's hidden states, `[..., D of the teacher]`, and its weight or head.
+
+        Args:
+            k: how many ids of each token.
+            ids_of: whose likeliest ids they are.
+
+        The teacher is read without a gradient: one product. Communicates: as the call, once more for each head that
+        is read before it, the student's for its own ids.
+        """
+        one_of("ids_of", ids_of, ("teacher", "student"))
+        head = self._head(weight)
+        if not isinstance(teacher_weight, LmHead):
+            teacher_weight = LmHead(teacher_weight, head.tp_group, head.hidden_layout, vocab=head.vocab)
+        teacher = replace(teacher_weight, temperature=head.temperature if self.bucket else 1.0)
+        with torch.no_grad():
+            if ids_of == "teacher":
+                values, ids = teacher.read(teacher_hidden, TopK(k, self.bucket))
+            else:
+                ids = head.read(hidden, TopK(k, normalised=False))[1]
+                values = teacher.read(teacher_hidden, Gather(ids, self.bucket))
+        return self(hidden, head, values, ids, mask, count)
 
     @property
     def needs_entropy(self) -> bool:
@@ -155,7 +201,7 @@ class TopKDistillationLoss(FromHidden):
         mask: Tensor | None = None,
         count: Tensor | float | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The same from log-probabilities `[..., K]` of the teacher's top-k, normalised as the class says.
+        """The same from log-probabilities `[..., K]` of the K, normalised as the class says.
 
         Args:
             teacher: -inf stands for `exp(-100)`.
@@ -167,6 +213,8 @@ class TopKDistillationLoss(FromHidden):
         student, teacher = (_where_counted(widened(x), mask) for x in (student, teacher))
         # An id that the teacher rules out: 0 times infinity otherwise, which is NaN.
         teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
+        if self.bucket:
+            student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
         found = self._divergence(student, teacher, entropy)
         return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
@@ -188,6 +236,14 @@ class TopKDistillationLoss(FromHidden):
         if self.divergence == "reverse":
             return reverse
         return self.mixed_kl_weight * forward + (1 - self.mixed_kl_weight) * reverse
+
+
+def _log_rest(log_probs: Tensor) -> Tensor:
+    """`[..., 1]`: the logarithm of what probability is left beside `[..., K]`; at least `LOG_OUTSIDE`."""
+    inside = log_probs.logsumexp(-1, keepdim=True)
+    some = inside < -torch.finfo(inside.dtype).eps  # else rounding has left nothing, or less
+    rest = -torch.expm1(inside.where(some, -1.0))
+    return rest.log().clamp(min=LOG_OUTSIDE).where(some, LOG_OUTSIDE)
 
 
 def _mean(

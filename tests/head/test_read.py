@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import (
     KL,
+    AcceptanceRate,
     CrossEntropy,
     Entropy,
     Gather,
@@ -30,6 +31,7 @@ from megatron_ext.head import (
     SumOfSquares,
     Teacher,
     TopK,
+    TotalVariation,
     ZLoss,
 )
 from tests.ranks import ranks
@@ -73,6 +75,10 @@ def divergence(student, teacher, kind, beta):
         return weighed(p.exp(), p - q)
     m = torch.logaddexp(p + math.log1p(-beta), q + math.log(beta))
     return (1 - beta) * weighed(p.exp(), p - m) + beta * weighed(q.exp(), q - m)
+
+
+def total_variation(draft, target):
+    return (log_softmax(draft).exp() - log_softmax(target).exp()).abs().sum(-1) / 2
 
 
 class Case:
@@ -167,6 +173,8 @@ class Case:
             "both filters": (lambda t: Sampled(labels, k, 0.8), kept_of(k, 0.8)),
             "kl": (lambda t: KL(t), lambda z, t: divergence(z, t, "forward", 0)),
             "reverse kl": (lambda t: KL(t, "reverse"), lambda z, t: divergence(z, t, "reverse", 0)),
+            "total variation": (lambda t: TotalVariation(t), lambda z, t: total_variation(z, t)),
+            "accepted": (lambda t: AcceptanceRate(t), lambda z, t: 1 - total_variation(z, t)),
             "js": (lambda t: JensenShannon(t, 0.3), lambda z, t: divergence(z, t, "js", 0.3)),
         }
         if self.equal:

@@ -111,6 +111,49 @@ def test_top_k():
         )
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("ids_of", ["teacher", "student"])
+def test_top_k_of_either_side_with_a_bucket_and_without(ids_of):
+    """From the hidden states of both, chunked, in slices; most of the vocabulary outside."""
+    student, teacher, mask = heads()
+    p, q = (reference.logits(*head, temperature=TEMPERATURE).softmax(-1) for head in (student, teacher))
+    ids = (q if ids_of == "teacher" else p).topk(K).indices
+    for bucket in (False, True):
+        sides = [x.gather(-1, ids) for x in (p, q)]
+        if bucket:
+            p_K, q_K = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in sides)
+        else:
+            p_K, q_K = (x / x.sum(-1, keepdim=True) for x in sides)
+        truths = {"forward": kl(q_K, p_K), "reverse": kl(p_K, q_K), "jsd": jsd(p_K, q_K)}
+        for divergence, per_token in truths.items():
+            options = {"divergence": divergence, "bucket": bucket, "beta": BETA}
+            check(
+                lambda options=options, **head: TopKDistillationLoss(**options, **head),
+                lambda loss, x, w, at, own: loss.with_teacher(x, w, teacher[0][at], teacher[1][own], K, ids_of, mask),
+                (per_token * mask).sum() / mask.sum(),
+                student,
+            )
+
+
+def test_over_few_columns_only_these_are_computed():
+    tokens, width, columns, k = 32, 4, 4096, 8
+    x, w = drawn(tokens, width).requires_grad_(), drawn(columns, width, seed=1).requires_grad_()
+    ids = torch.stack([torch.randperm(columns)[:k] for _ in range(tokens)])
+    with measure() as found:
+        TopKDistillationLoss()(x, w, drawn(tokens, k, seed=2), ids)[0].backward()
+    assert found.flops == 6 * tokens * width * len(ids.unique())
+
+
+def test_nothing_is_left_for_the_bucket():
+    """Beside ids that have all of the probability: finite, and 0 between equals."""
+    z = torch.tensor([[0.0, 1.0, -torch.inf]], dtype=torch.float64).log_softmax(-1)[:, :2].requires_grad_()
+    found, _ = TopKDistillationLoss(bucket=True, divergence="reverse").from_log_probs(z, z.detach())
+    assert abs(found) < 1e-12
+    assert torch.autograd.grad(found, z)[0].isfinite().all()
+    with pytest.raises(ValueError, match="bucket and zero_outside_topk are both True"):
+        TopKDistillationLoss(bucket=True, zero_outside_topk=True)
+
+
 @ranks(1, 2, 4)
 def test_js_divergence():
     """Masked columns, a masked shard, tokens in another order in memory, and what is sent."""

@@ -218,14 +218,24 @@ class _Given:
 
 
 class _Product:
-    """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul."""
+    """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
 
-    def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule):
-        self.x_TD, self.w_VD, self.rule = x_TD, w_VD, rule
+    `repeats`: how many tokens in a row each row of hidden states is of.
+    """
+
+    def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule, repeats: int = 1):
+        self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
         if rule.fixed:
             self.x_TD, self.w_VD = products.aligned(x_TD), products.aligned(w_VD)
 
     def __call__(self, rows: slice) -> Tensor:
+        if self.repeats == 1:
+            return self._made(rows)
+        first = rows.start // self.repeats
+        z_tV = self._made(slice(first, -(-rows.stop // self.repeats))).repeat_interleave(self.repeats, 0)
+        return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
+
+    def _made(self, rows: slice) -> Tensor:
         if not self.rule.fixed:
             return matmul.logits(self.x_TD[rows], self.w_VD)
         z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
@@ -250,20 +260,35 @@ def _products(
     found = []
     for x_TD, w_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
-        found.append(_Product(x_TD, w_VD.to(x_TD.dtype), Rule(wide_V, *rule, call.bits != "fast")))
+        repeats = max(len(hidden[0]) // max(len(x_TD), 1), 1)
+        whole = Rule(wide_V, *rule, call.bits != "fast")
+        found.append(_Product(x_TD, w_VD.to(x_TD.dtype), whole, repeats))
     return found
 
 
+def of_each(x_TD: Tensor, tokens: int) -> Tensor:
+    """A row for each of `tokens`, of rows that are of several in a row."""
+    return x_TD if len(x_TD) == tokens else x_TD.repeat_interleave(tokens // len(x_TD), 0)
+
+
 def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
-    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ. Communicates: 1 all-gather."""
+    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ, and some of which may have a row for several
+    tokens. Communicates: 1 all-gather."""
     if len(hidden) == 1:
         return [collectives.all_gather(hidden[0], group, sizes=sizes)]
     dtypes = [x.dtype for x in hidden]
     alike = all(dtype == dtypes[0] for dtype in dtypes)
+    fewest = min(len(x) for x in hidden)
+    together = len(hidden[0]) // max(fewest, 1)  # tokens of which one row is sent
     sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
+    if together > 1:
+        sides, sizes = [x.reshape(fewest, -1) for x in sides], [size // together for size in sizes]
     whole = collectives.all_gather(torch.cat(sides, 1), group, sizes=sizes)
-    found = whole.split([x.shape[1] for x in sides], 1)
-    return [x if alike else x.contiguous().view(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+    found = [
+        x if alike else x.contiguous().view(dtype)
+        for x, dtype in zip(whole.split([x.shape[1] for x in sides], 1), dtypes, strict=True)
+    ]
+    return [x.reshape(-1, own.shape[1]) for x, own in zip(found, hidden, strict=True)]
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:

@@ -21,7 +21,9 @@ class Teacher(NamedTuple):
 
     Attributes:
         head: its `LmHead`, of the student's group and vocabulary shards.
-        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's.
+        hidden: `[..., D of the teacher]`, of the same tokens and in the same layout as the student's; or, beside the
+            student's `[..., n, D]`, of n tokens each, as n drafts of one position have one target: its product is then
+            made once for the n.
     """
 
     head: Any

@@ -1,0 +1,104 @@
+"""What read-outs of a student's and a teacher's normalised distributions share.
+
+A mixture, or which of two probabilities is the smaller one, wants normalised distributions: the ranks tell each other
+their shards' statistics before they can go on, chunk by chunk, as the logits come.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K statistics, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
+from megatron_ext.head.readouts.teacher import SIDE, normaliser, side_statistics
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+
+_SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
+
+
+class NormalisedSides(ReadOut):
+    """A number of each token made of two sums over the vocabulary; its gradient wants the first of them.
+
+    Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
+    """
+
+    softmax = False  # both sides have statistics of their own
+    needs_logits = True
+    in_step = True
+    begins = True
+    rows = _SIDES + 2
+
+    def __init__(self, teacher: Any):
+        self.teacher = teacher
+
+    def summed(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """What is summed over the vocabulary, of log-probabilities."""
+        raise NotImplementedError
+
+    def value(self, first_T: Tensor, second_T: Tensor) -> Tensor:
+        """The result, of both sums."""
+        raise NotImplementedError
+
+    def pulled(self, student: Tensor, teacher: Tensor, first_t1: Tensor) -> Tensor:
+        """The gradient of the student's logits, without the student's probability as a factor."""
+        raise NotImplementedError
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """By the width of an equal shard: all ranks must cut the tokens alike."""
+        width = -(-self.call.vocab.size // self.call.ranks)
+        return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width)
+
+    def scan(self, chunk: Chunk) -> None:
+        stats_Kt = chunk.stats_Kt
+        side_statistics(chunk.logits, stats_Kt, self.call)
+        sides_RKt = stats_Kt[None, :_SIDES]
+        if self.call.ranks > 1:
+            sides_RKt = collectives.all_gather(sides_RKt, self.call.group)
+        normalisers = _normalisers(sides_RKt)
+        stats_Kt[_SIDES:] = 0
+        for at in blocks(chunk.logits[0]) if self.call.vocab.counted else []:
+            for row, x in enumerate(self.summed(*self._log_probs(chunk.logits, normalisers, at)), _SIDES):
+                stats_Kt[row, at] = x.sum(1)
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        first_T, second_T = stats_RKT[:, _SIDES:].double().sum(0)
+        value_T = self.value(first_T, second_T)
+        return [value_T.to(own_KT.dtype)], [first_T, *_normalisers(stats_RKT[:, :_SIDES])]
+
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        return True
+
+    def pull(
+        self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
+    ) -> None:
+        wide, counted = accumulation_dtype(out_tV.dtype), self.call.vocab.counted
+        first_t, *normalisers = (x[rows] for x in saved)
+        scale_t = grad[rows].double() / self.call.temperature
+        counts_t1 = (scale_t != 0).unsqueeze(1)  # others may have NaN, which 0 times is NaN
+        for at in blocks(out_tV) if counted else []:
+            student, teacher = self._log_probs(logits, normalisers, at)
+            p = student.exp()
+            pulled = p * self.pulled(student, teacher, first_t[at].to(wide).unsqueeze(1))
+            pulled *= scale_t[at].to(wide).unsqueeze(1)
+            put(out_tV[at, :counted], pulled.where((p > 0) & counts_t1[at], 0.0), first)
+
+    def _log_probs(self, logits: Sequence[Tensor], normalisers: list[Tensor], at: slice) -> list[Tensor]:
+        """Of the student and the teacher."""
+        counted = self.call.vocab.counted
+        found = []
+        for i, z_tV in enumerate(logits):
+            wide = accumulation_dtype(z_tV.dtype)
+            largest_t1, log_sum_t1 = (x[at].to(wide).unsqueeze(1) for x in normalisers[2 * i : 2 * i + 2])
+            z = transformed(z_tV[at, :counted], None, None, self.call.temperature, wide)
+            found.append((z - largest_t1) - log_sum_t1)
+        return found
+
+
+def _normalisers(sides_RKT: Tensor) -> list[Tensor]:
+    """fp64 `[T]`, of the student and then of the teacher: the largest logit, and the log of the sum below it."""
+    return [x for i in (0, 1) for x in normaliser(sides_RKT, i)]
