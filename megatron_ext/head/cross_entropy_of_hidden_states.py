@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import Bits, Cache, Layout, Reduction, one_of
+from megatron_ext.head.validation.option_checks import Bits, Cache, Layout, Reduction, one_of, token_bound
 
 
 def linear_cross_entropy(
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     reduction: Reduction = "none",
     cache: Cache = "bounded",
     chunk_tokens: int | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool | int = False,
     loss_mask: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
     bits: Bits = "fast",
@@ -58,7 +58,8 @@ def linear_cross_entropy(
             eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
             fits into half of the memory that is free at the first call of a shape.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
-        skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes.
+        skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes. An
+            int: no more tokens than these count, and neither is needed; see `at_most` of `LmHead.read`.
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
         bits: "fast"; "batch" or "tensor_parallel": a token's bits do not depend on other tokens, chunks or layout, or
@@ -88,7 +89,8 @@ def linear_cross_entropy(
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored else None
-    loss = head.read(hidden, CrossEntropy(asked, ignore_index, label_smoothing, z_loss), counts=counts)
+    read_out = CrossEntropy(asked, ignore_index, label_smoothing, z_loss)
+    loss = head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored))
     return reduced(loss, labels, loss_mask, ignore_index, reduction)
 
 
@@ -105,7 +107,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     cache: Cache = "bounded",
     chunk_tokens: int | None = None,
-    skip_ignored: bool = False,
+    skip_ignored: bool | int = False,
     loss_mask: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
     return_entropy: bool = False,
@@ -137,4 +139,4 @@ def linear_log_probs(
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored or return_entropy else None
     readouts = log_prob_readouts(asked, ignore_index, counts if return_entropy else None, return_hits)
-    return head.read(hidden, *readouts, counts=counts if skip_ignored else None)
+    return head.read(hidden, *readouts, counts=counts if skip_ignored else None, at_most=token_bound(skip_ignored))

@@ -20,6 +20,7 @@ from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gathe
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import FusedHead
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.tokens_that_count import Left, left_in
 from megatron_ext.head.fixed_bits.linear import FixedHead
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.read_out import ReadOut
@@ -101,7 +102,12 @@ class LmHead:
         return cls(**head_facts(layer, {"tp_group": tp_group, "hidden_layout": hidden_layout, **facts}))
 
     def read(
-        self, hidden: Tensor, *readouts: ReadOut, counts: Tensor | None = None, fault: ValueError | None = None
+        self,
+        hidden: Tensor,
+        *readouts: ReadOut,
+        counts: Tensor | None = None,
+        at_most: int | None = None,
+        fault: ValueError | None = None,
     ) -> Any:
         """What `readouts` read out of the logits of `hidden`, without ever holding them all.
 
@@ -110,6 +116,9 @@ class LmHead:
             readouts: any, in one pass over the logits; those of labels take the same tensor of labels.
             counts: `[...]`, bool, of all ranks' tokens: others are left out before the first product, with results of
                 0 and no gradient. One host sync, dynamic shapes.
+            at_most: no more tokens than these count (with the sequence layout none of the ranks' slices has more): no
+                host sync then, and shapes that do not change; products are of so many tokens. More are refused, on CUDA
+                by a device-side assertion.
             fault: what the caller found wrong, and other ranks may not see: it is raised here, and on the others what
                 the exchange says of a rank that refused.
 
@@ -139,37 +148,35 @@ class LmHead:
         fault, tokens = given or fault, leading.numel()
         sizes = [tokens // ranks] * ranks if in_slices and ranks > 1 else None
 
-        kept_T = mine_T = among = None
+        left: Left | None = None
         if counts is not None:
             argument_checks.check_counts(counts, leading)
-            per_rank = counts.reshape(ranks if sizes else 1, -1)
-            kept_T = counts.reshape(-1).nonzero().squeeze(1)
-            mine_T = per_rank[group_rank(self.tp_group) if sizes else 0].nonzero().squeeze(1)
-            tokens, among = kept_T.shape[0], None if sizes else (kept_T, leading.numel())
-            sizes = per_rank.sum(1).tolist() if sizes else None
+            part = group_rank(self.tp_group) if sizes else 0
+            left = left_in(counts.reshape(ranks if sizes else 1, -1), part, at_most)
+            tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
 
         def flat(x: Tensor) -> Tensor:
             x_T = x.reshape((leading.numel(), *x.shape[len(leading) :]))
-            return x_T if kept_T is None else x_T[kept_T]
+            return x_T if left is None else left.of_all(x_T)
 
         plan = Plan(readouts, self.call(), flat, tokens, hidden.device)
-        if among is not None:  # ranks that leave out others learn it then
-            plan.places_T, plan.all_tokens = among
+        if left is not None and sizes is None:  # ranks that leave out others learn it then
+            plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
         sides = [_computed(x) for x in (hidden, *(teacher.hidden.detach() for teacher in teachers))]
         if fault is not None:
             if sizes is not None and tokens:
                 own = sizes[group_rank(self.tp_group)]
-                shared = [kept_T is None and t.hidden.dim() < hidden.dim() for t in teachers]
+                shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
                 rows = [own, *(own // hidden.shape[-2] if each else own for each in shared)]
                 zeros = [x.new_zeros(count, x.shape[1]) for x, count in zip(sides, rows, strict=True)]
                 gather_tokens(zeros, self.tp_group, sizes)
             plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
         plan.choose_columns()
-        if mine_T is not None:
-            sides = [of_each(x, len(sides[0])).index_select(0, mine_T) for x in sides]
+        if left is not None:
+            sides = [left.of_mine(of_each(x, len(sides[0]))) for x in sides]
         if self.gradient_accumulation_fusion:
             main_grad.promise(self.weight)
-        return _shaped(plan, self._apply(sides, teachers, plan, sizes), leading, kept_T)
+        return _shaped(plan, self._apply(sides, teachers, plan, sizes), leading, left)
 
     def _apply(
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
@@ -369,10 +376,10 @@ def _computed(hidden: Tensor) -> Tensor:
     return hidden.to(dtype).reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
 
 
-def _shaped(plan: Plan, found: Sequence[Tensor], leading: torch.Size, kept_T: Tensor | None) -> Any:
+def _shaped(plan: Plan, found: Sequence[Tensor], leading: torch.Size, left: Left | None) -> Any:
     """The results with the leading dims of the tokens, 0 where a token was left out."""
-    if kept_T is not None:
-        found = [x.new_zeros(leading.numel(), *x.shape[1:]).index_copy(0, kept_T, x) for x in found]
+    if left is not None:
+        found = [left.spread(x, leading.numel()) for x in found]
     return _given_back(plan, [x.reshape((*leading, *x.shape[1:])) for x in found])
 
 

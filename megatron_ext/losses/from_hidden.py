@@ -17,7 +17,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import Cache, Layout, one_of
+from megatron_ext.head.validation.option_checks import Cache, Layout, one_of, token_bound
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,
@@ -89,7 +89,8 @@ class LogProbLoss(FromHidden, ABC):
             Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
         ignore_index: a label of tokens that do not count.
         softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature.
-        cache, skip_ignored: what the head keeps for backward; leave out tokens that do not count.
+        cache: what the head keeps for backward.
+        skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
 
     Communicates what one call of `linear_log_probs` does: forward 1 collective, backward 1, with the sequence layout 2
     and 2; `from_log_probs` nothing.
@@ -99,7 +100,7 @@ class LogProbLoss(FromHidden, ABC):
     ignore_index: int = -100
     softcap: float | None = None
     cache: Cache = "bounded"
-    skip_ignored: bool = False
+    skip_ignored: bool | int = False
 
     def __call__(
         self,
@@ -138,7 +139,13 @@ class LogProbLoss(FromHidden, ABC):
         if self.skip_ignored:
             counts = labels != self.ignore_index
             counts = counts if mask is None or mask.shape != labels.shape else counts & (mask != 0)
-        log_probs = head.read(hidden, LogProbs(labels, self.ignore_index), counts=counts, fault=fault)
+        log_probs = head.read(
+            hidden,
+            LogProbs(labels, self.ignore_index),
+            counts=counts,
+            at_most=token_bound(self.skip_ignored),
+            fault=fault,
+        )
         return self.from_log_probs(log_probs, *given, mask=mask, **others)
 
     @abstractmethod

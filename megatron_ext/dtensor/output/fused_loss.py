@@ -37,7 +37,7 @@ def use_fused_loss(
     in_eval: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    skip_ignored: bool = False,
+    skip_ignored: bool | int = False,
     cache: Any = "bounded",
     chunk_tokens: int | None = None,
 ) -> nn.Module:

@@ -84,3 +84,14 @@ def _fraction_or_bytes(value: float) -> bool:
 
 def _at_least_0(value: float) -> bool:
     return 0 <= value < math.inf
+
+
+def check_at_most(at_most: Any) -> None:
+    """Raises ValueError unless a bound of tokens is None or a positive int."""
+    if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
+        raise ValueError(f"at_most is {at_most!r}: it must be a positive int, how many tokens count at most, or None")
+
+
+def token_bound(skip_ignored: bool | int) -> int | None:
+    """The `at_most` that an int says, where it is not a bool."""
+    return None if isinstance(skip_ignored, bool) else skip_ignored

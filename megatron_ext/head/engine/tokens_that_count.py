@@ -1,0 +1,71 @@
+"""Which tokens are left where those that do not count are left out before the first product.
+
+Either their number is read from the device, or the caller knows a bound: then shapes follow from that alone, and what
+is missing is filled up by tokens whose hidden states are 0 and whose results nobody sees.
+
+Legend: T tokens of all ranks, R ranks, P tokens of each rank's part, D hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.validation.option_checks import check_at_most
+from megatron_ext.head.validation.readable_values import has_values, raise_if
+
+
+class Left(NamedTuple):
+    """The tokens that are left.
+
+    Attributes:
+        kept_T: their places among all tokens, part after part; past the end what fills up.
+        mine_T: of this rank's part, the places in it; past its end what fills up.
+        sizes: how many each part has; None where there is one part and its size was not read for it.
+        fills: whether something may fill up.
+    """
+
+    kept_T: Tensor
+    mine_T: Tensor
+    sizes: list[int] | None
+    fills: bool
+
+    def of_all(self, x_T: Tensor) -> Tensor:
+        """Of a tensor of all tokens that of those that are left; what fills up has that of the last token."""
+        return x_T[self.kept_T.clamp(max=x_T.shape[0] - 1) if self.fills else self.kept_T]
+
+    def of_mine(self, x_TD: Tensor) -> Tensor:
+        """Of this rank's hidden states those that are left, and 0 for what fills up."""
+        if not self.fills:
+            return x_TD.index_select(0, self.mine_T)
+        there_T1 = (self.mine_T < x_TD.shape[0]).unsqueeze(1)
+        return x_TD.index_select(0, self.mine_T.clamp(max=x_TD.shape[0] - 1)).where(there_T1, 0.0)
+
+    def spread(self, x_T: Tensor, tokens: int) -> Tensor:
+        """Results of all tokens, 0 where one was left out."""
+        room_T = x_T.new_zeros(tokens + self.fills, *x_T.shape[1:])
+        return room_T.index_copy(0, self.kept_T, x_T)[:tokens]
+
+
+def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
+    """Of the tokens of each part those that count, `part` being this rank's. `at_most`: no more than so many of each;
+    None: as many as there are, which waits for the device.
+
+    Raises:
+        ValueError: `at_most` is no positive int, or more tokens count, which on CUDA stops the device.
+    """
+    check_at_most(at_most)
+    parts, width = counts_RP.shape
+    if at_most is None or not width:
+        sizes = counts_RP.sum(1).tolist() if parts > 1 else None
+        return Left(counts_RP.reshape(-1).nonzero().squeeze(1), counts_RP[part].nonzero().squeeze(1), sizes, False)
+    size = min(at_most, width)
+    if has_values(counts_RP):
+        raise_if(
+            (counts_RP.sum(1) > at_most).any(),
+            f"at_most is {at_most}, and more tokens count: it must bound them, with the sequence layout in each rank's "
+            f"slice; pass a larger one, or none",
+        )
+    places_T = [counts_P.nonzero_static(size=size, fill_value=width).squeeze(1) for counts_P in counts_RP]
+    whole_T = [(x + i * width).masked_fill(x == width, parts * width) for i, x in enumerate(places_T)]
+    return Left(torch.cat(whole_T), places_T[part], [size] * parts, True)

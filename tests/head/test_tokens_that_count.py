@@ -1,0 +1,73 @@
+"""Tokens outside a mask make no product: with a bound of the caller's, without a wait, beside fp64 of the whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import linear_cross_entropy, linear_log_probs
+from megatron_ext.head import KL, LmHead, LogProbs, Sampled, Teacher
+from tests.head.problems import Problem
+from tests.ranks import ranks
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_a_bound_changes_nothing(layout):
+    """Also where hidden states that do not count are NaN, and where the bound is all tokens or exactly those."""
+    group = dist.group.WORLD
+    problem = Problem(shape=(4, 6), options={"bias": True, "size": 37, "softcap": 2.0})
+    problem.labels[1] = -100
+    counts = problem.labels != -100
+    parts = counts.chunk(dist.get_world_size() if layout == "sequence" else 1)
+    for what in ("loss", "log_probs"):
+        truth, grads = problem.truth(what)
+        for bound in (max(int(x.sum()) for x in parts), 1000):
+            for cache in (0, 1):
+                held, problem.hidden = problem.hidden, problem.hidden.masked_fill(~counts.unsqueeze(-1), torch.nan)
+                found, found_grads = problem.ours(what, group, layout, cache=cache, skip_ignored=bound)
+                problem.hidden = held
+                torch.testing.assert_close(list(found), [x.to(y.dtype) for x, y in zip(truth, found, strict=True)])
+                torch.testing.assert_close(list(found_grads), problem.pieces(grads, group, layout))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_read_outs_that_make_logits_again(layout):
+    group, world, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    problem = Problem(shape=(4, 6), columns=40)
+    counts = problem.labels != -100
+    at = slice(4 // world * rank, 4 // world * (rank + 1)) if layout == "sequence" else slice(None)
+    found = []
+    for at_most in (None, 23):
+        hidden, weight, _ = problem.mine(group, layout)
+        head = LmHead(weight, group, layout, vocab=problem.shard(group), chunk_tokens=7)
+        teacher = Teacher(LmHead(weight, group, layout, vocab=problem.shard(group)), problem.hidden.roll(1, 1)[at])
+        results = head.read(hidden, Sampled(problem.labels, 5), KL(teacher), counts=counts, at_most=at_most)
+        sum((x.masked_fill(x == -torch.inf, 0.0) * problem.grad).sum() for x in results).backward()
+        found.append([*results, hidden.grad, weight.grad])
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("call", [linear_cross_entropy, linear_log_probs])
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_flops_without_a_wait(call, layout):
+    """On fake tensors whoever reads a value fails."""
+    tokens, width, columns, bound = 64, 8, 48, 10
+    with one_rank_of(2) as group:
+        rows = tokens // 2 if layout == "sequence" else tokens
+        hidden, weight = torch.empty(rows, width, requires_grad=True), torch.empty(columns, width, requires_grad=True)
+        labels = torch.zeros(tokens, dtype=torch.int64)
+        with measure() as found:
+            call(hidden, weight, labels, group, layout, cache=1, skip_ignored=bound).sum().backward()
+    assert found.flops == 6 * (2 * bound if layout == "sequence" else bound) * width * columns
+
+
+@ranks(1, 2)
+def test_a_bound_that_is_broken_is_refused_on_every_rank():
+    hidden, weight = torch.randn(4, 3), torch.randn(8, 3)
+    counts = torch.tensor([True, True, False, True])
+    head = LmHead(weight, dist.group.WORLD)
+    for at_most, said in ((2, "at_most is 2, and more tokens count"), (0, "at_most is 0"), (1.5, "at_most is 1.5")):
+        with pytest.raises(ValueError, match=said):
+            head.read(hidden, LogProbs(torch.zeros(4, dtype=torch.int64)), counts=counts, at_most=at_most)
