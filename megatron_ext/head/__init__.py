@@ -21,16 +21,16 @@ from megatron_ext.head.distributions_of_logits import (
     vocab_topk,
 )
 from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
+from megatron_ext.head.readouts.divergences.kl_divergence import KL
+from megatron_ext.head.readouts.divergences.teacher import Teacher
+from megatron_ext.head.readouts.divergences.total_variation import AcceptanceRate, TotalVariation
 from megatron_ext.head.readouts.gather import Gather, TopK
-from megatron_ext.head.readouts.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.kept import Kept, KeptEntropy
-from megatron_ext.head.readouts.kl_divergence import KL
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
 from megatron_ext.head.readouts.sampling import Sampled
-from megatron_ext.head.readouts.teacher import Teacher
-from megatron_ext.head.readouts.total_variation import AcceptanceRate, TotalVariation
 
 __all__ = [
     "KL",

@@ -20,12 +20,12 @@ from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gathe
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.engine.linear import FusedHead
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.tokens_that_count import Left, left_in
 from megatron_ext.head.fixed_bits.linear import FixedHead
 from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.readouts.teacher import Teacher
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.head.validation.option_checks import Bits, Cache, Layout

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
-from megatron_ext.head.readouts.jensen_shannon import check_beta
+from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses.checks import (
     check_number,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from megatron_ext import head
 from megatron_ext.head import LmHead, Teacher
-from megatron_ext.head.readouts.kl_divergence import Direction
+from megatron_ext.head.readouts.divergences.kl_divergence import Direction
 from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Cache

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.readouts.divergences.teacher import SIDE, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
-from megatron_ext.head.readouts.teacher import SIDE, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 

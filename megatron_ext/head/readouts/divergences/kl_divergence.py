@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
-from megatron_ext.head.readouts.teacher import SIDE, Normaliser, normaliser, side_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 from megatron_ext.head.validation.option_checks import one_of

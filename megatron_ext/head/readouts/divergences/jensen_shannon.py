@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.readouts.normalised_sides import NormalisedSides
+from megatron_ext.head.readouts.divergences.normalised_sides import NormalisedSides
 
 
 def check_beta(beta: float) -> None:

@@ -10,7 +10,7 @@ that total variation is what training a draft for it should minimise (Bebop, arX
 
 from torch import Tensor
 
-from megatron_ext.head.readouts.normalised_sides import NormalisedSides
+from megatron_ext.head.readouts.divergences.normalised_sides import NormalisedSides
 
 
 class TotalVariation(NormalisedSides):
