@@ -25,6 +25,7 @@ from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import log_probs, patch_points
+from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
 from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import split_hooks
@@ -92,6 +93,7 @@ class _ReadOut:
             cache=cache,
             chunk_tokens=self.chunk_tokens,
             gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
+            bits=bits_of(getattr(layer, "config", None)),
         )
 
 

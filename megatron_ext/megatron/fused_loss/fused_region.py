@@ -17,6 +17,7 @@ from megatron_ext.head.training_loss import (
 )
 from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import multi_token_prediction, patch_points, z_loss_log
+from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
@@ -158,6 +159,7 @@ class Region:
                 cache=self.cache,
                 chunk_tokens=settings.chunk(labels.shape[0]),
                 gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
+                bits=bits_of(self.model.config),
             )
             found = linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
             return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
