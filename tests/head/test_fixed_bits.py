@@ -115,7 +115,16 @@ def read_outs(labels, ids, teacher):
         "forward KL": [head.KL(teacher, "forward")],
         "reverse KL": [head.KL(teacher, "reverse")],
         "Jensen-Shannon": [head.JensenShannon(teacher)],
+        "total variation": [head.TotalVariation(teacher)],
+        "acceptance": [head.AcceptanceRate(teacher)],
+        "kept ids": [head.Kept(labels, *kept_ids(ids)), head.KeptEntropy(labels, *kept_ids(ids))],
     }
+
+
+def kept_ids(ids):
+    """As the generator gives them: where each token's begin, and its label and three others."""
+    kept = (ids[:, :1] + torch.tensor([0, 5, 90, 401])) % VOCAB
+    return 4 * torch.arange(len(ids) + 1), kept.flatten()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -1,5 +1,6 @@
 """Where stages share the vocabulary: what fails on one rank is reported on all, and what cannot be is refused."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -100,6 +101,7 @@ def test_other_labels_of_multi_token_prediction_are_reported_on_all():
 @ranks(2)
 def test_what_is_refused():
     from megatron_ext.megatron import pipeline
+    from megatron_ext.megatron.pipeline.vocabulary_sharing import check_config
 
     with model_parallel(pp=2), shared():
         from megatron.core.models.bert import bert_model as bert
@@ -108,6 +110,8 @@ def test_what_is_refused():
             tiny_gpt(stock_spec, vocab_size=65)
         with pytest.raises(ValueError, match="num_microbatches_with_p.* is 1.*turn one of them off"):
             tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
+        with pytest.raises(ValueError, match="batch_invariant_mode is True: .*bits.*turn one of them off"):
+            check_config(SimpleNamespace(pipeline_model_parallel_size=2, batch_invariant_mode=True))
         odd = mock.patch(
             "megatron_ext.megatron.fused_loss.patch_points.why_not_fused", return_value="its output layer is odd"
         )

@@ -171,6 +171,7 @@ def check_config(config: Any) -> None:
         "init_model_with_meta_device": "the stages get their rows from the initial weights",
         "enable_cuda_graph": "the passes of the vocabulary layers change places with those of the layers",
         "cuda_graph_impl": "the passes of the vocabulary layers change places with those of the layers",
+        "batch_invariant_mode": "the bits of the vocabulary layers' passes depend on the batch",
     }
     for name, reason in refused.items():
         if getattr(config, name, None) not in (None, False, 0, "none"):
