@@ -146,10 +146,10 @@ THEIRS = [
     *("megatron/pipeline/schedule.py", "dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
 ]
 BY_KEYWORDS = [
-    "head/*.py *linear_*",
+    "head/cross_entropy_of_hidden_states.py linear_*",
+    "head/distributions_of_hidden_states.py linear_sampled_log_probs",
     "head/*.py *log_probs",
     "head/*.py vocab_parallel_cross_entropy",
-    "head/readouts/jensen_shannon.py linear_js_divergence",
     "dtensor/causal_lm.py causal_lm_*",
     "sequence/attention.py attend",
     "policy/ray_policy.py __init__",

@@ -6,22 +6,21 @@ results are fp32 (fp64 for fp64), on every rank alike. Backward makes the logits
 What all functions here take:
     hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0.
     weight: `[V/R, D]`, this rank's vocabulary shard, of the same dtype (any under autocast).
-    tp_group, vocab, chunk_tokens: as in `distributions_of_logits.py`.
+    tp_group: the ranks that share the vocabulary, as in `distributions_of_logits.py`.
     hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its slice. What is given or
         returned per token is of the full sequence in either.
-    temperature: logits are divided by it.
-    gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
-    bits: "fast", or "batch": a token's bits do not depend on other tokens, chunks or layout; see `LmHead`.
+    facts: what else there is to say of the head, as for `LmHead`: `bias`, `vocab`, `logit_scale`, `softcap`,
+        `temperature`, `cache`, `chunk_tokens`, `gradient_accumulation_fusion`, `bits`.
 They communicate, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2. They raise ValueError,
 on every rank, where an argument breaks its rule.
 """
 
-from typing import get_args
+from typing import Any, Unpack, get_args
 
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
-from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.layer_facts import HeadFacts
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.divergences.kl_divergence import KL, Direction
@@ -29,7 +28,7 @@ from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
-from megatron_ext.head.validation.option_checks import Bits, Layout, one_of
+from megatron_ext.head.validation.option_checks import Layout, one_of
 
 
 def linear_gather_log_probs(
@@ -38,24 +37,12 @@ def linear_gather_log_probs(
     indices: Tensor,
     tp_group: Group = None,
     hidden_layout: Layout = "replicated",
-    vocab: VocabShard | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    gradient_accumulation_fusion: bool = False,
+    *,
     return_entropy: bool = False,
-    bits: Bits = "fast",
+    **facts: Unpack[HeadFacts],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities `[..., K]` of the token ids `indices` `[..., K]`, as `gather_log_probs`."""
-    head = LmHead(
-        weight,
-        tp_group,
-        hidden_layout,
-        vocab=vocab,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        bits=bits,
-    )
+    head = LmHead(weight, tp_group, hidden_layout, **facts)
     return head.read(hidden, Gather(indices), Entropy()) if return_entropy else head.read(hidden, Gather(indices))
 
 
@@ -65,27 +52,14 @@ def linear_topk_log_probs(
     k: int,
     tp_group: Group = None,
     hidden_layout: Layout = "replicated",
-    vocab: VocabShard | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    gradient_accumulation_fusion: bool = False,
-    bits: Bits = "fast",
+    **facts: Unpack[HeadFacts],
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[..., k]` of each token's k likeliest ids, in falling order, and those ids `[..., k]` (int64).
 
     Among equals the lowest id comes first. What a teacher gives for top-k distillation; log-probabilities are those of
     the whole vocabulary, and differentiable.
     """
-    head = LmHead(
-        weight,
-        tp_group,
-        hidden_layout,
-        vocab=vocab,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        bits=bits,
-    )
+    head = LmHead(weight, tp_group, hidden_layout, **facts)
     return head.read(hidden, TopK(k))
 
 
@@ -98,12 +72,10 @@ def linear_sampled_log_probs(
     temperature: float = 1.0,
     tp_group: Group = None,
     hidden_layout: Layout = "replicated",
-    vocab: VocabShard | None = None,
+    *,
     ignore_index: int = -100,
-    chunk_tokens: int | None = None,
-    gradient_accumulation_fusion: bool = False,
-    bits: Bits = "fast",
     kept: tuple[Tensor, Tensor] | None = None,
+    **facts: Any,
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
 
@@ -112,16 +84,7 @@ def linear_sampled_log_probs(
     else 6 T V D / R FLOPs in all. With `kept` 6 T U D for the U columns of a rank that any token kept, if these are at
     most half of its columns, else 6 T V D / R.
     """
-    head = LmHead(
-        weight,
-        tp_group,
-        hidden_layout,
-        vocab=vocab,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        bits=bits,
-    )
+    head = LmHead(weight, tp_group, hidden_layout, temperature=temperature, **facts)
     return head.read(hidden, Sampled(labels, top_k, top_p, ignore_index, kept))
 
 
@@ -133,29 +96,17 @@ def linear_kl_divergence(
     direction: Direction = "forward",
     tp_group: Group = None,
     hidden_layout: Layout = "replicated",
-    vocab: VocabShard | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    gradient_accumulation_fusion: bool = False,
-    bits: Bits = "fast",
+    **facts: Unpack[HeadFacts],
 ) -> Tensor:
     """KL divergence `[...]` of a student from a teacher over the whole vocabulary, as `kl_divergence`.
 
     Hidden sizes and dtypes may differ, tokens and vocabulary shards may not. Gradients reach the student only. The
-    teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's.
+    teacher's matmul runs in both passes; with the sequence layout its hidden states travel with the student's. `facts`
+    are of the student's head; its `vocab` and `temperature` are the teacher's too.
     """
     one_of("direction", direction, get_args(Direction))
-    head = LmHead(
-        student_weight,
-        tp_group,
-        hidden_layout,
-        vocab=vocab,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        bits=bits,
-    )
-    teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=vocab), teacher_hidden)
+    head = LmHead(student_weight, tp_group, hidden_layout, **facts)
+    teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=head.vocab), teacher_hidden)
     return head.read(student_hidden, KL(teacher, direction))
 
 
@@ -167,26 +118,13 @@ def linear_js_divergence(
     beta: float = 0.5,
     tp_group: Group = None,
     hidden_layout: Layout = "replicated",
-    vocab: VocabShard | None = None,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    gradient_accumulation_fusion: bool = False,
-    bits: Bits = "fast",
+    **facts: Unpack[HeadFacts],
 ) -> Tensor:
     """`js_divergence` from hidden states, else as `linear_kl_divergence`.
 
     Communicates, at R > 1: forward 1 small collective a chunk and 2 more, backward 1; with the sequence layout 1 more
     in each.
     """
-    head = LmHead(
-        student_weight,
-        tp_group,
-        hidden_layout,
-        vocab=vocab,
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        gradient_accumulation_fusion=gradient_accumulation_fusion,
-        bits=bits,
-    )
-    teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=vocab), teacher_hidden)
+    head = LmHead(student_weight, tp_group, hidden_layout, **facts)
+    teacher = Teacher(LmHead(teacher_weight, tp_group, hidden_layout, vocab=head.vocab), teacher_hidden)
     return head.read(student_hidden, JensenShannon(teacher, beta))

@@ -1,12 +1,28 @@
-"""What a layer that makes logits says of its head: an `nn.Linear`, a DTensor, Megatron-Core's output layer."""
+"""The facts of a head beside its weight, and what a layer that makes logits says of them: an `nn.Linear`, a DTensor,
+Megatron-Core's output layer."""
 
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.validation.option_checks import Bits, Cache
+
+
+class HeadFacts(TypedDict, total=False):
+    """What `LmHead` takes by keyword, where it says more of each."""
+
+    bias: Tensor | None
+    vocab: VocabShard | None
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+    cache: Cache
+    chunk_tokens: int | None
+    gradient_accumulation_fusion: bool
+    bits: Bits
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Chosen and largest logits of a sharded vocabulary, and their log-probabilities, from logits and hidden states."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from megatron_ext.head import (
     gather_log_probs,
     gather_logits,
     linear_gather_log_probs,
+    linear_js_divergence,
+    linear_kl_divergence,
     linear_sampled_log_probs,
     linear_topk_log_probs,
     sampled_log_probs,
@@ -265,3 +269,35 @@ def test_a_shard_that_is_masked_whole_has_no_gradient():
         assert grad.isfinite().all()
     (grad,) = torch.autograd.grad(gather_log_probs(mine, ids, group).sum(), mine)
     torch.testing.assert_close(grad, leaf.grad[:, 4 * rank : 4 * rank + 4])
+
+
+def test_bias_scale_and_softcap_go_with_every_function():
+    """Values and gradients of hidden states, weight and bias, beside logits made at once."""
+    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 4), (11, 4), (11,)))
+    teacher = torch.randn(6, 3).double(), torch.randn(11, 3).double()
+    ids, upstream = torch.randint(11, (6, 5)), torch.randn(6).double()
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    z = 2.0 * torch.tanh(1.5 * (hidden @ weight.t() + bias) / 2.0) / 0.7
+    log_p, log_t = z.log_softmax(-1), (teacher[0] @ teacher[1].t() / 0.7).log_softmax(-1)
+    fourth = z.topk(4).values[:, -1:]
+    inside = z.masked_fill(z < fourth, -torch.inf)
+    labels = z.topk(4).indices[:, 2]
+    mixture = torch.logaddexp(log_p, log_t) - math.log(2)
+    call = {"bias": bias, "logit_scale": 1.5, "softcap": 2.0, "temperature": 0.7}
+    for found, want in (
+        (linear_gather_log_probs(hidden, weight, ids, **call).sum(-1), log_p.gather(-1, ids).sum(-1)),
+        (linear_topk_log_probs(hidden, weight, 3, **call)[0].sum(-1), log_p.topk(3).values.sum(-1)),
+        (
+            linear_sampled_log_probs(hidden, weight, labels, 4, **call),
+            inside.log_softmax(-1).gather(-1, labels.unsqueeze(1)).squeeze(1),
+        ),
+        (linear_kl_divergence(hidden, weight, *teacher, **call), (log_t.exp() * (log_t - log_p)).sum(-1)),
+        (
+            linear_js_divergence(hidden, weight, *teacher, **call),
+            ((log_p.exp() * (log_p - mixture) + log_t.exp() * (log_t - mixture)) / 2).sum(-1),
+        ),
+    ):
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(want, leaves, upstream, retain_graph=True)
+        )
