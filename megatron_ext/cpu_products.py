@@ -33,6 +33,11 @@ def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, bias_N: 
         if bias_N is not None:
             return torch.addmm(bias_N, left_MK, right_KN, out=out_MN)
         return torch.mm(left_MK, right_KN, out=out_MN)
+    if left_MK.shape[1] != right_KN.shape[0] or (bias_N is not None and bias_N.shape != right_KN.shape[1:]):
+        raise ValueError(
+            f"left has shape {tuple(left_MK.shape)}, right {tuple(right_KN.shape)}, bias "
+            f"{None if bias_N is None else tuple(bias_N.shape)}: they must be [M, K], [K, N] and [N]; pass such"
+        )
     if out_MN is None:
         out_MN = left_MK.new_empty(left_MK.shape[0], right_KN.shape[1])
     if torch.compiler.is_compiling():

@@ -149,10 +149,13 @@ class LmHead:
         sizes = [tokens // ranks] * ranks if in_slices and ranks > 1 else None
 
         left: Left | None = None
-        if counts is not None:
+        if counts is None:
+            option_checks.check_no_bound(at_most)
+        else:
             argument_checks.check_counts(counts, leading)
             part = group_rank(self.tp_group) if sizes else 0
             left = left_in(counts.reshape(ranks if sizes else 1, -1), part, at_most)
+            fault = fault or left.fault
             tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
 
         def flat(x: Tensor) -> Tensor:

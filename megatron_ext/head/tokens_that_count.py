@@ -23,12 +23,14 @@ class Left(NamedTuple):
         mine_T: of this rank's part, the places in it; past its end what fills up.
         sizes: how many each part has; None where there is one part and its size was not read for it.
         fills: whether something may fill up.
+        fault: that more tokens count than a bound says, for the caller to raise where other ranks learn of it.
     """
 
     kept_T: Tensor
     mine_T: Tensor
     sizes: list[int] | None
     fills: bool
+    fault: ValueError | None = None
 
     def of_all(self, x_T: Tensor) -> Tensor:
         """Of a tensor of all tokens that of those that are left; what fills up has that of the last token."""
@@ -52,20 +54,25 @@ def left_in(counts_RP: Tensor, part: int, at_most: int | None) -> Left:
     None: as many as there are, which waits for the device.
 
     Raises:
-        ValueError: `at_most` is no positive int, or more tokens count, which on CUDA stops the device.
+        ValueError: `at_most` is no positive int.
+
+    More tokens that count than `at_most` are the result's `fault`; on CUDA they stop the device.
     """
     check_at_most(at_most)
     parts, width = counts_RP.shape
     if at_most is None or not width:
         sizes = counts_RP.sum(1).tolist() if parts > 1 else None
         return Left(counts_RP.reshape(-1).nonzero().squeeze(1), counts_RP[part].nonzero().squeeze(1), sizes, False)
-    size = min(at_most, width)
+    size, fault = min(at_most, width), None
     if has_values(counts_RP):
-        raise_if(
-            (counts_RP.sum(1) > at_most).any(),
-            f"at_most is {at_most}, and more tokens count: it must bound them, with the sequence layout in each rank's "
-            f"slice; pass a larger one, or none",
-        )
+        try:
+            raise_if(
+                (counts_RP.sum(1) > at_most).any(),
+                f"at_most, or skip_ignored, is {at_most}, and more tokens count: it must bound them, with the sequence "
+                f"layout in each rank's slice; pass a larger one, or none",
+            )
+        except ValueError as found:
+            fault = found
     places_T = [counts_P.nonzero_static(size=size, fill_value=width).squeeze(1) for counts_P in counts_RP]
     whole_T = [(x + i * width).masked_fill(x == width, parts * width) for i, x in enumerate(places_T)]
-    return Left(torch.cat(whole_T), places_T[part], [size] * parts, True)
+    return Left(torch.cat(whole_T), places_T[part], [size] * parts, True, fault)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -185,11 +185,14 @@ def mine(given):
     return {name: x.chunk(size)[rank] for name, x in given.items()}
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "fsdp2, the head by itself", "parallelize"])
+WRAPS = ["ddp", "fsdp2", "fsdp2, the head by itself", "fsdp2, the head's output rounded", "parallelize"]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 @ranks(2)
 def test_data_parallel(wrap):
     """Each rank has its rows; the gradient is that of the mean over all targets."""
-    given, model = batch(4), make("llama", tied=True)
+    given, model = batch(4), make("llama", tied="rounded" not in wrap)
     count = (given["labels"][:, 1:] != -100).sum()
     expected = model(**given).loss
     expected.backward()
@@ -207,6 +210,9 @@ def test_data_parallel(wrap):
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         tail = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]
         fully_shard(tail, reshard_after_forward=False)
+        wrapped = use_fused_loss(fully_shard(model))
+    elif wrap == "fsdp2, the head's output rounded":
+        fully_shard(model.lm_head, mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
         wrapped = use_fused_loss(fully_shard(model))
     else:
         mesh, _ = meshes(dp=2)

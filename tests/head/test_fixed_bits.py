@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext import VocabShard, head, linear_cross_entropy
+from megatron_ext import VocabShard, head, linear_cross_entropy, linear_log_probs
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead
@@ -268,3 +268,46 @@ def test_a_processor_that_does_not_keep_bits_is_refused(monkeypatch):
         products.heights.__wrapped__(16, 24, torch.float32, False, 1)
     monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
     assert products.heights.__wrapped__(16, 24, torch.float32, False, 1) == (64,)
+
+
+@ranks(2)
+@pytest.mark.parametrize("bits", MODES)
+def test_a_shard_without_columns_and_no_tokens(bits):
+    """Values and gradients of read-outs of logits on "batch", whose last rank has nothing; no tokens on any."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    hidden, weight = torch.randn(70, 6).double(), torch.randn(16, 6).double()
+    part = weight[8 * rank :][:8]
+    assert linear_log_probs(hidden[:0], part, torch.zeros(0).long(), group, bits=bits).shape == (0,)
+    if bits == "tensor_parallel":
+        return
+    x, w = hidden.clone().requires_grad_(), weight[16 * rank :].clone().requires_grad_()
+    shard = VocabShard(16 * rank, 16, 16)
+    squares, ids = LmHead(w, group, vocab=shard, bits=bits).read(
+        x, head.SumOfSquares(), head.Gather(torch.full((70, 1), 3))
+    )
+    (squares.sum() + ids.sum()).backward()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    want = (2 * log_p).exp().sum(-1)
+    torch.testing.assert_close(squares.detach(), want.detach(), check_dtype=False)
+    dx, dw = torch.autograd.grad(want.sum() + log_p[:, 3].sum(), leaves)
+    torch.testing.assert_close([x.grad, w.grad], [dx, dw[16 * rank :]])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_one_rank_that_refuses_is_told_of_on_every_rank(softcap):
+    """A weight of another width, and a last shard that ends before its leaves do."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    hidden, labels = torch.randn(5, 6), torch.arange(5)
+    per_rank = 24 // size
+    wide = torch.randn(16 // size, 6 + (rank == 0))
+    with pytest.raises(ValueError, match="weight has shape" if rank == 0 else "another rank of tp_group refused"):
+        linear_log_probs(hidden, wide, labels, group, softcap=softcap, bits="tensor_parallel")
+    shard = VocabShard(per_rank * rank, min(per_rank * (rank + 1), 23), 23)
+    narrow = torch.randn(shard.stop - shard.start, 6)
+    last = rank == size - 1
+    with pytest.raises(
+        ValueError, match="pad the vocabulary of 23 to 24" if last else "another rank of tp_group refused"
+    ):
+        linear_log_probs(hidden, narrow, labels, group, vocab=shard, softcap=softcap, bits="tensor_parallel")

@@ -68,6 +68,23 @@ def test_a_bound_that_is_broken_is_refused_on_every_rank():
     hidden, weight = torch.randn(4, 3), torch.randn(8, 3)
     counts = torch.tensor([True, True, False, True])
     head = LmHead(weight, dist.group.WORLD)
-    for at_most, said in ((2, "at_most is 2, and more tokens count"), (0, "at_most is 0"), (1.5, "at_most is 1.5")):
+    for at_most, said in ((2, "is 2, and more tokens count"), (0, "skip_ignored, is 0"), (1.5, "skip_ignored, is 1.5")):
         with pytest.raises(ValueError, match=said):
             head.read(hidden, LogProbs(torch.zeros(4, dtype=torch.int64)), counts=counts, at_most=at_most)
+    labels = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at_most is 2, and counts is None"):
+        head.read(hidden, LogProbs(labels), at_most=2)
+    with pytest.raises(ValueError, match="skip_ignored, is 0"):
+        linear_log_probs(hidden, weight, labels, dist.group.WORLD, skip_ignored=0)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_a_bound_that_one_ranks_labels_break_is_refused_on_every_rank(layout):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight = torch.randn(4 if layout == "sequence" else 4 * size, 3), torch.randn(8, 3)
+    labels = torch.full((4 * size,), -100)
+    labels[: 4 if rank == 1 else 2] = 1
+    match = "is 3, and more tokens count" if rank == 1 else "another rank of tp_group refused"
+    with pytest.raises(ValueError, match=match):
+        linear_log_probs(hidden, weight, labels, dist.group.WORLD, layout, skip_ignored=3)

@@ -139,13 +139,18 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
     read = Read(1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy)
-    (losses,), fault = _called(model, lambda hidden: read_hidden(model, rule, read, hidden, [targets]))(head.hidden)
-    if fault is not None:
-        raise fault
     count = given.get("num_items_in_batch")
     if count is None:
         count = (targets != ignore).sum()
-    loss = losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+    def mean(hidden: Tensor) -> tuple[Tensor, ValueError | None]:
+        (losses,), fault = read_hidden(model, rule, read, hidden, [targets])
+        return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count), fault
+
+    # FSDP2 may round what leaves the head, and its gradient: a mean's is 1.
+    loss, fault = _called(model, mean)(head.hidden)
+    if fault is not None:
+        raise fault
     kept = {name: x for name, x in output.items() if name != "logits"}
     if kept.get("aux_loss") is not None:
         loss = loss + model.router_aux_loss_coef * kept["aux_loss"].to(loss.device)

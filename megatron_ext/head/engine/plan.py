@@ -16,6 +16,7 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import LEAVES
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
 from megatron_ext.head.validation.readable_values import has_values
@@ -160,6 +161,9 @@ class Plan:
             begins = next((r for r in self.readouts if r.begins), None)
             if begins is not None:
                 begins.refuse(device)
+            elif self.call.bits == "tensor_parallel" and (leaves := LEAVES // self.call.ranks) > 1:
+                bare = replace(self.call, softcap=None)  # as `exchange_leaves` sends them
+                statistics.refuse(self.all_tokens, bare, dtype, device, (leaves - 1) * statistics.SENT)
             else:
                 statistics.refuse(self.all_tokens, self.call, dtype, device, self.rows)
         raise fault
@@ -183,7 +187,7 @@ class Plan:
         call, leaves = self.call, stats_LKT.shape[0]
         if leaves == 1:
             return self.exchange(stats_LKT[0])
-        if call.ranks == 1:
+        if call.ranks == 1 or not self.all_tokens:
             return stats_LKT
         for stats_KT in stats_LKT:
             statistics.sign(stats_KT, call, self.words, self.ids, self.places_T)

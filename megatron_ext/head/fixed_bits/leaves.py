@@ -65,7 +65,7 @@ def leaves_fault(vocab: VocabShard, ranks: int) -> ValueError | None:
     width = leaf_width(vocab.size)
     per_rank = width * LEAVES // ranks
     rank, rest = divmod(vocab.start, per_rank)
-    ends = vocab.stop == vocab.start + per_rank or (rank == ranks - 1 and vocab.stop >= vocab.size)
+    ends = vocab.stop == vocab.start + per_rank or (ranks == 1 and vocab.stop >= vocab.size)
     if rest == 0 and rank < ranks and ends:
         return None
     return ValueError(

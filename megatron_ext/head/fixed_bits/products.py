@@ -53,6 +53,8 @@ def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
 def product(g_TV: Tensor, w_VD: Tensor) -> Tensor:
     """`G @ W` in fp32 (fp64 for fp64), summed over blocks of columns, one after the other."""
     total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
+    if not g_TV.shape[1]:
+        return total_TD.zero_()
     part_TD = g_TV.new_empty(total_TD.shape)
     for block in column_blocks(w_VD.shape[0]):
         _rows_times(g_TV[:, block], w_VD[block], part_TD)

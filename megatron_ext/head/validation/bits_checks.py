@@ -19,7 +19,8 @@ def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readou
     if hidden.device.type not in ("cpu", "meta"):
         raise ValueError(
             f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA only bits="fast" can be had, whose bits are '
-            f"the same in each run with the same shapes, and may depend on the number of tokens"
+            f"the same in each run with the same shapes, and may depend on the number of tokens; pass that, or turn "
+            f"Megatron's batch_invariant_mode off, where that asked for other bits"
         )
     if bits != "tensor_parallel":
         return None

@@ -89,7 +89,14 @@ def _at_least_0(value: float) -> bool:
 def check_at_most(at_most: Any) -> None:
     """Raises ValueError unless a bound of tokens is None or a positive int."""
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
-        raise ValueError(f"at_most is {at_most!r}: it must be a positive int, how many tokens count at most, or None")
+        raise ValueError(f"at_most, or skip_ignored, is {at_most!r}: a bound of tokens must be a positive int, or None")
+
+
+def check_no_bound(at_most: Any) -> None:
+    """Raises ValueError for a bound of tokens where nothing says which tokens count."""
+    check_at_most(at_most)
+    if at_most is not None:
+        raise ValueError(f"at_most is {at_most}, and counts is None: it bounds the tokens that count; pass counts too")
 
 
 def token_bound(skip_ignored: bool | int) -> int | None:
