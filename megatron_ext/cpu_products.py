@@ -47,10 +47,13 @@ def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, bias_N: 
     return out_MN
 
 
-@torch.compiler.assume_constant_result
 def has_sixteen_bit_products(dtype: torch.dtype) -> bool:
     """Whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
     return _asked(dtype) if _chosen is None else _chosen
+
+
+# What `torch.compiler.assume_constant_result` does, which imports torch._dynamo, and that Triton.
+has_sixteen_bit_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -161,10 +161,10 @@ def kernels() -> list[dict[str, Any]]:
         {"name": name, "active": bool(active), "why": why if gpu else f"{no_gpu}; the CPU path computes the same"}
         for name, active, why in rows
     ]
-    for dtype in (torch.bfloat16, torch.float16):
-        native = cpu_products.has_sixteen_bit_products(dtype)
-        why = "by oneDNN" if native else "oneDNN has none on this processor: ours are made of fp32 tiles, about as fast"
-        found.append({"name": f"CPU: {str(dtype).removeprefix('torch.')} products", "active": native, "why": why})
+    dtypes = (torch.bfloat16, torch.float16)
+    ours = " and ".join(str(x).removeprefix("torch.") for x in dtypes if not cpu_products.has_sixteen_bit_products(x))
+    why = f"oneDNN has none of {ours} here: those are made of fp32 tiles, about as fast" if ours else "by oneDNN"
+    found.append({"name": "16-bit products on the CPU", "active": not ours, "why": why})
     found.append(
         {
             "name": "weight gradients into main_grad",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_gpu_tests_without_a_gpu(tmp_path):
     """One sentence, and no test is run."""
     (tmp_path / ".ready").touch()  # the environment is there: this one
-    command = ["make", "test-gpu", f"VENV={tmp_path}", f"PY={sys.executable}"]
+    command = ["make", "--no-print-directory", "test-gpu", f"VENV={tmp_path}", f"PY={sys.executable}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     rehearse = f"'{sys.executable} -m pytest -m gpu --rehearse'"

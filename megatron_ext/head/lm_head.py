@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once, and that Triton
 
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
@@ -302,7 +303,7 @@ class Logits:
         return Call(self.tp_group, self.shard, self.softcap, self.temperature, self.chunk_tokens)
 
 
-@torch.compiler.disable  # what holds of this processor's products is found out by running some
+@_disable_dynamo  # what holds of this processor's products is found out by running some
 def _apply_fixed(*arguments: Any) -> Sequence[Tensor]:
     return FixedHead.apply(*arguments)
 

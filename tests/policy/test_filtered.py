@@ -234,7 +234,7 @@ def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(
     columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
     assert data["input_ids"].numel() > 2 * chunk
     batch = {"train_global_batch_size": 16, "train_micro_batch_size": 16, "logprob_batch_size": 16}
-    with mock.patch.object(chunk_sizes, "_CHUNK", chunk * columns):
+    with mock.patch.multiple(chunk_sizes, _CHUNK=chunk * columns, _CPU_CHUNK=chunk * columns):
         for options in (WHOLE, FILTERED):
             worker = worker_of(cls, **options, **batch)
             with _WidestLogits(columns) as made:

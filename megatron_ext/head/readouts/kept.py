@@ -106,7 +106,7 @@ class Kept(Filtered):
         # A rank that is about to refuse offsets past the end gets as far as here.
         self.offsets_T = self.offsets.to(device).long().clamp(0, self.ids_N.shape[0])
         self.place_T = flat(torch.arange(self.labels.numel(), device=device).view(self.labels.shape))
-        self._entries: _Entries | None = None
+        self._entries: list[_Entries] = []
         if self.call.ranks > 1:
             self.numbers_T = self._sums(agreement.scrambled(self.ids_N + 1))
 
@@ -116,7 +116,7 @@ class Kept(Filtered):
 
     def entries(self) -> _Entries:
         """This rank's. Waits for the device, once a call."""
-        if self._entries is None:
+        if not self._entries:
             own_N = self.call.vocab.owns(self.ids_N)
             first_T = F.pad(own_N.cumsum(0), (1, 0))[self.offsets_T[:-1]][self.place_T]
             lengths_T = self._sums(own_N.long())
@@ -125,8 +125,8 @@ class Kept(Filtered):
             token_N = torch.repeat_interleave(lengths_T, output_size=int(starts[-1]))
             within_N = torch.arange(token_N.shape[0], device=token_N.device) - starts_T[token_N]
             column_N = self.ids_N[own_N][first_T[token_N] + within_N] - self.call.vocab.start
-            self._entries = _Entries(token_N, column_N, starts)
-        return self._entries
+            self._entries.append(_Entries(token_N, column_N, starts))
+        return self._entries[0]
 
     def columns(self) -> Tensor:
         return self.entries().column_N
