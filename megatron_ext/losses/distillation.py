@@ -68,9 +68,8 @@ class DistillationLoss(FromHidden):
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
         head = self._head(weight)
-        if not isinstance(teacher_weight, LmHead):
-            teacher_weight = LmHead(teacher_weight, head.tp_group, head.hidden_layout, vocab=head.vocab)
-        read = functools.partial(head.read, hidden, self._divergence(Teacher(teacher_weight, teacher_hidden)))
+        teacher = Teacher(_teacher_head(head, teacher_weight), teacher_hidden)
+        read = functools.partial(head.read, hidden, self._divergence(teacher))
         return _mean(read, self._token_shape(hidden), mask, count)
 
     def _divergence(self, teacher: Any) -> ReadOut:
@@ -177,9 +176,7 @@ class TopKDistillationLoss(FromHidden):
         """
         one_of("ids_of", ids_of, ("teacher", "student"))
         head = self._head(weight)
-        if not isinstance(teacher_weight, LmHead):
-            teacher_weight = LmHead(teacher_weight, head.tp_group, head.hidden_layout, vocab=head.vocab)
-        teacher = replace(teacher_weight, temperature=head.temperature if self.bucket else 1.0)
+        teacher = replace(_teacher_head(head, teacher_weight), temperature=head.temperature if self.bucket else 1.0)
         with torch.no_grad():
             if ids_of == "teacher":
                 values, ids = teacher.read(teacher_hidden, TopK(k, self.bucket))
@@ -244,6 +241,13 @@ def _log_rest(log_probs: Tensor) -> Tensor:
     some = inside < -torch.finfo(inside.dtype).eps  # else rounding has left nothing, or less
     rest = -torch.expm1(inside.where(some, -1.0))
     return rest.log().clamp(min=LOG_OUTSIDE).where(some, LOG_OUTSIDE)
+
+
+def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
+    """The teacher's head: a weight's ranks, layout, vocabulary and bits are the student's."""
+    if isinstance(weight, LmHead):
+        return weight
+    return LmHead(weight, student.tp_group, student.hidden_layout, vocab=student.vocab, bits=student.bits)
 
 
 def _mean(

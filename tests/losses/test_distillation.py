@@ -10,7 +10,7 @@ from benchmarks.meter import measure, one_rank_of
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head import js_divergence, linear_js_divergence
+from megatron_ext.head import LmHead, js_divergence, linear_js_divergence
 from megatron_ext.losses import DistillationLoss, TopKDistillationLoss
 from tests.losses.problems import TEMPERATURE, V, drawn
 from tests.ranks import ranks
@@ -307,3 +307,19 @@ def test_refused():
         TopKDistillationLoss()(x, w, ids.float(), ids, torch.ones(3))
     with pytest.raises(ValueError, match="entropy is None"):
         TopKDistillationLoss(zero_outside_topk=True, divergence="reverse").from_log_probs(x, x)
+
+
+@pytest.mark.parametrize("ids_of", ["teacher", "student"])
+def test_a_teachers_weight_is_read_with_the_students_bits(ids_of, monkeypatch):
+    (hidden, weight), (teacher_hidden, teacher_weight), _ = heads()
+    found, read = [], LmHead.read
+
+    def recorded(head, *args, **kwargs):
+        found.append(head.bits)
+        return read(head, *args, **kwargs)
+
+    monkeypatch.setattr(LmHead, "read", recorded)
+    student = LmHead(weight, bits="batch")
+    TopKDistillationLoss().with_teacher(hidden, student, teacher_hidden, teacher_weight, K, ids_of)
+    assert len(found) >= 2
+    assert set(found) == {"batch"}
