@@ -146,10 +146,11 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
 
         substitute_tensor_parallel()
     if options.linear_ce:
-        from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion
+        from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+        from megatron_ext.megatron.language_model_patch import patch_language_models
 
         try:
-            patch_gpt_model_forward_for_linear_ce_fusion(**_settings(options))
+            patch_language_models(HeadSettings(**_settings(options)))
         except ValueError as refusal:
             parser.error(str(refusal))
         _report_after_first_step()

@@ -17,7 +17,7 @@ from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.decoder import embedding, import_transformers, text_model
 from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD
-from megatron_ext.dtensor.sequence_hook import SequenceHook, SequenceLayout
+from megatron_ext.dtensor.sequence_arguments import SequenceArguments, SequenceLayout
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.sequence.attention import Window, attend
 
@@ -145,7 +145,7 @@ def use_attention(
     for module in text.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME
-    hook = SequenceHook(cp_group, tensor_parallel_size if sequence_parallel else 1, tensor_parallel_size > 1)
+    hook = SequenceArguments(cp_group, tensor_parallel_size if sequence_parallel else 1, tensor_parallel_size > 1)
     for module in dict.fromkeys((model, text)):  # once where both are one
         if _HOOK not in module.__dict__:
             module.register_forward_pre_hook(_lay_out, with_kwargs=True)
@@ -175,7 +175,7 @@ def _lead_around(layer: nn.Module) -> None:
     layer.self_attn.register_forward_pre_hook(bring, with_kwargs=True)  # type: ignore[union-attr]
 
 
-def sequence_hook(model: nn.Module) -> SequenceHook | None:
+def sequence_hook(model: nn.Module) -> SequenceArguments | None:
     """The hook that `use_attention` put before `model`'s forward, or None."""
     return model.__dict__.get(_HOOK)
 
@@ -184,7 +184,7 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
     tokens = args[0] if args else kwargs.get("input_ids")
     if tokens is not None and "sequence_layout" not in kwargs:
         check_token_ids(module, tokens)
-    hook: SequenceHook = module.__dict__[_HOOK]
+    hook: SequenceArguments = module.__dict__[_HOOK]
     # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
     takes_labels = OWN_FORWARD in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}

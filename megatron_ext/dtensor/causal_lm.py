@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import check_token_ids, sequence_hook
-from megatron_ext.dtensor.output.reading import KNOWN, LOGITS, Read, read_out
+from megatron_ext.dtensor.output.hidden_states_or_logits import KNOWN, LOGITS, Read, read_out
 from megatron_ext.head import (
     LmHead,
     Logits,

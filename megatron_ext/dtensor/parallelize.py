@@ -16,7 +16,7 @@ from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.head_rule import head_rule
-from megatron_ext.dtensor.output.reading import register
+from megatron_ext.dtensor.output.hidden_states_or_logits import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
 from megatron_ext.dtensor.pretrained.saving import Ranks, keep_ranks, save_as_transformers
 from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model

@@ -12,7 +12,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
-from megatron_ext.head.validation.option_checks import Bits, Cache, Layout, Reduction, one_of, token_bound
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, Reduction, one_of, token_bound
 
 
 def linear_cross_entropy(
@@ -20,7 +20,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     ignore_index: int = -100,
@@ -99,7 +99,7 @@ def linear_log_probs(
     weight: Tensor,
     labels: Tensor,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     bias: Tensor | None = None,
     vocab: VocabShard | None = None,
     ignore_index: int = -100,

@@ -28,7 +28,7 @@ from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
-from megatron_ext.head.validation.option_checks import Layout, one_of
+from megatron_ext.head.validation.option_checks import HiddenLayout, one_of
 
 
 def linear_gather_log_probs(
@@ -36,7 +36,7 @@ def linear_gather_log_probs(
     weight: Tensor,
     indices: Tensor,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     *,
     return_entropy: bool = False,
     **facts: Unpack[HeadFacts],
@@ -51,7 +51,7 @@ def linear_topk_log_probs(
     weight: Tensor,
     k: int,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     **facts: Unpack[HeadFacts],
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `[..., k]` of each token's k likeliest ids, in falling order, and those ids `[..., k]` (int64).
@@ -71,7 +71,7 @@ def linear_sampled_log_probs(
     top_p: float = 1.0,
     temperature: float = 1.0,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     *,
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
@@ -95,7 +95,7 @@ def linear_kl_divergence(
     teacher_weight: Tensor,
     direction: Direction = "forward",
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     **facts: Unpack[HeadFacts],
 ) -> Tensor:
     """KL divergence `[...]` of a student from a teacher over the whole vocabulary, as `kl_divergence`.
@@ -117,7 +117,7 @@ def linear_js_divergence(
     teacher_weight: Tensor,
     beta: float = 0.5,
     tp_group: Group = None,
-    hidden_layout: Layout = "replicated",
+    hidden_layout: HiddenLayout = "replicated",
     **facts: Unpack[HeadFacts],
 ) -> Tensor:
     """`js_divergence` from hidden states, else as `linear_kl_divergence`.

@@ -29,7 +29,7 @@ from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.bits_checks import bits_fault
-from megatron_ext.head.validation.option_checks import Bits, Cache, Layout
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class LmHead:
 
     weight: Tensor
     tp_group: Group = None
-    hidden_layout: Layout = "replicated"
+    hidden_layout: HiddenLayout = "replicated"
     bias: Tensor | None = field(default=None, kw_only=True)
     vocab: VocabShard | None = field(default=None, kw_only=True)
     logit_scale: float = field(default=1.0, kw_only=True)
@@ -77,7 +77,7 @@ class LmHead:
     bits: Bits = field(default="fast", kw_only=True)
 
     def __post_init__(self) -> None:
-        option_checks.one_of("hidden_layout", self.hidden_layout, get_args(Layout))
+        option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         option_checks.check_cache(self.cache)
         option_checks.one_of("bits", self.bits, get_args(Bits))
         _check_logits(self)
@@ -88,7 +88,9 @@ class LmHead:
     shard: VocabShard = field(init=False, repr=False)
 
     @classmethod
-    def of(cls, layer: Any, tp_group: Group = None, hidden_layout: Layout | None = None, **facts: Any) -> "LmHead":
+    def of(
+        cls, layer: Any, tp_group: Group = None, hidden_layout: HiddenLayout | None = None, **facts: Any
+    ) -> "LmHead":
         """The head of a layer that makes logits, or of its weight.
 
         Args:

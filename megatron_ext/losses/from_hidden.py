@@ -17,7 +17,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import Cache, Layout, one_of, token_bound
+from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, one_of, token_bound
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,
@@ -48,7 +48,7 @@ class FromHidden:
     """
 
     tp_group: Group = None
-    hidden_layout: Layout = "replicated"
+    hidden_layout: HiddenLayout = "replicated"
     vocab: VocabShard | None = None
     temperature: float = 1.0
     chunk_tokens: int | None = None
@@ -73,7 +73,7 @@ class FromHidden:
     def _token_shape(self, hidden: Tensor) -> torch.Size:
         """That of one number for each token: of all ranks', with the sequence layout."""
         check_floating("hidden", hidden)
-        one_of("hidden_layout", self.hidden_layout, get_args(Layout))
+        one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         shape = hidden.shape[:-1]
         slices = group_size(tensor_parallel_group(self.tp_group)) if self.hidden_layout == "sequence" else 1
         return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape

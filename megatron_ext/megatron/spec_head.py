@@ -10,25 +10,14 @@ import copy
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss.function_wrapping import HEAD
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.linear_ce import patch_for_specs
+from megatron_ext.megatron.language_model_patch import patch_for_specs
 
 _Spec = TypeVar("_Spec")
 
 
-def with_fused_head(
-    spec: _Spec,
-    *,
-    chunk_size: int | None = None,
-    chunk_tokens: int | None = None,
-    cache: Cache = "bounded",
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-) -> _Spec:
+def with_fused_head(spec: _Spec, **settings: Any) -> _Spec:
     """A copy of a layer spec; models that are built from it compute losses by the fused head with these options.
 
     The same head, losses, log of the z-loss and refusals as by `patch_gpt_model_forward_for_linear_ce_fusion`, for
@@ -39,18 +28,18 @@ def with_fused_head(
     Args:
         spec: ours, Megatron's or your own, as a model takes it: `ModuleSpec` of a layer or of a hybrid stack, or
             `TransformerBlockSubmodules`.
-        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see `HeadSettings`.
+        settings: those of `HeadSettings`.
 
     Raises:
         ValueError: an option breaks its rule, or `spec` is no spec.
     """
-    settings = HeadSettings(chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature)
+    head = HeadSettings(**settings)
     if not is_dataclass(spec) or isinstance(spec, type):
         raise ValueError(
             f"spec is {spec!r}: it must be a layer spec object, as GPTModel takes it; of a function that makes one "
             f"pass what it returns"
         )
     named: Any = copy.copy(spec)
-    setattr(named, HEAD, settings)
+    setattr(named, HEAD, head)
     patch_for_specs()
     return named

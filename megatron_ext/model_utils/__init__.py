@@ -24,6 +24,11 @@ from megatron_ext.model_utils.functions import (
     _compute_distributed_log_softmax_with_grad,
     _compute_distributed_softmax,
 )
+from megatron_ext.model_utils.gpt_model_patch import (
+    _gpt_forward_with_linear_ce_fusion,
+    patch_gpt_model_forward_for_linear_ce_fusion,
+    unpatch_gpt_model_forward_for_linear_ce_fusion,
+)
 from megatron_ext.model_utils.hidden_states import (
     ChunkedDistributedHiddenStatesToLogprobs,
     from_parallel_hidden_states_to_logprobs,
@@ -44,11 +49,6 @@ from megatron_ext.model_utils.logits import (
     from_parallel_logits_to_logprobs,
     from_parallel_logits_to_logprobs_packed_sequences,
     get_next_token_logprobs_from_logits,
-)
-from megatron_ext.model_utils.patch import (
-    _gpt_forward_with_linear_ce_fusion,
-    patch_gpt_model_forward_for_linear_ce_fusion,
-    unpatch_gpt_model_forward_for_linear_ce_fusion,
 )
 from megatron_ext.model_utils.top_k import (
     distributed_vocab_topk,

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Cache, Layout, check_temperature, one_of
+from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, check_temperature, one_of
 from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
@@ -64,7 +64,7 @@ def from_parallel_hidden_states_to_logprobs(
     chunk_size: int | None = None,
     *,
     output_weight: Tensor | None = None,
-    hidden_layout: Layout = "sequence",
+    hidden_layout: HiddenLayout = "sequence",
     sampling_params: Any = None,
     return_entropy: bool = False,
     cu_seqlens_padded: Tensor | None = None,
@@ -162,7 +162,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
         chunk_size: int | None,
         tp_group: Group,
         inference_only: bool = False,
-        hidden_layout: Layout = "sequence",
+        hidden_layout: HiddenLayout = "sequence",
     ) -> Tensor:
         with saving(not inference_only):
             if not isinstance(target, Tensor) or target.dim() != 2:
@@ -224,11 +224,11 @@ def _check_entropy(return_entropy: bool, sampling_params: Any) -> None:
         )
 
 
-def _positions(hidden_SBD: Tensor, layout: Layout, tp_group: Group) -> torch.Size:
+def _positions(hidden_SBD: Tensor, layout: HiddenLayout, tp_group: Group) -> torch.Size:
     """`[B, S]` that hidden states stand for."""
     if not isinstance(hidden_SBD, Tensor) or hidden_SBD.dim() != 3:
         found = tuple(hidden_SBD.shape) if isinstance(hidden_SBD, Tensor) else type(hidden_SBD).__name__
         raise ValueError(f"hidden states are {found}: they must be [sequence, batch, hidden size], as in Megatron")
-    one_of("hidden_layout", layout, get_args(Layout))
+    one_of("hidden_layout", layout, get_args(HiddenLayout))
     slices = group_size(check_group(tp_group)) if layout == "sequence" else 1
     return torch.Size((hidden_SBD.shape[1], hidden_SBD.shape[0] * slices))

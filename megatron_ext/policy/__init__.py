@@ -4,8 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn, DPOLossFn, LossInputType, LossType, NLLLoss
-from megatron_ext.policy.losses import DistillationLoss as DistillationLoss
-from megatron_ext.policy.losses import DPOLoss as DPOLoss
 from megatron_ext.policy.ray.heartbeat import outside_wait
 from megatron_ext.policy.refit import join_collective, load_weights, receive_weights
 

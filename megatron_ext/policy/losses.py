@@ -165,7 +165,3 @@ class DistillationLossFn:
             student_topk_logprobs, teacher_topk_logprobs, entropy, mask_BS, global_valid_toks
         )
         return loss, {"loss": loss.detach(), "num_valid_samples": data["sample_mask"].sum()}
-
-
-# Their names before, which `megatron_ext.losses` has for losses from hidden states.
-DPOLoss, DistillationLoss = DPOLossFn, DistillationLossFn

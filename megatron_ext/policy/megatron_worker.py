@@ -28,8 +28,8 @@ from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head import ReadOut
 from megatron_ext.head.reduction import side_by_side
 from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.megatron.language_model_patch import forward_with_fused_head
 from megatron_ext.megatron.layer_specs import gpt_block_spec
-from megatron_ext.megatron.linear_ce import gpt_forward_with_linear_ce_fusion
 from megatron_ext.megatron.output_processors import ReadOuts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
@@ -196,7 +196,7 @@ class MegatronPolicyWorker(PolicyWorker):
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
             given = [inputs.split(x).transpose(0, 1) for x in given_BS]  # as the model's hidden states lie
             processor = ReadOuts(readouts=readouts(*given))
-            forward = partial(gpt_forward_with_linear_ce_fusion, self._piece, output_processor=processor)
+            forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
                 return forward(*inputs.arguments, **inputs.options), None
             shape = (*given[0].t().shape, columns)

@@ -16,7 +16,7 @@ from megatron_ext.dtensor import (
 )
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
-from megatron_ext.dtensor.output.reading import say_once
+from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
 from tests.ranks import ranks

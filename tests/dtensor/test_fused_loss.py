@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_ext.dtensor import parallelize, use_fused_loss
-from megatron_ext.dtensor.output.reading import say_once
+from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from tests.dtensor.models import STACKED, VOCAB, check_gradients, error, make, meshes
 from tests.dtensor.test_causal_lm import Squared
 from tests.ranks import ranks

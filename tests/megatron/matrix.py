@@ -198,8 +198,8 @@ def shard(one: Configuration, chunks: list) -> tuple[list, bool]:
 def train(one: Configuration, way: str, steps: int) -> tuple[list[float], int, int]:
     """The loss of every step; and over all ranks, how many losses were fused, and how often logits were made."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
     made: list[int] = []
     with ExitStack() as undo:

@@ -93,8 +93,8 @@ def test_models_with_different_settings_live_side_by_side():
         assert fused == plain - 2  # Megatron's loss takes three, the fused head one
         assert forward_collectives(classwide) == plain
         with patched(chunk_size=2, cache=1):
-            assert (own._postprocess.settings.chunk_size, own._postprocess.settings.cache) == (3, 0.5)
-            assert (classwide._postprocess.settings.chunk_size, classwide._postprocess.settings.cache) == (2, 1)
+            assert (own._postprocess.settings.nemo_rl_chunk_size, own._postprocess.settings.cache) == (3, 0.5)
+            assert (classwide._postprocess.settings.nemo_rl_chunk_size, classwide._postprocess.settings.cache) == (2, 1)
             losses += [run(own, batch()[1]), run(classwide, batch()[1])]
             assert forward_collectives(classwide) == forward_collectives(own) == fused
         assert forward_collectives(classwide) == plain
@@ -121,10 +121,10 @@ def test_the_patched_forward_is_a_function_too():
 
 
 def test_that_function_passes_on_all_it_is_given():
-    from megatron_ext.megatron import linear_ce
+    from megatron_ext.megatron import language_model_patch
 
     given = {name: object() for name in inspect.signature(_gpt_forward_with_linear_ce_fusion).parameters}
-    with mock.patch.object(linear_ce, "gpt_forward_with_linear_ce_fusion") as forward:
+    with mock.patch.object(language_model_patch, "forward_with_fused_head") as forward:
         _gpt_forward_with_linear_ce_fusion(**given)
     assert len(given) == 15
     first = [given.pop(name) for name in ("self", "input_ids", "position_ids", "attention_mask")]

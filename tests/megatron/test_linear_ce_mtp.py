@@ -88,7 +88,7 @@ def test_acceptance_counts(build):
 def test_without_labels_the_layers_train_on_tokens():
     """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
     with model_parallel(tp=2):
-        from megatron_ext.megatron.fused_loss.multi_token_prediction import takes_losses_without_labels
+        from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
 
         model, (ids, _, positions) = gpt(), batch()
         if not takes_losses_without_labels(model):

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from megatron_ext.megatron.fused_loss import z_loss_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
-from megatron_ext.megatron.linear_ce import patch_models
-from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+from megatron_ext.megatron.language_model_patch import patch_language_models
 from megatron_ext.megatron.spec_head import with_fused_head
+from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, run
@@ -150,7 +150,7 @@ def test_options_in_the_layer_spec(build):
         stock = run(plain, labels)
         reset_fusion_report()
         try:
-            model = build(chunk_size=3, **CHANGED)
+            model = build(chunk_tokens=6, **CHANGED)
             with counting_logits(model.output_layer) as made:
                 found = run(model, labels)
                 grads = grads_of(model, found, weights)
@@ -204,7 +204,7 @@ def test_the_z_loss_in_megatrons_log():
             try:
                 spec = None
                 if way == "spec":
-                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, chunk_size=3)
+                    spec = with_fused_head(get_gpt_layer_local_spec(), z_loss=0.1, chunk_tokens=6)
                 else:
                     patch(z_loss=0.1, chunk_size=3)
                 chunks = data_parallel(tiny_gpt(spec), distributed_optimizer=False)
@@ -272,7 +272,7 @@ def test_refusals():
         with pytest.raises(ValueError, match="spec is <function reference .* it must be a layer spec object"):
             with_fused_head(reference)
 
-        patch_models(HeadSettings(z_loss=0.1, softcap=2.0))
+        patch_language_models(HeadSettings(z_loss=0.1, softcap=2.0))
         try:
             model.output_layer.softcap = 3.0
             with pytest.raises(ValueError, match="softcap is 2.0 and the output layer has a softcap of 3.0 already"):

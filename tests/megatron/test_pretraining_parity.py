@@ -23,8 +23,8 @@ def losses_of(ours: bool, sizes: dict, overrides: dict, tied: bool) -> list[floa
     with model_parallel(**sizes):
         from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
         from megatron_ext.megatron.layer_specs import gpt_block_spec
-        from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
-        from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+        from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+        from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
         if ours:
             substitute_tensor_parallel()

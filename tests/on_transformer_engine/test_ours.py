@@ -26,8 +26,8 @@ def beside_spec(config, vp_stage=None):
 def trained(way, batches, **overrides):
     """Steps with nothing of ours ("stock"), our layers in Megatron's place, the head patched in, both, or a spec."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
     with ExitStack() as undo:
         if way in ("substitution", "both"):

@@ -31,8 +31,8 @@ def gradients(patched=False, **overrides):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.megatron.linear_ce import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.megatron.linear_ce import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
+    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
+    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
     try:
         if patched:

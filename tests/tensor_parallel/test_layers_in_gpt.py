@@ -78,10 +78,10 @@ def test_gradients_fused_into_main_grad(sizes, limit, tied):
 def test_deferred_gradients_while_another_model_is_patched():
     """The patch guards Megatron's drain, and the guard finds ours whether it came before or after."""
     from megatron_ext.megatron.layer_specs import gpt_block_spec
-    from megatron_ext.megatron.linear_ce import (
+    from megatron_ext.model_utils import (
         patch_gpt_model_forward_for_linear_ce_fusion as patch,
     )
-    from megatron_ext.megatron.linear_ce import (
+    from megatron_ext.model_utils import (
         unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch,
     )
 

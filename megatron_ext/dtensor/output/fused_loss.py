@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import import_transformers, output_head_path
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of
-from megatron_ext.dtensor.output.reading import Read, is_registered, read_hidden, rule_of, say_once
+from megatron_ext.dtensor.output.hidden_states_or_logits import Read, is_registered, read_hidden, rule_of, say_once
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.sequence.next_token import next_tokens
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-Layout = Literal["replicated", "sequence"]
+HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
 Bits = Literal["fast", "batch", "tensor_parallel"]
 Cache = float | Literal["bounded", "auto"]

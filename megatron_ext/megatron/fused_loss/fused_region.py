@@ -16,7 +16,7 @@ from megatron_ext.head.training_loss import (
     training_loss_of_logits,
 )
 from megatron_ext.head.validation.option_checks import Cache
-from megatron_ext.megatron.fused_loss import multi_token_prediction, patch_points, z_loss_log
+from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
 from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -75,7 +75,7 @@ class Region:
         self.counters: ModelFusion = counters_of(model)
         self.stock_forward = self.layer.forward
         self.stock_loss = getattr(model, patch_points.LOSS)
-        self.hits = multi_token_prediction.wants_hits(model)
+        self.hits = acceptance_counts.wants_hits(model)
         self.faults: list[ValueError] = []
         self.parameter_hooks, self.other_hooks = split_hooks(self.layer)
         self.quiet = False

@@ -13,6 +13,7 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer import multi_token_prediction
 
 from megatron_ext.megatron.fused_loss.module_calls import innermost
 
@@ -60,6 +61,19 @@ def output_layer(model: Any) -> Any:
         return None
     layer = getattr(model, "output_layer", None)
     return getattr(getattr(model, "lm_head", None), "output_layer", None) if layer is None else layer
+
+
+def multi_token_layers(model: Any) -> int:
+    """How many layers of multi-token prediction a model has."""
+    return getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+
+
+def takes_losses_without_labels(model: Any) -> bool:
+    """Whether Megatron trains the model's layers of multi-token prediction without labels too, from the tokens."""
+    function = getattr(multi_token_prediction, "process_mtp_loss", None)
+    if function is None or not multi_token_layers(model):
+        return False
+    return model.training and "input_ids" in inspect.signature(function).parameters
 
 
 def models_inside(model: Any) -> list[Any]:

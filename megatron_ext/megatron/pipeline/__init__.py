@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
-from megatron_ext.megatron.fused_loss import multi_token_prediction
+from megatron_ext.megatron.fused_loss import acceptance_counts
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
 from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
 from megatron_ext.megatron.pipeline.vocabulary_sharing import Builder
@@ -61,8 +61,8 @@ def share_vocabulary() -> None:
     for kind in kinds:
         _replace(kind, "__init__", functools.partial(_with_sharing, builder))
     _replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
-    if multi_token_prediction.counts_acceptance():
-        _replace(megatron_mtp, multi_token_prediction.COUNTS, multi_token_prediction.counts_by_hits)
+    if acceptance_counts.counts_acceptance():
+        _replace(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits)
     for name in _SCHEDULES:
         _replace(schedules, name, _or_stock)
 

@@ -22,8 +22,8 @@ from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
-from megatron_ext.megatron.fused_loss.multi_token_prediction import counts_acceptance
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Pass, Sent, Shape
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 from megatron_ext.megatron.pipeline.side_stream import Aside, SideWork

@@ -4,17 +4,16 @@ From 0.19 on Megatron counts, for each layer of multi-token prediction, how many
 head knows that from its pass over the vocabulary: nothing more is computed or communicated.
 """
 
-import inspect
 from typing import Any
 
 import torch
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
+from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 
 COUNTS = "_compute_mtp_acceptance_counts"
-_LOSSES = "process_mtp_loss"
 
 
 def counts_acceptance() -> bool:
@@ -24,19 +23,7 @@ def counts_acceptance() -> bool:
 
 def wants_hits(model: Any) -> bool:
     """Whether acceptance will be counted in this call of the model."""
-    return bool(counts_acceptance() and model.training and _layers(model))
-
-
-def takes_losses_without_labels(model: Any) -> bool:
-    """Whether Megatron trains the model's layers of multi-token prediction without labels too, from the tokens."""
-    function = getattr(multi_token_prediction, _LOSSES, None)
-    if function is None or not _layers(model):
-        return False
-    return model.training and "input_ids" in inspect.signature(function).parameters
-
-
-def _layers(model: Any) -> int:
-    return getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+    return bool(counts_acceptance() and model.training and patch_points.multi_token_layers(model))
 
 
 def counts_by_hits(original: Any) -> Any:

@@ -1,4 +1,4 @@
-"""NeMo-RL's patch of GPTModel: names for `megatron_ext.megatron.linear_ce`."""
+"""NeMo-RL's names of the patch that `megatron_ext.megatron.language_model_patch` makes."""
 
 from typing import Any
 
@@ -6,15 +6,7 @@ from torch import Tensor
 
 
 def patch_gpt_model_forward_for_linear_ce_fusion(
-    *,
-    chunk_size: int | None = None,
-    cache: Any = "bounded",
-    model: Any = None,
-    chunk_tokens: int | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
+    *, chunk_size: int | None = None, model: Any = None, **settings: Any
 ) -> None:
     """Language models with labels compute per-token losses by the fused head; without labels nothing changes.
 
@@ -31,8 +23,8 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     linear and a cross entropy; `megatron_ext.megatron.fusion_report.fusion_report()` says what was fused, and why not.
 
     Args:
-        chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature: see
-            `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`.
+        chunk_size: sequence positions per chunk; None lets the head choose. It changes memory, not results.
+        settings: those of `megatron_ext.megatron.fused_loss.head_settings.HeadSettings`.
         model: one model or a list of them, wrapped (data parallelism, 16-bit, LLaVA, MIMO) or not: the patch is theirs
             alone, and comes before that of the classes. None: every language model of Megatron's (GPTModel,
             HybridModel, MambaModel, BertModel, T5Model, classes derived from them), those already built included.
@@ -51,18 +43,10 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
             that changes the loss of a model that is left to Megatron. Of log-probabilities every context-parallel rank
             raises what the head refuses on one.
     """
-    from megatron_ext.megatron import linear_ce
+    from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+    from megatron_ext.megatron.language_model_patch import patch_language_models
 
-    linear_ce.patch_gpt_model_forward_for_linear_ce_fusion(
-        chunk_size=chunk_size,
-        cache=cache,
-        model=model,
-        chunk_tokens=chunk_tokens,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        temperature=temperature,
-    )
+    patch_language_models(HeadSettings(nemo_rl_chunk_size=chunk_size, **settings), model)
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
@@ -70,9 +54,9 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None
 
     With that of the classes go the heads that layer specs name.
     """
-    from megatron_ext.megatron import linear_ce
+    from megatron_ext.megatron.language_model_patch import unpatch_language_models
 
-    linear_ce.unpatch_gpt_model_forward_for_linear_ce_fusion(model=model)
+    unpatch_language_models(model)
 
 
 def _gpt_forward_with_linear_ce_fusion(
@@ -99,9 +83,9 @@ def _gpt_forward_with_linear_ce_fusion(
     Megatron's `GPTModel.forward`; those that are None are left to their defaults.
     `is_spec_decode`, of Megatron 0.17.1 and later, goes to the model's own forward where it is given.
     """
-    from megatron_ext.megatron import linear_ce
+    from megatron_ext.megatron import language_model_patch
 
-    return linear_ce.gpt_forward_with_linear_ce_fusion(
+    return language_model_patch.forward_with_fused_head(
         self,
         input_ids,
         position_ids,

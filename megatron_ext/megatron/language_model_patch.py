@@ -1,4 +1,6 @@
-"""The fused head inside Megatron's language models: with labels, the loss comes from hidden states without logits.
+"""The patch of Megatron's language models: with labels, the loss comes from hidden states without logits.
+
+`megatron_ext.model_utils` has NeMo-RL's names of it, and says what users see; the launcher and layer specs call it too.
 
 A language model asks its output layer for logits and hands them, with the labels, to `compute_language_model_loss`; it
 does so once for the main loss and once for each multi-token-prediction layer. Those two calls are the seams. While a
@@ -22,9 +24,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fused_loss import function_wrapping, multi_token_prediction, patch_points
+from megatron_ext.megatron.fused_loss import acceptance_counts, function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import forward_with_log_probs
@@ -36,24 +37,8 @@ from megatron_ext.megatron.output_processors import forward_with_output_processo
 _models: weakref.WeakSet = weakref.WeakSet()  # those with a patch of their own
 
 
-def patch_gpt_model_forward_for_linear_ce_fusion(
-    *,
-    chunk_size: int | None = None,
-    chunk_tokens: int | None = None,
-    cache: Cache = "bounded",
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    model: Any = None,
-) -> None:
-    """The patch of `megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion`, which says what it does."""
-    settings = HeadSettings(chunk_size, chunk_tokens, cache, z_loss, label_smoothing, softcap, temperature)
-    patch_models(settings, model)
-
-
-def patch_models(settings: HeadSettings, model: Any = None) -> None:
-    """`patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
+def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
+    """`megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion` with its settings in one object."""
     models = None if model is None else _models_in(model)
     versions.warn_if_untested()
     if models is None:
@@ -73,8 +58,8 @@ def patch_for_specs() -> None:
         _guard_megatron()
 
 
-def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:
-    """Undo the patch; see the function of this name in `megatron_ext.model_utils`."""
+def unpatch_language_models(model: Any = None) -> None:
+    """`megatron_ext.model_utils.unpatch_gpt_model_forward_for_linear_ce_fusion`."""
     if model is None:
         function_wrapping.unwrap_models()
     else:
@@ -84,7 +69,7 @@ def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None
     _guard_megatron()
 
 
-def gpt_forward_with_linear_ce_fusion(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """What the patched `forward` does, as a function of the model, which need not be patched.
 
     Arguments that are None are left to their defaults, so that those of one Megatron may be given to another.
@@ -109,7 +94,7 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
         with_labels = labels is not None and given.get(labels) is not None
         if (
             patch_points.region(type(self)) != name
-            or not (with_labels or multi_token_prediction.takes_losses_without_labels(self))
+            or not (with_labels or patch_points.takes_losses_without_labels(self))
             or not isinstance(self, torch.nn.Module)  # a stand-in for a model, of which nothing is known
             or patch_points.output_layer(self) is None
             or is_promising(self)
@@ -159,7 +144,7 @@ def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
 _GUARDS: tuple[tuple[Any, str, function_wrapping.Make], ...] = (
     (schedules, "drain_embedding_wgrad_compute", _drain_if_deferred),
     (schedules, "forward_step_calc_loss", lambda original, settings: with_z_loss_logged(original)),
-    (megatron_mtp, multi_token_prediction.COUNTS, lambda o, s: multi_token_prediction.counts_by_hits(o)),
+    (megatron_mtp, acceptance_counts.COUNTS, lambda original, settings: acceptance_counts.counts_by_hits(original)),
 )
 
 

@@ -42,7 +42,7 @@ _UNLESS_WHOLE = {
 
 
 @dataclass(frozen=True)
-class SequenceHook:
+class SequenceArguments:
     """The hook before a model's forward: arguments about sequences in, a `SequenceLayout` and `position_ids` out.
 
     Attributes:
