@@ -10,17 +10,17 @@ Legend: S tokens (dim 0), R ranks, D inputs, N outputs. With sequence parallelis
 this rank's `[S/R, ...]`.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import group_size
 from megatron_ext.distributed.symmetric_memory import SymmetricTensor, symmetric_tensor
 from megatron_ext.tensor_parallel._layers.column_parallel import ColumnParallelLinear
 from megatron_ext.tensor_parallel._layers.inference_linear import InferenceLinear as InferenceLinear
-from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.row_parallel import RowParallelLinear
 from megatron_ext.tensor_parallel._mappings.inference_regions import (
     inference_all_gather_from_tensor_model_parallel_region as inference_all_gather_from_tensor_model_parallel_region,
@@ -67,41 +67,6 @@ class InferenceColumnParallelLinear(_InferenceColumn):
     Communicates, evaluating: one all-gather with sequence parallelism at R > 1, in symmetric memory if there is any.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: InitMethod,
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        stride: int = 1,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group = None,
-        name: str | None = None,
-        pg_collection: Any = None,
-    ):
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            stride=stride,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            name=name,
-            pg_collection=pg_collection,
-        )
-
     def forward(  # type: ignore[override]
         self, x: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -128,40 +93,8 @@ class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
     Communicates, evaluating: one all-gather with sequence parallelism at R > 1, or none with the attribute above.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: InitMethod,
-        gather_output: bool,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        stride: int = 1,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group = None,
-        name: str | None = None,
-        pg_collection: Any = None,
-    ):
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            gather_output=gather_output,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            stride=stride,
-            skip_weight_param_allocation=skip_weight_param_allocation,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            name=name,
-            pg_collection=pg_collection,
-        )
+    def __init__(self, input_size: int, *sizes: int, config: Any, **options: Any):
+        super().__init__(input_size, *sizes, config=config, **options)
         if config.normalization != "RMSNorm" or getattr(config, "layernorm_zero_centered_gamma", False):
             raise ValueError(
                 f"config.normalization is {config.normalization!r}, zero-centered "
@@ -200,36 +133,8 @@ class InferenceRowParallelLinear(RowParallelLinear):
     the next layer's norm and all-gather in symmetric memory, that kernel.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: InitMethod,
-        bias: bool,
-        input_is_parallel: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group = None,
-        name: str | None = None,
-        pg_collection: Any = None,
-    ):
-        super().__init__(
-            input_size,
-            output_size,
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            name=name,
-            pg_collection=pg_collection,
-        )
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
         self.next_layer_norm_weights: Tensor | None = None
         self.residual: Tensor | None = None
 
@@ -289,6 +194,11 @@ class InferenceRowParallelLinear(RowParallelLinear):
         if residual is not None and residual.dtype != x.dtype:
             return None  # the next layer finds its input of another dtype, and gathers it by itself
         return symmetric_tensor([*x.shape[:-1], self.output_size], x.dtype, x.device, self.tp_group)
+
+
+# Their arguments are shown and checked by those of the plain layers.
+functools.update_wrapper(InferenceLayerNormColumnParallelLinear.__init__, ColumnParallelLinear.__init__)
+functools.update_wrapper(InferenceRowParallelLinear.__init__, RowParallelLinear.__init__)
 
 
 def is_inference_column_parallel_linear(module: Any) -> bool:

@@ -33,6 +33,7 @@ TYPING = "for type checkers"
 STORAGE = "storages are copied, no C++ extension is built"
 SEEDS = f"a stream of its own for every coordinate, where asked for; {DEVICE}; 0.19's order by position is known"
 OLDER = "calls of older versions fit it"
+PLAIN = "that of the plain layer, which takes more"
 OLD_ORDER = "`async_grad_allreduce` last; calls by position in the order of 0.16 are known by what they pass"
 
 # What differs, and why. A name that is missing from ours, or whose signature is not Megatron's, must be here.
@@ -43,6 +44,9 @@ ON_PURPOSE = {
     "inference_layers.InferenceLayerNormColumnParallelLinear._maybe_allocate_symmetric_buffer": INNER,
     "inference_layers.InferenceLayerNormColumnParallelLinear._all_gather": INNER,
     "inference_layers.InferenceRowParallelLinear._matmul_reduce_scatter": INNER,
+    "inference_layers.InferenceColumnParallelLinear.__init__": PLAIN,
+    "inference_layers.InferenceLayerNormColumnParallelLinear.__init__": PLAIN,
+    "inference_layers.InferenceRowParallelLinear.__init__": PLAIN,
     "inference_layers._apply_linear": INNER_STEP,
     "inference_layers.InferenceColumnParallelLinear._maybe_allocate_symmetric_buffer": INNER,
     "inference_layers.InferenceColumnParallelLinear._all_gather": INNER,
