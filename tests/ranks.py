@@ -9,6 +9,7 @@ a hang nor a crash outlives its test. So is one whose ranks have gathered thread
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -76,6 +77,7 @@ def _work(jobs, rank, world_size, store, rules):
     import torch.distributed as dist
 
     prepare_process()
+    faulthandler.enable()  # a crash says where
     gc.freeze()  # the garbage collector need not look at what was preloaded: half of the time of many tests went there
     dist.init_process_group(
         _backend(rules),
@@ -140,7 +142,7 @@ class _Pool:
         if errors or pending:
             self.kill()
             report = "\n".join(f"--- rank {rank} of {len(self.workers)} ---\n{e}" for rank, e in sorted(errors.items()))
-            silent = f"ranks {sorted(pending.values())} never answered\n" if pending else ""
+            silent = f"ranks {sorted(pending.values())} {'ended or ' * ended}never answered\n" if pending else ""
             pytest.fail(f"{name}\n{silent}{report}", pytrace=False)
 
     def _tell(self, job):
