@@ -1,5 +1,6 @@
 """A process group between jobs with no common torch.distributed world: a trainer and the generators it refits."""
 
+import hashlib
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +30,7 @@ class JobsGroup:
         else:
             self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
         store = dist.PrefixStore("jobs", self._store)
+        self._compared = 0
         self._group: Any
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -36,6 +38,20 @@ class JobsGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def differing(self, facts: str) -> list[int]:
+        """The ranks that call this with other `facts` than rank 0, the same list on every rank, which all must call it.
+
+        Through the store at which they met, so that ranks learn it before messages that may not fit each other.
+
+        Raises:
+            RuntimeError: a rank did not come within the group's `timeout_s`.
+        """
+        store = dist.PrefixStore(f"compared{self._compared}", self._store)
+        self._compared += 1
+        store.set(str(self.rank), hashlib.sha256(facts.encode()).hexdigest())
+        found = store.multi_get([str(rank) for rank in range(self.size)])
+        return [rank for rank, other in enumerate(found) if other != found[0]]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`x` of rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""

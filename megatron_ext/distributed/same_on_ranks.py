@@ -16,6 +16,8 @@ def require_same(
     groups: Sequence[Group],
     device: torch.device | str = "cpu",
     fault: Exception | None = None,
+    advice: str = "pieces of weights would not fit each other; give every rank the same model (config, weights, code) "
+    "and the same arguments",
 ) -> None:
     """Compare digests of `facts` over all ranks, and raise on every one of them if any differs or has a fault.
 
@@ -26,6 +28,7 @@ def require_same(
         groups: the dims of a grid of ranks, whose ranks together are those that take part.
         device: where `groups` communicate.
         fault: what this rank has refused, instead of raising it at once.
+        advice: for the message, what would come of the difference and what to do.
 
     Communicates: one all-gather of `len(facts) + 1` int64 for each of `groups` with several ranks.
 
@@ -51,10 +54,7 @@ def require_same(
         raise ValueError(f"{call}: another rank refused what it was given, and its own error says why")
     if found:
         different = ", ".join(name for i, name in enumerate(facts) if found >> i & 1)
-        raise ValueError(
-            f"{call}: ranks differ in {different}, so that pieces of weights would not fit each other; give every rank "
-            f"the same model (config, weights, code) and the same arguments"
-        )
+        raise ValueError(f"{call}: ranks differ in {different}, so that {advice}")
 
 
 def _digest(value: Any) -> int:

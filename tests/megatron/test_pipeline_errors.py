@@ -98,6 +98,38 @@ def test_other_labels_of_multi_token_prediction_are_reported_on_all():
             run_schedule(wrapped, tiny_batches(batch=8)[0])
 
 
+def _sizes_of_the_schedule(**changed):
+    """Megatron's schedule with its arguments changed on this rank alone."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    real = get_forward_backward_func
+
+    def with_others():
+        return lambda **arguments: real()(**arguments | changed)
+
+    return mock.patch("megatron.core.pipeline_parallel.get_forward_backward_func", with_others)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "changed,named",
+    [({"num_microbatches": 2}, "num_microbatches, the order of passes"), ({"micro_batch_size": 1}, "micro_batch_size")],
+    ids=["micro-batches", "micro-batch-size"],
+)
+def test_stages_that_would_send_in_other_orders_are_told(changed, named):
+    """As where one node was started with another global batch size: they would wait for each other for ever."""
+    with model_parallel(pp=2), shared():
+        wrapped = data_parallel(tiny_gpt(stock_spec))
+        batch = tiny_batches(batch=8)[0]
+        run_schedule(wrapped, batch)
+        with (
+            _sizes_of_the_schedule(**(changed if dist.get_rank() == 1 else {})),
+            pytest.raises(ValueError, match=f"ranks differ in {named}, so that.*call it with"),
+        ):
+            run_schedule(wrapped, batch)
+        run_schedule(wrapped, batch)
+
+
 @ranks(2)
 def test_what_is_refused():
     from megatron_ext.megatron import pipeline

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 
 from megatron_ext.dtensor.pretrained.hub_names import hub_rename
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
-from megatron_ext.policy.refit.weight_transfer import send_weights
+from megatron_ext.policy.refit.weight_transfer import require_same_buckets, send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import SIZES, make
 from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
@@ -160,7 +160,9 @@ def test_refit_of_vllm_by_broadcast():
     port = [free_port()]
     dist.broadcast_object_list(port)
     if dist.get_rank() == 0:
-        send_weights(weights.items(), info, JobsGroup("127.0.0.1", port[0], 0, 3), 1 << 13)
+        group = JobsGroup("127.0.0.1", port[0], 0, 3)
+        require_same_buckets(info, group, 1 << 13)
+        send_weights(weights.items(), info, group, 1 << 13)
         return
     engine = Engine(weights, tiny_model(), 2)
     worker = engine.workers[dist.get_rank() - 1]

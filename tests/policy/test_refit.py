@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_ext.distributed.group_between_jobs import JobsGroup
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights
 from megatron_ext.policy.refit import weight_transfer
 from megatron_ext.policy.refit.shared_memory import SharedBlock, map_block
-from megatron_ext.policy.refit.weight_transfer import buckets
+from megatron_ext.policy.refit.weight_transfer import buckets, require_same_buckets, send_weights
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import TIMEOUT_S, ranks
 
@@ -105,14 +106,13 @@ def test_collective(precision):
     model = tiny_model()
     worker = trained_worker(model, 2, precision=precision)
     plain = plain_with_other_weights(model)
-    port = [free_port()]
-    dist.broadcast_object_list(port)
+    port = _shared_port()
     info = worker.prepare_refit_info()
     faults = []
 
     def generate():
         try:
-            group = join_collective("127.0.0.1", port[0], 1, 2)
+            group = join_collective("127.0.0.1", port, 1, 2)
             for _ in range(2):
                 receive_weights(plain, group, info, BUFFER_BYTES)
         except BaseException as error:
@@ -121,7 +121,7 @@ def test_collective(precision):
     thread = threading.Thread(target=generate)
     if dist.get_rank() == 1:
         thread.start()
-    worker.init_collective("127.0.0.1", port[0], 2)
+    worker.init_collective("127.0.0.1", port, 2)
     worker.broadcast_weights_for_collective()
     worker.broadcast_weights_for_collective()
     if dist.get_rank() == 1:
@@ -132,6 +132,47 @@ def test_collective(precision):
         dtype = getattr(torch, precision)
         assert all(torch.equal(plain.state_dict()[name], x.to(dtype).float()) for name, x in true.items())
     worker.shutdown()
+
+
+def _shared_port():
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    return port[0]
+
+
+@pytest.mark.parametrize("given", ["order", "size"])
+@ranks(2)
+def test_generators_that_expect_other_buckets_are_told(given):
+    """Weights of one shape in another order arrived under each other's names, and buckets of other sizes never."""
+    group = JobsGroup("127.0.0.1", _shared_port(), dist.get_rank(), 2)
+    weights = {name: torch.full((64,), value) for name, value in {"up": 1.0, "down": 2.0, "gate": 3.0}.items()}
+    info = {name: (x.shape, x.dtype) for name, x in weights.items()}
+    plain = torch.nn.ParameterDict({name: torch.zeros(64) for name in weights})
+
+    def refit(info, buffer_bytes):
+        if dist.get_rank() == 0:
+            require_same_buckets(info, group, buffer_bytes)
+            send_weights(weights.items(), info, group, buffer_bytes)
+        else:
+            receive_weights(plain, group, info, buffer_bytes)
+
+    other = (dict(reversed(info.items())), BUFFER_BYTES) if given == "order" else (info, 300)
+    with pytest.raises(ValueError, match=r"ranks \[1\] of 2 expect other buckets.*in its order, and its refit_buffer"):
+        refit(*(other if dist.get_rank() == 1 else (info, BUFFER_BYTES)))
+    assert all(not x.any() for x in plain.values())
+    refit(info, BUFFER_BYTES)
+    if dist.get_rank() == 1:
+        assert all(torch.equal(plain[name], x) for name, x in weights.items())
+
+
+@ranks(2)
+def test_ranks_that_ask_for_other_handles_are_told():
+    worker = DTensorPolicyWorker(tiny_config(tp=2))
+    names = list(worker.prepare_refit_info())[:3]
+    with pytest.raises(ValueError, match=r"other keys or devices on ranks \[1\] than on rank 0"):
+        worker.get_weights_ipc_handles(names if dist.get_rank() == 0 else names[::-1])
+    with pytest.raises(ValueError, match="the model has no weights"):
+        worker.get_weights_ipc_handles(names if dist.get_rank() == 0 else ["none"])
 
 
 def test_buckets_keep_to_their_size_and_order():

@@ -128,6 +128,7 @@ def refit(record):
 
     group = object.__new__(JobsGroup)
     group.device, group._group = torch.device("cpu"), OverTheWorld()
+    group.differing = lambda facts: []
     plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     info = {name: (x.shape, x.dtype) for name, x in plain.state_dict().items()}
     with record():

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
+from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.pipeline import side_stream
 from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Run, Times
@@ -40,8 +41,12 @@ def forward_backward(
 ) -> list[Any]:
     """What Megatron's schedules do, with their arguments and their result.
 
+    Communicates, before any message of the step: one all-gather of six int64 over the ranks that share the vocabulary,
+    which tells whether all of them have the same order of passes before them. The host waits for it.
+
     Raises:
-        ValueError: the call asks for something that this schedule lacks.
+        ValueError: the call asks for something that this schedule lacks; or the ranks of this pipeline were called with
+            other sizes, and would send in orders that do not fit each other. On every rank.
         RuntimeError: a rank of this pipeline failed; on that rank its own error.
     """
     refuse_others(others)
@@ -64,14 +69,17 @@ def forward_backward(
     group = group if len(models) > 1 else num_microbatches
     beside = not sharing.groups.one_queue and side_stream.has_streams(sharing.output.weight.device)
     shape = Shape(stages, len(models), num_microbatches, group, forward_only, sharing.output.mtp_layers > 0, beside)
+    times = estimated_times(config, shape, sharing, seq_length, micro_batch_size)
+    fault: ValueError | None = None
     try:
-        programs = stage_programs(shape, estimated_times(config, shape, sharing, seq_length, micro_batch_size))
-    except NoOrder as error:
-        raise ValueError(
+        programs = stage_programs(shape, times)
+    except NoOrder:
+        fault = ValueError(
             f"num_microbatches is {num_microbatches}: with {len(models)} chunks on each of {stages} stages and "
             f"microbatch_group_size_per_vp_stage {group} the last {num_microbatches % group} have no order; what "
             f"is left over from whole groups must be 0 or at least the number of stages"
-        ) from error
+        )
+    _require_same_order(call, shape, times, sharing, fault)
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -83,6 +91,24 @@ def forward_backward(
     if timers is not None:
         timers("forward-backward").stop()
     return found
+
+
+def _require_same_order(call: Call, shape: Shape, times: Times, sharing: Sharing, fault: ValueError | None) -> None:
+    """Programs follow from `shape` and `times` alone: ranks that have the same ones send in one order."""
+    require_same(
+        "the schedule of a vocabulary shared over pipeline stages",
+        {
+            "num_microbatches": call.num_microbatches,
+            "micro_batch_size": call.micro_batch_size,
+            "seq_length": call.seq_length,
+            "forward_only": call.forward_only,
+            "the order of passes": (shape, times),
+        },
+        [sharing.groups.statistics],
+        sharing.output.weight.device,
+        fault,
+        advice="their messages would not fit each other; call it with the same arguments on every rank",
+    )
 
 
 _recordings: list[Callable[[Run], None]] = []

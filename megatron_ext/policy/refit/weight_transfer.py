@@ -7,7 +7,7 @@ own), with a row that says where in it each weight lies. A bucket travels in one
     same GPU           a CUDA IPC handle of the buffer
     elsewhere          a broadcast over a group of both jobs
 
-Both sides make the same buckets from names, shapes and dtypes alone.
+Both sides make the same buckets from names, shapes and dtypes alone; before a broadcast they compare these.
 """
 
 import inspect
@@ -153,10 +153,25 @@ def load_weights(model: nn.Module, handle: WeightsHandle) -> None:
         _copy(state, name, weight)
 
 
+def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
+    """Whether all ranks of the group are about to send and receive the same buckets; before every broadcast of them.
+
+    Raises:
+        ValueError: one of them would not; on every rank.
+    """
+    facts = [(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()], buffer_bytes
+    if different := group.differing(repr(facts)):
+        raise ValueError(
+            f"ranks {different} of {group.size} expect other buckets of weights than rank 0, the policy: give every "
+            f"generator the policy's prepare_refit_info(), in its order, and its refit_buffer_bytes (here: "
+            f"{len(info)} weights, {buffer_bytes} bytes)"
+        )
+
+
 @torch.no_grad()
 def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
-    """Broadcasts the weights, whole and in the order of `info`, to the other ranks of the group; see
-    `receive_weights`."""
+    """Broadcasts the weights, whole and in the order of `info`, to the other ranks of the group, after
+    `require_same_buckets`; see `receive_weights`."""
     weights = iter(weights)
     for bucket in buckets(info, buffer_bytes):
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device)
@@ -170,10 +185,11 @@ def send_weights(weights: Iterable[tuple[str, Tensor]], info: WeightInfo, group:
 def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> None:
     """Copies what the trainer broadcasts into a plain model; `info` and `buffer_bytes` are the trainer's.
 
-    Communicates: one broadcast a bucket.
+    Communicates: a digest of the buckets through the store at which the group met, then one broadcast a bucket.
 
     Raises:
-        ValueError: the model lacks a weight, or has it in another shape; after all has been received.
+        ValueError: a rank of the group was given another `info` or `buffer_bytes`, on every rank, before anything is
+            sent; the model lacks a weight, or has it in another shape, after all has been received.
     """
     state = model.state_dict()
     fault: ValueError | None = None
@@ -191,7 +207,11 @@ def received_weights(group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> I
     """The buckets that the trainer broadcasts, each as names and weights, which share one buffer.
 
     All must be taken: the other ranks of the group wait for this one.
+
+    Raises:
+        ValueError: as `require_same_buckets`.
     """
+    require_same_buckets(info, group, buffer_bytes)
     for bucket in buckets(info, buffer_bytes):
         buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
         yield [(row.name, row.view(buffer)) for row in bucket.rows]

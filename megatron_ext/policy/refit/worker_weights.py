@@ -82,22 +82,32 @@ class Refitting(Backend):
             keys: names of `prepare_refit_info()`.
             devices: only on those of these ids (see `report_device_id`), the same on all ranks; None: on each.
 
-        Communicates: the all-gathers that make each weight whole; the ids of the devices.
+        Communicates: the all-gathers that make each weight whole; the ids of the devices, with the arguments.
 
         Raises:
-            ValueError: a name that the model lacks.
+            ValueError: a name that the model lacks; or other arguments on another rank, on every rank.
         """
         self._refuse_reference("get_weights_ipc_handles()")
         self._free_held()
         info = self.prepare_refit_info()
         keys = list(keys)
-        if unknown := [key for key in keys if key not in info]:
-            raise ValueError(f"the model has no weights {unknown}: pass names of prepare_refit_info()")
+        here = device_memory.device_id(self.device)
+
+        def asked() -> tuple[str, list[str], list[str] | None]:
+            if unknown := [key for key in keys if key not in info]:
+                raise ValueError(f"the model has no weights {unknown}: pass names of prepare_refit_info()")
+            return here, keys, None if devices is None else sorted(devices)
+
+        asked_for = agree(asked)
+        if different := [rank for rank, other in enumerate(asked_for) if other[1:] != asked_for[0][1:]]:
+            raise ValueError(
+                f"get_weights_ipc_handles() was called with other keys or devices on ranks {different} than on rank 0: "
+                f"all of them make each weight whole together; pass the same, in the same order, on every rank"
+            )
+        own = [place for place, *_ in asked_for].index(here) == self.rank and (devices is None or here in devices)
         chosen = weight_transfer.buckets(
             {key: info[key] for key in keys}, sum(s.numel() * d.itemsize + 64 for s, d in info.values())
         )
-        here = device_memory.device_id(self.device)
-        own = agree(lambda: here).index(here) == self.rank and (devices is None or here in devices)
 
         def lay_open() -> None:
             if own and chosen:
@@ -136,21 +146,24 @@ class Refitting(Backend):
         `refit_buffer_bytes` at most; two collectives of a few bytes.
 
         Raises:
-            ValueError: before `init_collective`; on every rank.
+            ValueError: before `init_collective`, or a generator expects other buckets; on every rank.
         """
         self._refuse_reference("broadcast_weights_for_collective()")
+        info, budget = self.prepare_refit_info(), self.settings.refit_buffer_bytes
 
         def joined() -> None:
             if self.rank == 0 and self._to_generators is None:
                 raise ValueError("broadcast_weights_for_collective() came before init_collective(); call that first")
+            if self._to_generators is not None:
+                with outside_wait("the generators to receive"):
+                    weight_transfer.require_same_buckets(info, self._to_generators, budget)
 
         agree(joined)
         weights = ((name, x.make()) for name, x in self._exports().items())
         try:
             if self._to_generators is not None:
-                budget = self.settings.refit_buffer_bytes
                 with outside_wait("the generators to receive"):
-                    weight_transfer.send_weights(weights, self.prepare_refit_info(), self._to_generators, budget)
+                    weight_transfer.send_weights(weights, info, self._to_generators, budget)
         finally:
             for _ in weights:  # the other ranks need this one's part, also where the generators are gone
                 pass
