@@ -46,35 +46,11 @@ def _parallelize_llama(
     return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
 
 
-def _parallelize_qwen(
-    model: nn.Module,
-    dp_mesh: DeviceMesh,
-    tp_mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    sequence_parallel: bool = False,
-    activation_checkpointing: bool = False,
-    cp_mesh: DeviceMesh | None = None,
-) -> nn.Module:
-    """`_parallelize_model` for a `Qwen2ForCausalLM` or `Qwen3ForCausalLM`, with FSDP2's policies given."""
-    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
-    return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
+_parallelize_qwen = _parallelize_llama
+"""`_parallelize_llama` for a `Qwen2ForCausalLM` or `Qwen3ForCausalLM`."""
 
-
-def _parallelize_gemma3(
-    model: nn.Module,
-    dp_mesh: DeviceMesh,
-    tp_mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    sequence_parallel: bool = False,
-    activation_checkpointing: bool = False,
-    cp_mesh: DeviceMesh | None = None,
-) -> nn.Module:
-    """`_parallelize_model` for a `Gemma3ForCausalLM`, or the text tower of a `Gemma3ForConditionalGeneration`."""
-    wrapping = _Wrapping(dp_mesh, mp_policy, offload_policy, activation_checkpointing)
-    return _parallelize_with(model, wrapping, tp_mesh, cp_mesh, sequence_parallel)
-
+_parallelize_gemma3 = _parallelize_llama
+"""`_parallelize_llama` for a `Gemma3ForCausalLM`, or the text tower of a `Gemma3ForConditionalGeneration`."""
 
 _BY_NAME: dict[str, Callable[..., nn.Module]] = {
     "LlamaForCausalLM": _parallelize_llama,

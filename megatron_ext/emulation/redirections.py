@@ -41,23 +41,25 @@ _FACTORIES = (
 _TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 
 
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that gives `value` whatever it is asked."""
+    return lambda *args, **kwargs: value
+
+
+_nothing = _answer(None)
+
+
 class Event:
     """Stands in for `torch.cuda.Event`: on a device that never lags behind, an event is a moment."""
+
+    wait = synchronize = _nothing
+    query = _answer(True)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_s = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
         self._recorded_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds from this event to `end`."""
@@ -67,33 +69,16 @@ class Event:
 class Stream:
     """Stands in for `torch.cuda.Stream`: work is done when the call returns, so there is nothing to wait for."""
 
+    wait_stream = wait_event = synchronize = _nothing
+    query = _answer(True)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device, self.cuda_stream = _CPU, 0
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record()
         return event
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-def _answer(value: Any) -> Callable[..., Any]:
-    """A function that gives `value` whatever it is asked."""
-    return lambda *args, **kwargs: value
-
-
-_nothing = _answer(None)
 
 
 def _cpu_for(device: Any) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.policy.checkpoint.worker_state import load_policy, save_policy
 from megatron_ext.policy.data.agreement_of_ranks import agree
@@ -223,18 +222,7 @@ class PolicyWorker(TrainSteps, Generating):
         device_memory.move_buffers(model, torch.device(device))
         return model
 
-    @staticmethod
-    def create_context_parallel_ctx(
-        cp_mesh: DeviceMesh,
-        cp_buffers: list[Tensor],
-        cp_seq_dims: list[int],
-        cp_no_restore_buffers: set[Tensor],
-        cp_rotate_method: str | None = None,
-    ) -> AbstractContextManager[None]:
-        """See `megatron_ext.sequence.cp_utils.create_context_parallel_ctx`."""
-        return cp_utils.create_context_parallel_ctx(
-            cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers, cp_rotate_method
-        )
+    create_context_parallel_ctx = staticmethod(cp_utils.create_context_parallel_ctx)
 
     @staticmethod
     @contextmanager

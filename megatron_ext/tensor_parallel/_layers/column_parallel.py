@@ -1,6 +1,6 @@
 """`ColumnParallelLinear`: the weight is sharded along the output dim."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class ColumnParallelLinear(ParallelLayer):
         ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, or generalized
             tensor parallelism has more than one rank.
     """
+
+    sharded_axes: ClassVar = {"weight": 0, "bias": 0}
 
     def __init__(
         self,
@@ -171,13 +173,3 @@ class ColumnParallelLinear(ParallelLayer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", gather_output=True" if self.gather_output else "")
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The layer's tensors for Megatron's dist_checkpointing: weight and bias cut along dimension 0.
-
-        Raises:
-            ValueError: Megatron's dist_checkpointing is not imported.
-        """
-        return self._sharded_state_dict({"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)

@@ -106,13 +106,3 @@ class InferenceLinear(ParallelLayer):
         with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
             output = self._multiply(x, self.weight, None if self.skip_bias_add else self.bias, self.plan())
         return output, self.bias if self.skip_bias_add else None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The layer's tensors for Megatron's dist_checkpointing, whole.
-
-        Raises:
-            ValueError: Megatron's dist_checkpointing is not imported.
-        """
-        return self._sharded_state_dict({}, prefix, sharded_offsets, metadata)

@@ -1,6 +1,6 @@
 """`RowParallelLinear`: the weight is sharded along the input dim, and partial outputs are summed."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -41,6 +41,8 @@ class RowParallelLinear(ParallelLayer):
             `config.sequence_parallel` is set for an input that is not parallel, or generalized tensor parallelism has
             more than one rank.
     """
+
+    sharded_axes: ClassVar = {"weight": 1}
 
     def __init__(
         self,
@@ -129,13 +131,3 @@ class RowParallelLinear(ParallelLayer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.input_is_parallel else ", input_is_parallel=False")
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The layer's tensors for Megatron's dist_checkpointing: the weight cut along dimension 1, the bias whole.
-
-        Raises:
-            ValueError: Megatron's dist_checkpointing is not imported.
-        """
-        return self._sharded_state_dict({"weight": 1}, prefix, sharded_offsets, metadata)

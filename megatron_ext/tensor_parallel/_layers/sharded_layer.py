@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -107,8 +108,10 @@ class ParallelLayer(ShardedLayer):
         symmetric: the layer multiplies and communicates in one, through symmetric memory: what Megatron's
             `config.tp_comm_overlap` asks for, under sequence parallelism and where the machine has it.
         path: which way its communication takes, in words; `repr` shows it.
+        sharded_axes: along which dim each parameter is cut; the others are whole on every rank.
     """
 
+    sharded_axes: ClassVar[Mapping[str, int]] = {}
     sequence_parallel: bool
 
     def _read_config(self, config: Any, group: Group, is_expert: bool, pg_collection: Any) -> None:
@@ -211,9 +214,16 @@ class ParallelLayer(ShardedLayer):
     def backward_dw(self) -> None:
         """Compute the weight gradients that were put off, if there are any."""
 
-    def _sharded_state_dict(self, axes: dict[str, int], prefix: str, sharded_offsets: Any, metadata: Any) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The layer's tensors for Megatron's dist_checkpointing, cut along `sharded_axes`.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
         state = self.state_dict(prefix="", keep_vars=True)
-        return sharded_linear(state, axes, prefix, sharded_offsets, self.tp_group, metadata)
+        return sharded_linear(state, self.sharded_axes, prefix, sharded_offsets, self.tp_group, metadata)
 
     def get_extra_state(self) -> None:
         """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""
