@@ -177,60 +177,41 @@ def test_on_a_gpu(name):
     assert error(model.bfloat16()(**arguments).logits.float().cpu(), true) < 5e-2
 
 
-def _softcapped(q, k, v, window, softcap):
-    """`[S, B, H, D]`, by hand."""
+def _by_hand(q, k, v, window, softcap=None, sinks=None, hidden=None):
+    """`[S, B, H, D]`. Sinks are a column of scores more, whose probabilities go nowhere."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     z = torch.einsum("sbhd,tbhd->bhst", q, k) * 0.3
-    z = softcap * torch.tanh(z / softcap)
-    z = z.masked_fill(~window.visible(0, len(q), len(k), q.device), float("-inf"))
-    return torch.einsum("bhst,tbhd->sbhd", z.softmax(-1), v)
-
-
-@pytest.mark.parametrize("window", [CAUSAL, Window(left=3, right=0)], ids=["causal", "window"])
-@ranks(1, 2)
-def test_softcap(window):
-    mesh = meshes(cp=torch.distributed.get_world_size())[0]["cp"]
-    parts = SequenceParts(mesh.get_group())
-    leaves = [torch.randn(16, 2, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    grad = torch.randn(16, 2, 4, 8, dtype=torch.float64)
-    true = _softcapped(*leaves, window, 1.7)
-    true_grads = torch.autograd.grad(true, leaves, grad)
-    mine = [parts.split(x, 0) for x in leaves]
-    found = attend(*mine, window, cp_group=mesh.get_group(), scale=0.3, softcap=1.7)
-    torch.testing.assert_close(found, parts.split(true, 0))
-    for x, expected in zip(torch.autograd.grad(found, mine, parts.split(grad, 0)), true_grads, strict=True):
-        torch.testing.assert_close(x, parts.split(expected, 0))
-
-
-def _with_sinks(q, k, v, sinks, window, hidden=None):
-    """`[S, B, H, D]`, by hand: a column of scores more, whose probabilities go nowhere."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    z = torch.einsum("sbhd,tbhd->bhst", q, k) * 0.3
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z.masked_fill(~window.visible(0, len(q), len(k), q.device), float("-inf"))
     if hidden is not None:
         z = z.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return torch.einsum("bhst,tbhd->sbhd", z.softmax(-1), v)
     column = sinks[None, :, None, None].expand(*z.shape[:3], 1)
     return torch.einsum("bhst,tbhd->sbhd", torch.cat([z, column], -1).softmax(-1)[..., :-1], v)
 
 
 @pytest.mark.parametrize("window", [CAUSAL, Window(left=3, right=0), Window()], ids=["causal", "window", "all"])
+@pytest.mark.parametrize("of", ["softcap", "sinks"])
 @ranks(1, 2)
-def test_sinks(window):
+def test_softcap_and_sinks(of, window):
     mesh = meshes(cp=torch.distributed.get_world_size())[0]["cp"]
     parts = SequenceParts(mesh.get_group())
     leaves = [torch.randn(16, 2, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    options = {"sinks": sinks} if of == "sinks" else {"softcap": 1.7}
     grad = torch.randn(16, 2, 4, 8, dtype=torch.float64)
-    true = _with_sinks(*leaves, sinks, window)
-    *true_grads, true_sinks = torch.autograd.grad(true, [*leaves, sinks], grad)
+    true = _by_hand(*leaves, window, **options)
+    *true_grads, true_sinks = torch.autograd.grad(true, [*leaves, sinks], grad, allow_unused=True)
     mine = [parts.split(x, 0) for x in leaves]
-    found = attend(*mine, window, cp_group=mesh.get_group(), scale=0.3, sinks=sinks)
+    found = attend(*mine, window, cp_group=mesh.get_group(), scale=0.3, **options)
     torch.testing.assert_close(found, parts.split(true, 0))
-    *grads, sink_grad = torch.autograd.grad(found, [*mine, sinks], parts.split(grad, 0))
+    *grads, sink_grad = torch.autograd.grad(found, [*mine, sinks], parts.split(grad, 0), allow_unused=True)
     for x, expected in zip(grads, true_grads, strict=True):
         torch.testing.assert_close(x, parts.split(expected, 0))
-    torch.distributed.all_reduce(sink_grad, group=mesh.get_group())
-    torch.testing.assert_close(sink_grad, true_sinks)
+    if of == "sinks":
+        torch.distributed.all_reduce(sink_grad, group=mesh.get_group())
+        torch.testing.assert_close(sink_grad, true_sinks)
 
 
 def test_sinks_of_documents_and_behind_masks():
@@ -239,11 +220,13 @@ def test_sinks_of_documents_and_behind_masks():
     packing = Packing((4, 2), (4, 2))
     packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, scale=0.3, sinks=sinks)
     for document in (slice(0, 4), slice(4, 6)):
-        torch.testing.assert_close(packed[document], _with_sinks(q[document], k[document], v[document], sinks, CAUSAL))
+        torch.testing.assert_close(
+            packed[document], _by_hand(q[document], k[document], v[document], CAUSAL, sinks=sinks)
+        )
     hidden = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
     hidden[..., :2] = True  # the first two queries see the sink alone
     masked = attend(q, k, v, CAUSAL, mask=hidden, scale=0.3, sinks=sinks)
-    torch.testing.assert_close(masked, _with_sinks(q, k, v, sinks, CAUSAL, hidden))
+    torch.testing.assert_close(masked, _by_hand(q, k, v, CAUSAL, sinks=sinks, hidden=hidden))
     assert masked[:2].eq(0).all()
     for bad in ({"sinks": sinks[:1]}, {"sinks": sinks, "softcap": 2.0}):
         with pytest.raises(ValueError, match="one number a head, without softcap"):
@@ -261,13 +244,9 @@ def test_attention_that_is_not_known_is_refused():
         model(input_ids=_tokens(1, 4))
 
 
-def test_softcap_where_a_query_sees_nothing():
-    q, k, v = (torch.randn(6, 1, 2, 4, requires_grad=True) for _ in range(3))
-    hidden = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
-    hidden[..., :2] = True
-    out = attend(q, k, v, CAUSAL, mask=hidden, softcap=2.0)
-    assert out[:2].eq(0).all()
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
+def test_softcap_of_documents():
+    """Of masks and queries that see nothing: `tests/sequence/test_attention.py`."""
+    q, k, v = (torch.randn(6, 1, 2, 4) for _ in range(3))
     packing = Packing((4, 2), (4, 2))
     packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, softcap=2.0)
     torch.testing.assert_close(packed[4:], attend(q[4:], k[4:], v[4:], CAUSAL, softcap=2.0))

@@ -137,24 +137,6 @@ def test_fully_sharded_data_parallelism(case):
 
 
 @ranks(2)
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_a_hybrid_model_of_attention_and_mlp_layers(normalization):
-    """The final norm, elsewhere Transformer Engine's, sums its gradients under sequence parallelism."""
-    tokens_BS = tiny_batches()[0]
-    with model_parallel():
-        model = tiny_hybrid(normalization=normalization)
-        plain = plain_loss(model, tokens_BS)
-        plain.backward()
-        expected = {f"0.{name}": p.grad for name, p in model.named_parameters()}
-    with model_parallel(tp=2):
-        chunks = [tiny_hybrid(normalization=normalization, sequence_parallel=normalization == "LayerNorm")]
-        loss, grads = loss_and_grads(chunks, tokens_BS, micro_batch=len(tokens_BS))
-    torch.testing.assert_close(torch.tensor(loss), plain.detach(), rtol=1e-6, atol=0)
-    for (name, grad), parameter in zip(grads.items(), chunks[0].parameters(), strict=True):
-        torch.testing.assert_close(grad, own_shard(expected[name], parameter), rtol=1e-4, atol=1e-7, msg=name)
-
-
-@ranks(2)
 def test_reductions_that_scale_what_is_sent():
     from megatron_ext.emulation import megatron_on_cpu
 
@@ -197,13 +179,29 @@ def own_shard(whole, parameter):
 @ranks(2)
 @pytest.mark.parametrize("overrides", [{}, {"tied": False}, {"mtp_num_layers": 1}], ids=["tied", "untied", "mtp"])
 def test_every_gradient_of_tensor_parallel_two_is_that_of_one(overrides):
+    check_gradients(lambda: tiny_gpt(**overrides), lambda: tiny_gpt(**overrides))
+
+
+@ranks(2)
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_hybrid_model_of_attention_and_mlp_layers(normalization):
+    """The final norm, elsewhere Transformer Engine's, sums its gradients under sequence parallelism."""
+    sequence = {"sequence_parallel": normalization == "LayerNorm"}
+    check_gradients(
+        lambda: [tiny_hybrid(normalization=normalization)],
+        lambda: [tiny_hybrid(normalization=normalization, **sequence)],
+    )
+
+
+def check_gradients(whole, cut):
+    """Loss and every gradient of the model that `cut` builds at tensor parallel 2 are those of `whole` at 1."""
     tokens_BS = tiny_batches()[0]
     with model_parallel():
-        model = tiny_gpt(**overrides)[0]
+        model = whole()[0]
         plain = plain_loss(model, tokens_BS)
         plain.backward()
     with model_parallel(tp=2):
-        chunks = tiny_gpt(**overrides)
+        chunks = cut()
         loss, grads = loss_and_grads(chunks, tokens_BS, micro_batch=len(tokens_BS))
     torch.testing.assert_close(torch.tensor(loss), plain.detach(), rtol=1e-6, atol=0)
     expected = {f"0.{name}": p.grad for name, p in model.named_parameters()}

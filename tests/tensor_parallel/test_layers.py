@@ -141,42 +141,6 @@ def test_disabled_gradient_reduction():
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(x.shape))  # this rank's part alone
 
 
-@ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_frozen_weights_give_gradients_only_where_asked(sequence_parallel):
-    for layer, x in ((column(), torch.randn(S, D)), (row(), torch.randn(S, D // 2))):
-        layer.weight.requires_grad_(False)
-        with count_collectives() as counts:
-            layer(x)[0].sum().backward()
-        assert layer.weight.grad is None
-        assert layer.bias.grad is not None
-        assert sum(counts.values()) == (layer.__class__ is RowParallelLinear)
-
-
-@ranks(2)
-def test_collectives_of_a_whole_mlp():
-    """Two layers: one all-reduce forward and one backward; under sequence parallelism 2 forward and 3 backward."""
-    for sequence_parallel, expected in ((False, (1, 1)), (True, (2, 3))):
-        config = Config(sequence_parallel=sequence_parallel)
-        up = column(config=config)
-        down = RowParallelLinear(
-            *(N, D),
-            config=config,
-            init_method=init,
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=world(),
-        )
-        x = torch.randn(4, 2, D, requires_grad=True)
-        with count_collectives() as forward:
-            y = down(torch.tanh(up(x)[0]))[0]
-        with count_collectives() as backward:
-            y.square().sum().backward()
-        assert (sum(forward.values()), sum(backward.values())) == expected
-        assert y.shape == x.shape
-
-
 @ranks(1)
 def test_sequence_parallel_alone_is_nothing():
     config = Config(sequence_parallel=True)

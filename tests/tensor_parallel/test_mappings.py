@@ -253,33 +253,6 @@ def test_tokens_or_hidden_units_split():
     assert torch.equal(x.grad, upstream_NH.chunk(size, dim=1)[rank])
 
 
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-def test_a_sharded_mlp_has_the_gradients_of_the_whole(sequence_parallel):
-    """The pairs together, in the one place where they matter: y = relu(x A) B, A's columns and B's rows sharded."""
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    x, a, b, g = draw([(4 * size, 8), (8, 4 * size), (4 * size, 8), (4 * size, 8)], seed=1, dtype=torch.float64)
-    whole = [t.clone().requires_grad_() for t in (x, a, b)]
-    ((whole[0] @ whole[1]).relu() @ whole[2]).backward(g)
-
-    own_x = (x.chunk(size)[rank] if sequence_parallel else x).clone().requires_grad_()
-    own_a = a.chunk(size, 1)[rank].clone().requires_grad_()
-    own_b = b.chunk(size, 0)[rank].clone().requires_grad_()
-    if sequence_parallel:
-        inside = mappings.gather_from_sequence_parallel_region(own_x, group=group)
-    else:
-        inside = mappings.copy_to_tensor_model_parallel_region(own_x, group)
-    partial = (inside @ own_a).relu() @ own_b
-    if sequence_parallel:
-        mappings.reduce_scatter_to_sequence_parallel_region(partial, group).backward(g.chunk(size)[rank])
-    else:
-        mappings.reduce_from_tensor_model_parallel_region(partial, group).backward(g)
-    dx = whole[0].grad.chunk(size)[rank] if sequence_parallel else whole[0].grad
-    assert torch.equal(own_x.grad, dx)
-    assert torch.equal(own_a.grad, whole[1].grad.chunk(size, 1)[rank])
-    assert torch.equal(own_b.grad, whole[2].grad.chunk(size, 0)[rank])
-
-
 def test_alone_without_a_group():
     """A process that stands alone needs no torch.distributed."""
     x = torch.randn(3, 5, requires_grad=True)

@@ -64,22 +64,3 @@ def test_as_megatron_without_recomputation(sequence_parallel):
         recomputations.append(FULL | {"distribute_saved_activations": True})
     with model_parallel(tp=size):
         check(*recomputations, sequence_parallel=sequence_parallel and size > 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-@ranks(4)
-def test_as_megatron_over_pipelines_and_experts(sequence_parallel):
-    with model_parallel(tp=4):
-        check(FULL, selective("core_attn"), selective("layernorm"), sequence_parallel=sequence_parallel)
-    with model_parallel(tp=2, pp=2):
-        check(FULL, selective("core_attn", "layernorm"), sequence_parallel=sequence_parallel)
-    with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=1):
-        moe = {
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
-            "add_bias_linear": False,
-            "expert_tensor_parallel_size": 1,
-        }
-        check(FULL, selective("core_attn", "moe"), sequence_parallel=True, **moe)
