@@ -174,6 +174,25 @@ def test_options_of_many_parameters_are_objects():
             assert count <= 8 or allowed, f"{name}: {node.name} takes {count} arguments; put its options into an object"
 
 
+# Outside of the head: what it is compared with, the options of the launcher and of the patch, an output layer of
+# Megatron's that has a softcap, and what a model of transformers or TRL's argument says of one.
+NAME_THE_SOFTCAP = {
+    "reference.py",
+    "run.py",
+    "megatron/output_layer.py",
+    "megatron/fused_loss/head_settings.py",
+    "dtensor/output/head_rule.py",
+    "integrations/trl.py",
+}
+OF_ATTENTION = {"sequence/attention.py", "dtensor/attention.py"}  # which has a softcap of its own
+
+
+def test_the_heads_facts_travel_as_one_value():
+    """A new fact of the head is a change of the head, and of few files beside it."""
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if "softcap" in path.read_text()}
+    assert {name for name in found if not name.startswith("head/")} - OF_ATTENTION == NAME_THE_SOFTCAP
+
+
 COMMUNICATION = {
     "all_reduce",
     "all_gather",

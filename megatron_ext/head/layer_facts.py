@@ -28,14 +28,17 @@ class HeadFacts(TypedDict, total=False):
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `LmHead`: what is given, and where that is None or missing what the layer says.
 
+    A given weight stands for the layer's: the embedding's where they are tied, or one that was gathered.
+
     Raises:
         ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.
     """
     weight = layer if isinstance(layer, Tensor) else getattr(layer, "weight", None)
+    weight = weight if given.get("weight") is None else given["weight"]
     if not isinstance(weight, Tensor):
         raise ValueError(
             f"layer is {type(layer).__name__} without a weight: it must be a tensor [V, D], or a layer that has one; "
-            f"under weight tying pass the embedding's weight"
+            f"under weight tying pass weight=, the embedding's"
         )
     bias = None if isinstance(layer, Tensor) or getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
     said: dict[str, Any] = {"weight": weight, "hidden_layout": "replicated"}

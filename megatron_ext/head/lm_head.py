@@ -97,7 +97,7 @@ class LmHead:
             layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
                 an `nn.Linear`; or Megatron-Core's output layer, of which bias, softcap, tensor-parallel group, sequence
                 parallelism and gradient accumulation fusion are taken.
-            tp_group, hidden_layout, facts: as for `LmHead`; they go before what the layer says.
+            tp_group, hidden_layout, facts: as for `LmHead`, `weight` too; they go before what the layer says.
 
         Raises:
             ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.

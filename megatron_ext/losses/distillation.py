@@ -23,7 +23,7 @@ from megatron_ext.losses.checks import (
     first_fault,
     per_token_fault,
 )
-from megatron_ext.losses.from_hidden import FromHidden, Metrics, widened
+from megatron_ext.losses.from_hidden import FromHidden, Metrics, token_shape, widened
 from megatron_ext.losses.reductions import token_mean
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
@@ -70,7 +70,7 @@ class DistillationLoss(FromHidden):
         head = self._head(weight)
         teacher = Teacher(_teacher_head(head, teacher_weight), teacher_hidden)
         read = functools.partial(head.read, hidden, self._divergence(teacher))
-        return _mean(read, self._token_shape(hidden), mask, count)
+        return _mean(read, token_shape(hidden, head), mask, count)
 
     def _divergence(self, teacher: Any) -> ReadOut:
         return JensenShannon(teacher, self.beta) if self.divergence == "jsd" else KL(teacher, self.divergence)

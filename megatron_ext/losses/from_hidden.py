@@ -7,17 +7,17 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_group
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, one_of, token_bound
+from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,
@@ -36,13 +36,14 @@ _COUNTS = ("count", "sft_count")
 
 @dataclass(frozen=True, kw_only=True)
 class FromHidden:
-    """How a head makes log-probabilities: options of `megatron_ext.linear_log_probs`, which says more of each.
+    """How a head makes log-probabilities: options of `megatron_ext.linear_log_probs`, which says more of each. Pass an
+    `LmHead` in the weight's place to say all that there is to say of a head.
 
     Attributes:
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group, or no sharding.
         hidden_layout: "sequence": each rank has its slice of dim 0 of the hidden states.
         vocab: this rank's columns; None: equal shards.
-        temperature, softcap: of the logits.
+        temperature: logits are divided by it.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
     """
@@ -70,13 +71,13 @@ class FromHidden:
             **more,
         )
 
-    def _token_shape(self, hidden: Tensor) -> torch.Size:
-        """That of one number for each token: of all ranks', with the sequence layout."""
-        check_floating("hidden", hidden)
-        one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
-        shape = hidden.shape[:-1]
-        slices = group_size(tensor_parallel_group(self.tp_group)) if self.hidden_layout == "sequence" else 1
-        return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape
+
+def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:
+    """That of one number for each token that `head` reads: of all ranks', with the sequence layout."""
+    check_floating("hidden", hidden)
+    shape = hidden.shape[:-1]
+    slices = group_size(head.tp_group) if head.hidden_layout == "sequence" else 1
+    return torch.Size((shape[0] * slices, *shape[1:])) if len(shape) else shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,6 @@ class LogProbLoss(FromHidden, ABC):
         sequence_first: labels and all else per token are `[S, B]`, hidden states `[S, B, D]` (`[S/R, B, D]`), as
             Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
         ignore_index: a label of tokens that do not count.
-        softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature.
         cache: what the head keeps for backward.
         skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
 
@@ -98,7 +98,6 @@ class LogProbLoss(FromHidden, ABC):
 
     sequence_first: bool = False
     ignore_index: int = -100
-    softcap: float | None = None
     cache: Cache = "bounded"
     skip_ignored: bool | int = False
 
@@ -129,7 +128,7 @@ class LogProbLoss(FromHidden, ABC):
                 shape. The ranks would not agree on how many tokens there are.
         """
         check_tensor("labels", labels, "a tensor of integer token ids")
-        head = self._head(weight, softcap=self.softcap, cache=self.cache)
+        head = self._head(weight, cache=self.cache)
         bound = inspect.signature(self.from_log_probs).bind(None, *given, mask=mask, **others)
         fault = self._fault(labels.shape, bound.arguments)
         if mask is None or mask.shape == labels.shape:

@@ -1,5 +1,7 @@
 """An output layer with what GPTModel's own does not have: a bias, and a softcap of the logits."""
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
@@ -29,6 +31,25 @@ class OutputLayer(ColumnParallelLinear):
         """As `ColumnParallelLinear.forward`."""
         logits, bias = super().forward(*args, **kwargs)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap), bias
+
+
+def is_bent(layer: Any) -> bool:
+    """Whether an output layer's logits are more than a product: it has a bias or a softcap."""
+    return any(getattr(layer, name, None) is not None for name in ("bias", "softcap"))
+
+
+def why_not_product(layer: Any) -> str | None:
+    """Why an output layer's forward is not known to be linear, with a bias and a softcap or without; None if it is."""
+    forward = type(layer).forward
+    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
+        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
+    )
+    if plain or hasattr(layer, "softcap"):
+        return None
+    return (
+        f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
+        f"a softcap or without, give it an attribute `softcap` (a number, or None)"
+    )
 
 
 def set_output_layer(model, spec: ModuleSpec) -> None:

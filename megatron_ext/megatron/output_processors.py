@@ -1,7 +1,7 @@
 """What RL and distillation read out of a model's last hidden states inside its forward, without logits.
 
 Megatron's `forward(..., output_processor=, output_processor_context=)` (GPTModel of 0.18 and newer) hands hidden states
-and output layer to a function of the caller's, in place of making logits. `LogProbs`, `TopK` and `Divergence` are such
+and output layer to a function of the caller's, in place of making logits. `NextTokenLogProbs` and `ReadOuts` are such
 functions. A patched model takes the two arguments in every version, HybridModel and MambaModel too; where Megatron does
 not know them, the processor is called with what the model's promised logits would be made of, under the same names.
 
@@ -18,32 +18,31 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megatron_ext import head
-from megatron_ext.head import LmHead, Teacher
-from megatron_ext.head.readouts.divergences.kl_divergence import Direction
+from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import log_probs, patch_points
-from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
 from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.module_calls import split_hooks
-from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits, tp_group
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import counters_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ReadOut:
-    """What all processors here share.
+class _Processor:
+    """What the processors here share.
 
     Attributes:
-        temperature: logits are divided by it.
+        temperature: logits are divided by it, a teacher's too.
         chunk_tokens: tokens per chunk; None lets the head choose.
+        cache: what the head keeps for backward; see `LmHead`.
     """
 
     temperature: float = 1.0
     chunk_tokens: int | None = None
+    cache: Cache = "bounded"
 
     def __call__(
         self,
@@ -79,26 +78,14 @@ class _ReadOut:
         """What the model returns, from the hidden states of `terms`; `given` is that of the call."""
         raise NotImplementedError
 
-    def head(self, terms: Terms, weight: Tensor, cache: Cache = "bounded") -> LmHead:
+    def head(self, terms: Terms, weight: Tensor) -> LmHead:
         """The model's head with a weight that was gathered for it."""
-        layer = terms.layer
-        return LmHead(
-            weight,
-            tp_group(layer),
-            "sequence" if layer.sequence_parallel else "replicated",
-            bias=None if layer.skip_bias_add else layer.bias,
-            softcap=getattr(layer, "softcap", None),
-            # The factor stands behind the softcap: scale * cap * tanh(z / cap) = cap' * tanh(scale * z / cap').
-            temperature=self.temperature / terms.scale,
-            cache=cache,
-            chunk_tokens=self.chunk_tokens,
-            gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
-            bits=bits_of(getattr(layer, "config", None)),
-        )
+        settings = HeadSettings(chunk_tokens=self.chunk_tokens, cache=self.cache, temperature=self.temperature)
+        return settings.lm_head(terms, weight, getattr(terms.layer, "config", None))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogProbs(_ReadOut):
+class NextTokenLogProbs(_Processor):
     """Log-probabilities `[B, S - 1]` of each next token, fp32, 0 where a packed document ends.
 
     The tokens are `labels` (token ids, not shifted), or `input_ids` where there are none. Under context parallelism the
@@ -109,7 +96,6 @@ class LogProbs(_ReadOut):
     """
 
     return_entropy: bool = False
-    cache: Cache = "bounded"
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
         parts = log_probs.sequence_parts(given.get("model"), given.get("packed_seq_params"))
@@ -121,7 +107,7 @@ class LogProbs(_ReadOut):
         readouts = log_prob_readouts(labels_SB, log_probs.IGNORE_INDEX, counts, False)
 
         def compute(hidden: Tensor, weight: Tensor) -> Any:
-            return self.head(terms, weight, self.cache).read(hidden, *readouts)
+            return self.head(terms, weight).read(hidden, *readouts)
 
         found, fault = or_refuse(lambda: terms.read(compute), labels_SB.shape, terms.hidden)
         first, *more = found if isinstance(found, tuple) else (found,)
@@ -130,62 +116,21 @@ class LogProbs(_ReadOut):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOuts(_ReadOut):
-    """Any read-outs of `megatron_ext.head` at each of this rank's positions, in one pass: a tuple of their results.
+class ReadOuts(_Processor):
+    """Any read-outs of `megatron_ext.head` at each of this rank's positions, in one pass: a tuple of their results, of
+    one read-out its result.
 
-    `readouts` are of tensors `[S, B, ...]`, as the model's hidden states lie; results are `[B, S, ...]`. Communicates
-    and raises as `LmHead.read`.
+    `readouts` are of tensors `[S, B, ...]`, as the model's hidden states lie; results are `[B, S, ...]`. A teacher's
+    hidden states are cut as the model's own (under sequence parallelism `[S/R, B, ...]`), its weight `[V/R, ...]` as
+    the model's output weight; the factor by which the model multiplies its logits (muP) is not the teacher's.
+    Communicates and raises as `LmHead.read`.
     """
 
-    readouts: Sequence[head.ReadOut]
-    cache: Cache = "bounded"
+    readouts: Sequence[ReadOut]
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        found = terms.read(lambda x, w: self.head(terms, w, self.cache).read(x, *self.readouts))
+        found = terms.read(lambda x, w: self.head(terms, w).read(x, *self.readouts))
         return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopK(_ReadOut):
-    """The `k` likeliest ids of each of this rank's positions: log-probabilities `[B, S, k]` and ids `[B, S, k]`.
-
-    Log-probabilities are those of the whole vocabulary, in falling order, differentiable: what a teacher gives for
-    top-k distillation. Communicates and raises as `linear_topk_log_probs`.
-    """
-
-    k: int
-
-    def read(self, terms: Terms, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        values, ids = terms.read(lambda x, w: self.head(terms, w).read(x, head.TopK(self.k)))
-        return values.transpose(0, 1).contiguous(), ids.transpose(0, 1).contiguous()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence(_ReadOut):
-    """KL divergence `[B, S]` of the model from a teacher, at each of this rank's positions, over the whole vocabulary.
-
-    Attributes:
-        teacher_hidden: `[S, B, H of the teacher]`, under sequence parallelism `[S/R, B, H]`: the same tokens as the
-            model's own hidden states. The teacher's logits are `teacher_hidden @ teacher_weight.T`, without the factor
-            by which the model multiplies its own (muP).
-        teacher_weight: `[V/R, H of the teacher]`, cut as the model's output weight is.
-        direction: "forward" or "reverse", as in `linear_kl_divergence`.
-
-    Gradients reach the model alone. Communicates and raises as `linear_kl_divergence`.
-    """
-
-    teacher_hidden: Tensor
-    teacher_weight: Tensor
-    direction: Direction = "forward"
-
-    def read(self, terms: Terms, given: dict[str, Any]) -> Tensor:
-        # The model's own factor stands in the temperature, which both sides are divided by: out of the teacher's again.
-        def compute(hidden: Tensor, weight: Tensor) -> Tensor:
-            own = self.head(terms, weight)
-            theirs = LmHead(self.teacher_weight, own.tp_group, own.hidden_layout, logit_scale=1 / terms.scale)
-            return own.read(hidden, head.KL(Teacher(theirs, self.teacher_hidden), self.direction))
-
-        return terms.read(compute).transpose(0, 1).contiguous()
 
 
 def forward_with_output_processor(original: Any, fused: Any, settings: HeadSettings) -> Any:
@@ -196,9 +141,9 @@ def forward_with_output_processor(original: Any, fused: Any, settings: HeadSetti
     def forward(self, *args, output_processor=None, output_processor_context=None, **kwargs):
         if output_processor is None:
             return fused(self, *args, **kwargs)
-        if isinstance(output_processor, _ReadOut) and patch_points.output_layer(self) is not None:
+        if isinstance(output_processor, _Processor) and patch_points.output_layer(self) is not None:
             counters_of(self).read_outs += 1
-        if isinstance(output_processor, _ReadOut):  # Megatron's own call says nothing of the model's groups
+        if isinstance(output_processor, _Processor):  # Megatron's own call says nothing of the model's groups
             output_processor = functools.partial(output_processor, model=self)
         if native:
             more = {"output_processor": output_processor, "output_processor_context": output_processor_context}

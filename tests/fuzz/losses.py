@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext import losses, reference
+from megatron_ext.head import LmHead
 from tests.fuzz.case import Case
 from tests.fuzz.cross_entropy import group, head, slices
 from tests.fuzz.draw import Draw, Vocabulary
@@ -201,8 +202,8 @@ def of_policies(draw: Draw) -> Case:
     vocabulary = draw.vocabulary(least=2)
     lead = shape[::-1] if sequence_first else shape
     inputs, largest = head(draw, vocabulary, torch.float64, layout, lead)
-    draw_options = draw.options(softcap=(None, 5.0), temperature=(1.0, 0.7), skip_ignored=(False, True))
-    bend = {name: x for name, x in draw_options.items() if name != "skip_ignored"}
+    bend = draw.options(softcap=(None, 5.0), temperature=(1.0, 0.7))
+    skip = draw.options(skip_ignored=(False, True))
 
     def log_probs(labels: Tensor, x: Tensor = inputs[0][0], w: Tensor = inputs[1][0]) -> Tensor:
         z = reference.logits(x, w, **bend)
@@ -214,18 +215,16 @@ def of_policies(draw: Draw) -> Case:
     def laid(x: Any) -> Any:
         return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
 
+    by_head = "softcap" in bend or draw.one_of("by LmHead", False, True)
+
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
-        loss = cls(
-            tp_group=group(draw),
-            hidden_layout=layout,
-            sequence_first=sequence_first,
-            vocab=vocabulary.argument(rank),
-            **options,
-            **draw_options,
-        )
+        facts = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **bend}
+        x, w = mine
+        weight = LmHead(w, **facts) if by_head else w
+        options_of_loss = {"sequence_first": sequence_first, **skip, **options, **({} if by_head else facts)}
         others = {name: laid(x) for name, x in named.items()}
         mask = None if rows.mask is None else laid(rows.mask)
-        return [loss(*mine, laid(rows.labels), *map(laid, given), mask=mask, **others)[0]]
+        return [cls(**options_of_loss)(x, weight, laid(rows.labels), *map(laid, given), mask=mask, **others)[0]]
 
     return Case(
         f"{cls.__name__} {options}",
@@ -288,12 +287,19 @@ def of_students(draw: Draw) -> Case:
         weights = torch.ones_like(found) if mask is None else mask
         return [over((found * weights).sum(), weights.sum())]
 
+    by_head = draw.one_of("by LmHead", False, True)
+
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         shared_by_all = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **shared}
         if whole_vocabulary:
-            own = slices(draw, layout)(teacher[0], rank), vocabulary.rows(teacher[1], rank)
-            return [losses.DistillationLoss(**o, **shared_by_all)(*mine, *own, mask=mask)[0]]
-        return [losses.TopKDistillationLoss(**o, **shared_by_all)(*mine, *top, mask=mask)[0]]
+            cls = losses.DistillationLoss
+            own: tuple = slices(draw, layout)(teacher[0], rank), vocabulary.rows(teacher[1], rank)
+        else:
+            cls, own = losses.TopKDistillationLoss, top
+        x, w = mine
+        if by_head:
+            return [cls(**o)(x, LmHead(w, **shared_by_all), *own, mask=mask)[0]]
+        return [cls(**o, **shared_by_all)(x, w, *own, mask=mask)[0]]
 
     return Case(
         "DistillationLoss" if whole_vocabulary else "TopKDistillationLoss",

@@ -28,7 +28,6 @@ OF_LABELS = [
     ({"labels": [[1]]}, "labels is list: it must be a tensor"),
     ({"labels": torch.zeros(B).long()}, "must be 2-D"),
     ({"labels": torch.zeros(B, S)}, "labels is torch.float32"),
-    ({"softcap": -1.0}, "softcap is -1.0"),
     ({"cache": -1}, "cache is -1"),
 ]
 OF_PAIRS = [({"labels": torch.zeros(B - 1, S).long()}, "3 rows: they come in pairs")]

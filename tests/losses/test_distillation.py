@@ -246,12 +246,16 @@ def test_a_mask_of_another_shape_on_one_rank_is_refused_by_both():
     ids, own = torch.arange(8).view(4, 2), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     for layout in ("replicated", "sequence"):
         x_own = x[own] if layout == "sequence" else x
-        options = {"tp_group": dist.group.WORLD, "hidden_layout": layout}
-        whole = [DistillationLoss(divergence=kind, **options) for kind in ("forward", "reverse", "jsd")]
-        top_k = [TopKDistillationLoss(divergence=kind, zero_outside_topk=True, **options) for kind in ("jsd", "mixed")]
-        calls = [partial(loss, x_own, w, x_own, w) for loss in whole]
-        calls += [partial(loss, x_own, w, ids.float(), ids) for loss in top_k]
-        for call in [*calls, *(partial(loss.from_logits, x @ w.t(), x @ w.t()) for loss in whole)]:
+        facts = {"tp_group": dist.group.WORLD, "hidden_layout": layout}
+        calls = []
+        for options, weight in ((facts, w), ({}, LmHead(w, **facts))):  # said by the loss, or by the head
+            whole = [DistillationLoss(divergence=kind, **options) for kind in ("forward", "reverse", "jsd")]
+            kinds = ("jsd", "mixed")
+            top_k = [TopKDistillationLoss(divergence=kind, zero_outside_topk=True, **options) for kind in kinds]
+            calls += [partial(loss, x_own, weight, x_own, w) for loss in whole]
+            calls += [partial(loss, x_own, weight, ids.float(), ids) for loss in top_k]
+            calls += [partial(loss.from_logits, x @ w.t(), x @ w.t()) for loss in whole if options]
+        for call in calls:
             for more, message in (
                 ({"mask": mask}, r"mask is \(3,\)"),
                 ({"count": -1.0 if own_fault else 4.0}, "count"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.megatron.fusion_report import fusion_report
-from megatron_ext.megatron.output_processors import LogProbs
+from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import model_parallel
@@ -52,7 +52,7 @@ def test_processors_refuse_an_output_layer_that_does_more_than_multiply():
         arguments = {"hidden_states": hidden, "output_layer": layer, "output_weight": weight}
         handle = layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].tanh(), outputs[1]))
         with pytest.raises(ValueError, match="LogProbs reads hidden states, not logits: its output layer has forward"):
-            LogProbs()(**arguments)
+            NextTokenLogProbs()(**arguments)
         handle.remove()
 
         class Adapted(type(layer)):
@@ -62,7 +62,7 @@ def test_processors_refuse_an_output_layer_that_does_more_than_multiply():
 
         layer.__class__ = Adapted
         with pytest.raises(ValueError, match="its output layer is a Adapted with a forward of its own"):
-            LogProbs()(**arguments)
+            NextTokenLogProbs()(**arguments)
 
 
 @ranks(1)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron_ext.head import KL, LmHead, Teacher, TopK
 from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from megatron_ext.megatron.output_processors import Divergence, LogProbs, TopK
+from megatron_ext.megatron.output_processors import NextTokenLogProbs, ReadOuts
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -37,10 +38,15 @@ def divergence(z, ids, teacher):
     return (teacher.exp() * (teacher - z)).sum(-1)
 
 
+def kl(weight, hidden):
+    return KL(Teacher(LmHead(weight), hidden))
+
+
+OPTIONS = {"temperature": TEMPERATURE, "chunk_tokens": 3}
 CASES = {
-    "log_probs": (log_probs, lambda **teacher: LogProbs(temperature=TEMPERATURE, chunk_tokens=3)),
-    "top_k": (top_k, lambda **teacher: TopK(k=3, temperature=TEMPERATURE, chunk_tokens=3)),
-    "divergence": (divergence, lambda **teacher: Divergence(temperature=TEMPERATURE, chunk_tokens=3, **teacher)),
+    "log_probs": (log_probs, lambda *teacher: NextTokenLogProbs(**OPTIONS)),
+    "top_k": (top_k, lambda *teacher: ReadOuts(readouts=[TopK(3)], **OPTIONS)),
+    "divergence": (divergence, lambda *teacher: ReadOuts(readouts=[kl(*teacher)], **OPTIONS)),
 }
 
 
@@ -59,7 +65,7 @@ def test_a_model_that_multiplies_its_logits(case):
 
         z = log_softmax(0.3 * hidden @ layer.weight.t())
         expected = expect(z, ids, log_softmax(teacher_hidden @ teacher_weight.t()))
-        found = make(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)(
+        found = make(teacher_weight, teacher_hidden)(
             hidden_states=hidden,
             output_layer=layer,
             output_weight=layer.weight,
@@ -79,12 +85,12 @@ def test_a_bias_and_a_softcap_go_with_every_read_out():
         hidden = torch.randn(SEQ, 2, 32)
         given = {"hidden_states": hidden, "output_layer": layer, "output_weight": layer.weight}
         z = 2.0 * torch.tanh((hidden @ layer.weight.t() + layer.bias) / 2.0)
-        values, ids = TopK(k=3)(**given)
+        teacher_hidden, teacher_weight = torch.randn(SEQ, 2, 8), torch.randn(layer.weight.shape[0], 8)
+        both = ReadOuts(readouts=[TopK(3), kl(teacher_weight, teacher_hidden)])
+        (values, ids), found = both(**given)
         expected = z.log_softmax(-1).topk(3)
         torch.testing.assert_close(values, expected.values.transpose(0, 1), rtol=2e-6, atol=2e-6)
         assert ids.equal(expected.indices.transpose(0, 1))
-        teacher_hidden, teacher_weight = torch.randn(SEQ, 2, 8), torch.randn(layer.weight.shape[0], 8)
-        found = Divergence(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)(**given)
         q, p = z.log_softmax(-1), (teacher_hidden @ teacher_weight.t()).log_softmax(-1)
         torch.testing.assert_close(found, (p.exp() * (p - q)).sum(-1).t(), rtol=2e-6, atol=2e-6)
 
@@ -109,7 +115,7 @@ def test_read_outs(build, case, sequence_parallel):
         weights = torch.rand_like(expected)
         stock = grads_of(model, expected, weights)
         own = hidden.chunk(2)[rank] if sequence_parallel else hidden
-        processor = make(teacher_hidden=own, teacher_weight=weight)
+        processor = make(weight, own)
         reset_fusion_report()
         with patched(), counting_logits(model.output_layer) as made:
             found = run(model, output_processor=processor)
@@ -139,13 +145,13 @@ def test_log_probs_of_the_whole_sequence_under_context_parallelism():
         model = one_gpt(spec=gpt_block_spec)
         parts = SequenceParts(context_parallel_group())
         tokens, positions = (parts.split(x, 1) for x in (ids, batch()[2]))
-        found, entropy = model(tokens, positions, None, output_processor=LogProbs(return_entropy=True))
+        found, entropy = model(tokens, positions, None, output_processor=NextTokenLogProbs(return_entropy=True))
         # The group is asked of the model, not of Megatron.
         asked, real = [], model_log_probs.context_parallel_group
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_log_probs, "context_parallel_group", lambda own: asked.append(own) or real(own))
             model.cp_group = parts.group
-            again = model(tokens, positions, None, output_processor=LogProbs())
+            again = model(tokens, positions, None, output_processor=NextTokenLogProbs())
         assert asked == [parts.group]
         assert asked[0] is not None
         torch.testing.assert_close(again, found)
@@ -158,4 +164,4 @@ def test_refusals():
     with model_parallel(), patched():
         model, labels = tiny_hybrid(), batch()[1]
         with pytest.raises(ValueError, match="labels are given together with output_processor.* pass labels=None"):
-            run(model, labels, output_processor=TopK(k=2))
+            run(model, labels, output_processor=ReadOuts(readouts=[TopK(2)]))

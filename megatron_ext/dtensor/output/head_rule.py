@@ -30,6 +30,10 @@ class HeadRule(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
+    def facts(self, temperature: float) -> dict[str, Any]:
+        """What the head's functions take by keyword, for logits that are divided by `temperature`."""
+        return {"softcap": self.softcap, "temperature": temperature / self.scale}
+
 
 def head_rule(model: nn.Module) -> HeadRule | None:
     """What `model`, on any device (also meta), makes of hidden states; None: something that is not known here."""

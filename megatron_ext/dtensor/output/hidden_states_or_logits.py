@@ -147,8 +147,7 @@ def read_hidden(
                 hidden_layout="sequence" if in_slices else "replicated",
                 bias=None if head.bias is None else local_shard(head.bias, 0)[0],
                 vocab=vocab,
-                softcap=rule.softcap,
-                temperature=read.temperature / rule.scale,
+                **rule.facts(read.temperature),
             )
         ),
         read.shape(given_BP[0]),

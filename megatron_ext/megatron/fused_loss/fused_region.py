@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.training_loss import (
     LossSettings,
     TrainingLoss,
     linear_training_loss,
     training_loss_of_logits,
 )
-from megatron_ext.head.validation.option_checks import Cache
 from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
-from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
@@ -27,7 +24,6 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     Terms,
     check_graph,
     promise_logits,
-    tp_group,
 )
 from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
 
@@ -68,9 +64,6 @@ class Region:
 
     def __init__(self, model: Any, settings: HeadSettings):
         self.model, self.settings = model, settings
-        # "auto" keeps what fits into free memory: the gradients' last bits depend on it.
-        repeatable = getattr(model.config, "deterministic_mode", False)
-        self.cache: Cache = "bounded" if repeatable and settings.cache == "auto" else settings.cache
         self.layer = patch_points.output_layer(model)
         self.counters: ModelFusion = counters_of(model)
         self.stock_forward = self.layer.forward
@@ -145,39 +138,20 @@ class Region:
     def redeemed(self, labels: Tensor, logits: Any) -> TrainingLoss:
         """The losses `[B, S]` of labels `[B, S]`, with hits and z-losses `[S, B]`."""
         _check_labels(labels, logits)
-        layer, settings, terms = self.layer, self.settings, logits.terms
-        softcap, temperature = bent(terms, settings)
 
         def compute(hidden: Tensor, weight: Tensor) -> TrainingLoss:
-            head = LmHead(
-                weight,
-                tp_group(layer),
-                "sequence" if layer.sequence_parallel else "replicated",
-                bias=None if layer.skip_bias_add else layer.bias,
-                softcap=softcap,
-                temperature=temperature,
-                cache=self.cache,
-                chunk_tokens=settings.chunk(labels.shape[0]),
-                gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
-                bits=bits_of(self.model.config),
-            )
+            head = self.settings.lm_head(logits.terms, weight, self.model.config, labels.shape[0])
             found = linear_training_loss(head, hidden, labels.transpose(0, 1), self.asked_of_loss(self.hits))
             return _batch_first(found)  # within the layer's call: FSDP2 wants no views of what it hooks
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and not logits.detached):
-            found = terms.read(compute)
+            found = logits.terms.read(compute)
         self.counters.losses_fused += 1
         return found
 
     def of_made(self, labels: Tensor, logits: Tensor) -> TrainingLoss:
-        """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
-        made = Logits(
-            logits,
-            tp_group(self.layer),
-            softcap=self.settings.softcap,
-            temperature=self.settings.temperature,
-            chunk_tokens=self.settings.chunk(labels.shape[0]),
-        )
+        """The same of logits `[S, B, V/R]` that exist."""
+        made = self.settings.of_made(logits, self.layer)
         return _batch_first(training_loss_of_logits(made, labels.transpose(0, 1), self.asked_of_loss(hits=False)))
 
     def asked_of_loss(self, hits: bool) -> LossSettings:
@@ -213,23 +187,6 @@ def _made(logits: Tensor) -> Tensor | None:
 
 def _batch_first(found: TrainingLoss) -> TrainingLoss:
     return found._replace(loss=found.loss.transpose(0, 1).clone(memory_format=torch.contiguous_format))
-
-
-def bent(terms: Terms, settings: HeadSettings) -> tuple[float | None, float]:
-    """Softcap and temperature of the head for logits `terms.scale * layer's softcap(z)` under `settings`.
-
-    Raises:
-        ValueError: both the layer and the settings have a softcap.
-    """
-    own = getattr(terms.layer, "softcap", None)
-    if own is not None and settings.softcap is not None:
-        raise ValueError(
-            f"softcap is {settings.softcap} and the output layer has a softcap of {own} already: logits would be "
-            f"softcapped twice; pass softcap=None"
-        )
-    # c tanh(s z / c) = s (c / s) tanh(z / (c / s))
-    softcap = settings.softcap / terms.scale if settings.softcap is not None else own
-    return softcap, settings.temperature / terms.scale
 
 
 def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:

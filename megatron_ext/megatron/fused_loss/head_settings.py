@@ -1,9 +1,15 @@
 """Options of the fused head inside Megatron, in one frozen dataclass for the patch, the launcher and the layer spec."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+
+from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.validation import option_checks
 from megatron_ext.head.validation.option_checks import Cache
+from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
+from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,44 @@ class HeadSettings:
         for check in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
             getattr(option_checks, f"check_{check}")(getattr(self, check))
 
-    def chunk(self, batch_size: int) -> int | None:
+    def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
+        """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
+
+        Raises:
+            ValueError: both the layer and the settings have a softcap.
+        """
+        own = getattr(terms.layer, "softcap", None)
+        if own is not None and self.softcap is not None:
+            raise ValueError(
+                f"softcap is {self.softcap} and the output layer has a softcap of {own} already: logits would be "
+                f"softcapped twice; pass softcap=None"
+            )
+        # "auto" keeps what fits into free memory: the gradients' last bits depend on it.
+        repeatable = self.cache == "auto" and getattr(config, "deterministic_mode", False)
+        return LmHead.of(
+            terms.layer,
+            weight=weight,
+            logit_scale=terms.scale,
+            # The model's scale stands behind the layer's softcap: s c tanh(z / c) = (s c) tanh(s z / (s c)).
+            softcap=self.softcap if own is None else own * terms.scale,
+            temperature=self.temperature,
+            cache="bounded" if repeatable else self.cache,
+            chunk_tokens=self._chunk(batch_size),
+            gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
+            bits=bits_of(config),
+        )
+
+    def of_made(self, logits: Tensor, layer: Any) -> Logits:
+        """The same of logits `[S, B, V/R]` that exist, with the scale and the softcap of model and layer in them."""
+        return Logits(
+            logits,
+            tp_group(layer),
+            softcap=self.softcap,
+            temperature=self.temperature,
+            chunk_tokens=self._chunk(logits.shape[1]),
+        )
+
+    def _chunk(self, batch_size: int) -> int | None:
         """Tokens per chunk."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
 

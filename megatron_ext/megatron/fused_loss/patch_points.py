@@ -16,6 +16,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer import multi_token_prediction
 
 from megatron_ext.megatron.fused_loss.module_calls import innermost
+from megatron_ext.megatron.output_layer import why_not_product
 
 FORWARD = "forward"
 POSTPROCESS = "_postprocess"
@@ -125,8 +126,8 @@ def check_layout(kind: type) -> None:
 def why_not_fused(model: Any) -> str | None:
     """Why the logits of this model cannot be promised, or None if they can.
 
-    Only what is known to be a product of hidden states and weight, plus bias, with a softcap or without, can be; and
-    only Megatron's own loss is known to be a cross entropy.
+    Only what is known to be a product of hidden states and weight, plus bias, capped or not, can be; and only
+    Megatron's own loss is known to be a cross entropy.
     """
     reason = why_not_linear(output_layer(model))
     if reason is None and not innermost(getattr(model, LOSS)).__module__.startswith("megatron.core."):
@@ -149,17 +150,11 @@ def why_not_linear(layer: Any) -> str | None:
             f"its output layer rounds logits to {rounded} (logit_dtype), and the fused head takes its loss from those "
             f"of {operands} operands in fp32; for the fused head set logit_dtype to None or float32"
         )
-    forward = type(layer).forward
-    plain = forward.__qualname__ == "ColumnParallelLinear.forward" and forward.__module__.startswith(
-        ("megatron.core.tensor_parallel.", "megatron_ext.tensor_parallel.")
-    )
     if FORWARD in vars(layer):
         return "its output layer has a forward of its own, put there by somebody else"
-    if not plain and not hasattr(layer, "softcap"):
-        return (
-            f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
-            f"a softcap or without, give it an attribute `softcap` (a number, or None)"
-        )
+    unknown = why_not_product(layer)
+    if unknown is not None:
+        return unknown
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
     return None

@@ -44,7 +44,7 @@ _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
 @dataclass
 class Terms:
-    """The logits are `scale * softcapped(hidden @ weight.T + bias)`, of an output layer.
+    """The logits are `scale * f(hidden @ weight.T + bias)` of an output layer, f its cap or nothing.
 
     Attributes:
         hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.

@@ -12,6 +12,7 @@ from megatron_ext.distributed import collectives
 from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
+from megatron_ext.megatron.output_layer import is_bent
 from megatron_ext.megatron.pipeline import multi_token_stage
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.order.passes import Sent
@@ -210,8 +211,8 @@ def output_layer_fault(model: Any) -> ValueError | None:
             f"pipeline_model_parallel_layout, or train without sharing"
         )
     reason = patch_points.why_not_fused(model)
-    if reason is None and (getattr(layer, "bias", None) is not None or getattr(layer, "softcap", None) is not None):
-        reason = "its output layer has a bias or a softcap"
+    if reason is None and is_bent(layer):
+        reason = "its output layer has a bias, or caps its logits"
     if reason is None:
         return None
     return ValueError(
