@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.head.validation.option_checks import as_number
 from megatron_ext.losses.reductions import check_count
 
 
@@ -91,7 +92,8 @@ def check_number(
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Real) or not holds(float(value)):
-        raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}")
+        fix = as_number(value)
+        raise ValueError(f"{name} is {value!r}: it must be {rule}{', or None' * optional}{f'; {fix}' if fix else ''}")
 
 
 def at_least_0(x: float) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_ext.head.validation.option_checks import as_number, check_number
 from megatron_ext.head.validation.sampling_checks import filters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -111,14 +112,12 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     tp_key = "tensor_model_parallel_size" if parallel_key == "megatron_cfg" else "tensor_parallel_size"
     rows = _positive(config, "train_micro_batch_size", "config")
     temperature = (config.get("generation") or {}).get("temperature", 1.0)
-    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise ValueError(
-            f"generation.temperature is {temperature!r}: it must be a positive number; greedy sampling has no log-probs"
-        )
+    greedy = "greedy sampling has no log-probs"
+    check_number("generation.temperature", temperature, "above 0 and finite", lambda x: 0 < x < math.inf, greedy)
     top_k, top_p = _filters(config.get("generation") or {})
     max_grad_norm = config.get("max_grad_norm")
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm is {max_grad_norm}: it must be positive, or None for no clipping")
+    if max_grad_norm is not None:
+        check_number("max_grad_norm", max_grad_norm, "above 0", lambda x: x > 0, "None leaves gradients unclipped")
     return Settings(
         model=_required(config, "model_name", "config"),
         seed=int(config.get("seed", 0)),
@@ -185,6 +184,13 @@ def check_positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}: it must be a positive integer")
     return value
+
+
+def check_kwargs(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for a number that the configuration has as text."""
+    for key, value in kwargs.items():
+        if fix := as_number(value):
+            raise ValueError(f"{name}.kwargs.{key} is {value!r}: it must be a number; {fix}")
 
 
 def import_from_path(path: str) -> Any:

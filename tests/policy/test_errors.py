@@ -234,12 +234,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
 
 
+LR_AS_TEXT = {"name": "torch.optim.AdamW", "kwargs": {"lr": "3e-4"}}
+GAMMA_AS_TEXT = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": "9e-1"}}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"precision": "fp8"}, "precision is 'fp8': it must be one of float32, bfloat16, float16"),
         ({"train_micro_batch_size": 0}, "train_micro_batch_size is 0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"max_grad_norm": "1e0"}, r"max_grad_norm is '1e0': it must be a number above 0; write 1\.0e\+0"),
+        ({"generation": {"temperature": "7e-1"}}, r"generation.temperature is '7e-1'.*write 7\.0e-1"),
+        ({"generation": {"top_p": "9e-1"}}, r"generation.top_p is '9e-1'.*write 9\.0e-1"),
+        ({"optimizer": LR_AS_TEXT}, r"optimizer.kwargs.lr is '3e-4': it must be a number; write 3\.0e-4"),
+        ({"scheduler": GAMMA_AS_TEXT}, r"scheduler.kwargs.gamma is '9e-1': it must be a number; write 9\.0e-1"),
         ({"generation": {"temperature": 0.0}}, "temperature"),
         ({"generation": {"temperature": None}}, "temperature is None"),
         ({"scheduler": PLATEAU}, "ReduceLROnPlateau: it follows a metric"),

@@ -314,3 +314,16 @@ def test_a_key_of_the_configuration_that_is_not_known_is_refused(config):
     assert ClippedPGLoss.from_config({"ratio_clip_min": 0.3}) == ClippedPGLoss(0.01, 0.3)
     with pytest.raises(ValueError, match=r"has 'ratio_clip_mx': ClippedPGLoss knows .*ratio_clip_max.*correct"):
         ClippedPGLoss.from_config(config)
+
+
+@pytest.mark.parametrize("key", ["ratio_clip_min", "ratio_clip_c", "reference_policy_kl_penalty"])
+@pytest.mark.parametrize(
+    "text, fix",
+    [("3e-4", "write 3.0e-4: without its dot"), ("2.5e3", r"write 2\.5e\+3:"), ("0.5", "write 0.5 without quotes")],
+)
+def test_a_number_that_yaml_reads_as_text_is_refused_with_how_to_write_it(key, text, fix):
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load(f"{key}: {text if 'e' in text else repr(text)}")
+    assert config == {key: text}
+    with pytest.raises(ValueError, match=f"{key} is '{text}': it must be .*; {fix}"):
+        ClippedPGLoss.from_config(config)

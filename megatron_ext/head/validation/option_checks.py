@@ -67,7 +67,25 @@ def check_chunk_tokens(value: Any) -> None:
 def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> None:
     """Raises ValueError unless `value` is a number for which `holds` is true."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
-        raise ValueError(f"{argument} is {value!r}: it must be a number {rule}; {fix}")
+        raise ValueError(f"{argument} is {value!r}: it must be a number {rule}; {as_number(value) or fix}")
+
+
+def as_number(value: Any) -> str | None:
+    """How to write a number that a configuration has as text; None: it is none.
+
+    YAML 1.1 takes 3e-4 and 1.0e5 for text: a number with an exponent has a dot and the exponent a sign there.
+    """
+    try:
+        if not isinstance(value, str) or not math.isfinite(float(value)):
+            return None
+    except ValueError:
+        return None
+    mantissa, exponent_sign, exponent = value.strip().lower().partition("e")
+    if not exponent_sign:
+        return f"write {value.strip()} without quotes, this is text"
+    mantissa += "" if "." in mantissa else ".0"
+    exponent = exponent if exponent[0] in "+-" else f"+{exponent}"
+    return f"write {mantissa}e{exponent}: without its dot and the exponent's sign it is text to YAML"
 
 
 def _not_an_int(value: Any) -> bool:

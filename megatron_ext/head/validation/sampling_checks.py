@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.head.validation.option_checks import as_number
 from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -19,7 +20,7 @@ def filters(top_k: Any, top_p: Any) -> bool:
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or (top_k < 1 and top_k != -1)):
         raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
     if isinstance(top_p, bool) or not isinstance(top_p, (int, float)) or not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p!r}: it must be a number in (0, 1]; 1.0 turns it off")
+        raise ValueError(f"top_p is {top_p!r}: it must be a number in (0, 1]; {as_number(top_p) or '1.0 turns it off'}")
     return top_k not in (None, -1) or top_p < 1
 
 

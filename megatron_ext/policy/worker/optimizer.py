@@ -8,14 +8,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from megatron_ext.policy.config import import_from_path
+from megatron_ext.policy.config import check_kwargs, import_from_path
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mapping[str, Any] | None) -> Optimizer:
     """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`.
 
     Raises:
-        ValueError: there is no description, or no such class.
+        ValueError: there is no description, or no such class, or a number is text.
     """
     if not description or "name" not in description:
         raise ValueError(
@@ -23,6 +23,7 @@ def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mappin
         )
     cls = import_from_path(description["name"])
     kwargs = dict(description.get("kwargs") or {})
+    check_kwargs("optimizer", kwargs)
     if "foreach" in inspect.signature(cls).parameters and not kwargs.get("fused"):
         kwargs.setdefault("foreach", False)  # torch's multi-tensor kernels take no DTensors of different meshes at once
     return cls([p for p in parameters if p.requires_grad], **kwargs)
@@ -46,7 +47,9 @@ def make_scheduler(
                 f"scheduler is {description['name']}: it follows a metric, and `train` has none to give; pass one that "
                 f"follows the number of steps, as torch.optim.lr_scheduler.CosineAnnealingLR"
             )
-        return cls(optimizer, **(description.get("kwargs") or {}))
+        kwargs = description.get("kwargs") or {}
+        check_kwargs("scheduler", kwargs)
+        return cls(optimizer, **kwargs)
     milestones = [entry["milestones"] for entry in description if "milestones" in entry]
     if len(milestones) != 1:
         raise ValueError(f"scheduler is a list with {len(milestones)} entries of milestones: it must have one")
