@@ -65,7 +65,8 @@ UNEVEN = {  # by the name of the option that says how many rows each rank has
 }
 
 
-def _cut(held: str, ranks: int, rows: list[int] | None) -> Cut:
+def cut(held: str, ranks: int, rows: list[int] | None) -> Cut:
+    """How a rank gets what it holds out of what all hold."""
     return {
         "whole": whole,
         "each": lambda x, rank: x[rank],
@@ -97,11 +98,11 @@ def mapping(draw: Draw) -> Case:
 
     return Case(
         f"mapping, {name}",
-        [(x, _cut(before, ranks, rows))],
+        [(x, cut(before, ranks, rows))],
         lambda x: [made(x, ranks)],
         ours,
         [draw.upstream(*([ranks] if after == "each" else []), *shape)],
-        outputs=[_cut(after, ranks, rows)],
+        outputs=[cut(after, ranks, rows)],
         logit_size=4.0 * ranks,
         value_dtype=dtype,
         grad_size=4.0 * ranks,

@@ -1,101 +1,57 @@
 """Every mapping, forward and backward, against the same arithmetic on all ranks' tensors in one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import mappings
+from tests.fuzz.mappings import MAPPINGS, UNEVEN, cut
 from tests.ranks import ranks
 
 ROWS = [3, 0, 5, 1]  # rows of each rank where they differ
+SENT = {  # forward and backward
+    "copy": ("", "allreduce"),
+    "reduce": ("allreduce", ""),
+    "scatter last": ("", "allgather_base"),
+    "gather last": ("allgather_base", ""),
+    "scatter first": ("", "allgather_base"),
+    "gather first": ("allgather_base", "reduce_scatter_base"),
+    "gather first, repeated": ("allgather_base", ""),
+    "reduce-scatter first": ("reduce_scatter_base", "allgather_base"),
+    "all-gather last": ("allgather_base", "reduce_scatter_base"),
+    "reduce-scatter last": ("reduce_scatter_base", "allgather_base"),
+    "sp2hp": ("alltoall_base", "alltoall_base"),
+    "hp2sp": ("alltoall_base", "alltoall_base"),
+}
+CASES = [(name, False) for name in SENT] + [(name, True) for name in UNEVEN]
+by_case = pytest.mark.parametrize("name, uneven", CASES, ids=[name + ", uneven" * uneven for name, uneven in CASES])
 
 
-# What one rank's result is, from all ranks' tensors.
-def own(xs, rank):
-    return xs[rank]
+class Problem:
+    """A mapping, and what all ranks hold before and after it, by `tests.fuzz.mappings`."""
 
+    def __init__(self, name, uneven):
+        ranks = dist.get_world_size()
+        self._function, before, self._made, after = MAPPINGS[name]
+        rows = ROWS[:ranks] if uneven else None
+        self.shape = [sum(rows) if uneven else 2 * ranks, 4 * ranks]
+        if "2" not in name:
+            self.shape.insert(1, 3)
+        if before == "each":
+            self.shape.insert(0, ranks)
+        self.own, self.own_result = (partial(cut(held, ranks, rows), rank=dist.get_rank()) for held in (before, after))
+        sizes = rows if name == "gather first" else torch.tensor(rows or [])
+        self._options = {UNEVEN[name]: sizes} if uneven else {}
 
-def total(xs, rank):
-    return torch.stack(xs).sum(0)
+    def run(self, x):
+        return self._function(x, group=dist.group.WORLD, **self._options)
 
-
-def joined(dim):
-    return lambda xs, rank: torch.cat(xs, dim)
-
-
-def split(x, ranks, dim, rows=None):
-    return x.chunk(ranks, dim) if rows is None else x.split(rows[:ranks], dim)
-
-
-def piece(dim, rows=None):
-    return lambda xs, rank: split(xs[rank], len(xs), dim, rows)[rank]
-
-
-def piece_of_total(dim, rows=None):
-    return lambda xs, rank: split(total(xs, rank), len(xs), dim, rows)[rank]
-
-
-def even(rank, size):
-    return 2 * size, 3, 4 * size
-
-
-def own_rows(rank, size):
-    return ROWS[rank], 3
-
-
-def all_rows(rank, size):
-    return sum(ROWS[:size]), 3
-
-
-def gather_first(*args, rows=None, **kwargs):
-    """`rows`: makes the split sizes of however many ranks there are."""
-    return lambda x, group: mappings.gather_from_sequence_parallel_region(
-        x, *args, group=group, output_split_sizes=rows and rows(ROWS[: dist.get_world_size()]), **kwargs
-    )
-
-
-def reduce_scatter_first(rows=None, **kwargs):
-    return lambda x, group: mappings.reduce_scatter_to_sequence_parallel_region(
-        x, group=group, input_split_sizes=rows and rows(ROWS[: dist.get_world_size()]), **kwargs
-    )
-
-
-# name: mapping, shape of its input, result, gradient from the results' gradients, what is sent forward and backward
-MAPPINGS = {
-    "copy": (mappings.copy_to_tensor_model_parallel_region, even, own, total, "", "allreduce"),
-    "reduce": (mappings.reduce_from_tensor_model_parallel_region, even, total, own, "allreduce", ""),
-    "scatter last": (
-        mappings.scatter_to_tensor_model_parallel_region, even, piece(-1), joined(-1), "", "allgather_base",
-    ),
-    "gather last": (
-        mappings.gather_from_tensor_model_parallel_region, even, joined(-1), piece(-1), "allgather_base", "",
-    ),
-    "scatter first": (mappings.scatter_to_sequence_parallel_region, even, piece(0), joined(0), "", "allgather_base"),
-    "gather first": (gather_first(), even, joined(0), piece_of_total(0), "allgather_base", "reduce_scatter_base"),
-    "gather first, repeated": (gather_first(False), even, joined(0), piece(0), "allgather_base", ""),
-    "gather first, uneven": (
-        gather_first(rows=list), own_rows, joined(0), piece_of_total(0, ROWS), "allgather_base", "reduce_scatter_base",
-    ),
-    "gather first, uneven, repeated": (
-        gather_first(False, rows=torch.tensor), own_rows, joined(0), piece(0, ROWS), "allgather_base", "",
-    ),
-    "reduce-scatter first": (
-        reduce_scatter_first(), even, piece_of_total(0), joined(0), "reduce_scatter_base", "allgather_base",
-    ),
-    "reduce-scatter first, uneven": (
-        reduce_scatter_first(rows=torch.tensor), all_rows, piece_of_total(0, ROWS), joined(0),
-        "reduce_scatter_base", "allgather_base",
-    ),
-    "all-gather last": (
-        mappings.all_gather_last_dim_from_tensor_parallel_region, even, joined(-1), piece_of_total(-1),
-        "allgather_base", "reduce_scatter_base",
-    ),
-    "reduce-scatter last": (
-        mappings.reduce_scatter_last_dim_to_tensor_parallel_region, even, piece_of_total(-1), joined(-1),
-        "reduce_scatter_base", "allgather_base",
-    ),
-}  # fmt: skip
+    def truth(self, x):
+        """The same of what all ranks hold, in one process."""
+        return self._made(x, dist.get_world_size())
 
 
 def draw(shapes, seed, dtype=torch.float32):
@@ -112,60 +68,57 @@ def sent(counts):
 @pytest.mark.parametrize(
     "dtype, layout", [(torch.float32, "contiguous"), (torch.bfloat16, "strided")], ids=["fp32", "bf16-strided"]
 )
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_values_and_gradients(name, dtype, layout):
-    mapping, shape, result, gradient, forward, backward = MAPPINGS[name]
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    xs = draw([shape(r, size) for r in range(size)], seed=1, dtype=dtype)
-    ys = [result(xs, r) for r in range(size)]
-    gs = draw([y.shape for y in ys], seed=2, dtype=dtype)
-    x, g = xs[rank], gs[rank]
+@by_case
+def test_values_and_gradients(name, uneven, dtype, layout):
+    problem, (forward, backward) = Problem(name, uneven), SENT[name] if dist.get_world_size() > 1 else ("", "")
+    (whole,) = draw([problem.shape], seed=1, dtype=dtype)
+    whole.requires_grad_()
+    wanted = problem.truth(whole)
+    (whole_g,) = draw([wanted.shape], seed=2, dtype=dtype)
+    expected = problem.own(torch.autograd.grad(wanted, whole, whole_g)[0])
+    x, g = problem.own(whole.detach()), problem.own_result(whole_g)
     if layout == "strided":  # same values, other strides: transposed memory, which no collective can send as it lies
         x, g = (t.movedim(0, -1).contiguous().movedim(-1, 0) for t in (x, g))
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()
 
     with count_collectives() as counts:
-        y = mapping(x, group)
-    assert sent(counts) == (forward if size > 1 else "")
+        y = problem.run(x)
+    assert sent(counts) == forward
     assert y.dtype == dtype
-    assert torch.equal(y, ys[rank])
+    assert torch.equal(y, problem.own_result(wanted))
     assert name == "copy" or y.is_contiguous()
 
     upstream = g.clone(memory_format=torch.preserve_format)
     with count_collectives() as counts:
         (dx,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
-    assert sent(counts) == (backward if size > 1 else "")
-    expected = gradient(gs, rank)
+    assert sent(counts) == backward
     assert dx.dtype == dtype
     assert torch.equal(dx, expected)
 
     (again,) = torch.autograd.grad(y, x, upstream)
     assert torch.equal(again, expected), "backward is repeatable"
-    assert torch.equal(x, xs[rank]), "the input was written"
+    assert torch.equal(x, problem.own(whole)), "the input was written"
     assert torch.equal(upstream, g), "the gradient was written"
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_the_gradient_of_the_gradient_is_the_mapping_again(name):
-    mapping, shape, result, _, _, _ = MAPPINGS[name]
-    size, rank = dist.get_world_size(), dist.get_rank()
-    xs = draw([shape(r, size) for r in range(size)], seed=1)
-    x = xs[rank].requires_grad_()
-    y = mapping(x, dist.group.WORLD)
+@by_case
+def test_the_gradient_of_the_gradient_is_the_mapping_again(name, uneven):
+    problem = Problem(name, uneven)
+    whole, other = draw([problem.shape] * 2, seed=1)
+    x = problem.own(whole).clone().requires_grad_()
+    y = problem.run(x)
     upstream = torch.ones_like(y, requires_grad=True)
     (dx,) = torch.autograd.grad(y, x, upstream, create_graph=True)
-    zs = draw([shape(r, size) for r in range(size)], seed=3)
-    (again,) = torch.autograd.grad(dx, upstream, zs[rank])
-    assert torch.equal(again, result(zs, rank))
+    (again,) = torch.autograd.grad(dx, upstream, problem.own(other))
+    assert torch.equal(again, problem.own_result(problem.truth(other)))
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("name", MAPPINGS)
-def test_the_input_decides_whether_a_gradient_is_sent(name):
-    mapping, shape, *_ = MAPPINGS[name]
-    (x,) = draw([shape(dist.get_rank(), dist.get_world_size())], seed=1)
-    assert not mapping(x, dist.group.WORLD).requires_grad
+@by_case
+def test_the_input_decides_whether_a_gradient_is_sent(name, uneven):
+    problem = Problem(name, uneven)
+    assert not problem.run(problem.own(*draw([problem.shape], seed=1))).requires_grad
 
 
 @ranks(2)
@@ -232,44 +185,27 @@ def test_all_to_all(sizes):
 
 
 @ranks(1, 2, 4)
-def test_tokens_or_hidden_units_split():
+def test_leading_dims_are_tokens_too():
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    (whole_NH, upstream_NH) = draw([(6 * size, 4 * size)] * 2, seed=1)
-    by_tokens, by_hidden = whole_NH.chunk(size)[rank], whole_NH.chunk(size, dim=1)[rank]
-    x = by_tokens.reshape(2, 3, -1).clone().requires_grad_()  # leading dims are tokens too
-    with count_collectives() as counts:
-        y = mappings.all_to_all_sp2hp(x, group)
-        y.backward(upstream_NH.chunk(size, dim=1)[rank])
-    assert counts["alltoall_base"] == sum(counts.values()) == (2 if size > 1 else 0)
-    assert torch.equal(y, by_hidden)
-    assert torch.equal(x.grad, upstream_NH.chunk(size)[rank].view_as(x))
-
-    x = by_hidden.clone().requires_grad_()
-    with count_collectives() as counts:
-        y = mappings.all_to_all_hp2sp(x, group)
-        y.backward(upstream_NH.chunk(size)[rank])
-    assert counts["alltoall_base"] == sum(counts.values()) == (2 if size > 1 else 0)
-    assert torch.equal(y, by_tokens)
-    assert torch.equal(x.grad, upstream_NH.chunk(size, dim=1)[rank])
+    (whole_NH,) = draw([(6 * size, 4 * size)], seed=1)
+    x = whole_NH.chunk(size)[rank].reshape(2, 3, -1).requires_grad_()
+    y = mappings.all_to_all_sp2hp(x, group)
+    assert torch.equal(y, whole_NH.chunk(size, dim=1)[rank])
+    assert torch.equal(torch.autograd.grad(y, x, y)[0], x)
 
 
 def test_alone_without_a_group():
     """A process that stands alone needs no torch.distributed."""
     x = torch.randn(3, 5, requires_grad=True)
-    for name, (mapping, *_) in MAPPINGS.items():
-        if "uneven" not in name:
-            assert torch.equal(mapping(x, None), x)
-    assert torch.equal(mappings.all_to_all_sp2hp(x), x)
-    assert torch.equal(mappings.all_to_all_hp2sp(x), x)
+    for name in SENT:
+        assert torch.equal(MAPPINGS[name][0](x, group=None), x)
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", MAPPINGS)
+@pytest.mark.parametrize("name", SENT)
 def test_several_ranks_need_a_group(name):
-    mapping, shape, *_ = MAPPINGS[name]
-    (x,) = draw([shape(dist.get_rank(), 2)], seed=1)
     with pytest.raises(ValueError, match="group is None and Megatron's parallel_state is not initialised"):
-        mapping(x, None)
+        MAPPINGS[name][0](torch.ones(4, 4), group=None)
 
 
 @ranks(2)
@@ -290,13 +226,9 @@ def test_what_does_not_fit_is_refused():
             match=f"shape \\(3, 5\\): the length {length} of its {dim} dim must divide.*pad it to {length + 1}",
         ):
             mapping(x, group)
-    for mapping, *_ in MAPPINGS.values():
-        if mapping not in (
-            mappings.copy_to_tensor_model_parallel_region,
-            mappings.reduce_from_tensor_model_parallel_region,
-        ):
-            with pytest.raises(ValueError, match="input_ is a scalar"):
-                mapping(torch.tensor(1.0), group)
+    for name in SENT.keys() - {"copy", "reduce"}:
+        with pytest.raises(ValueError, match="input_ is a scalar"):
+            MAPPINGS[name][0](torch.tensor(1.0), group=group)
     with pytest.raises(
         ValueError, match=r"output_split_sizes is \[3\]: it must hold one length >= 0 for each of the 2"
     ):
