@@ -13,6 +13,7 @@ import torch
 from benchmarks import loss_cases, losses, record
 from benchmarks.measure import ratios
 from benchmarks.meter import measure
+from benchmarks.progress import shown
 from megatron_ext import cpu_products, linear_cross_entropy
 from megatron_ext.head import KL, Logits
 
@@ -63,7 +64,7 @@ def measured(steps: dict[str, Step], bases: dict[str, str]) -> losses.Rows:
         with measure() as costs:
             step()
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
-    for _ in range(TURNS):
+    for _ in shown(range(TURNS), "turns"):
         for name, step in steps.items():
             start = time.process_time()
             step()
@@ -86,6 +87,7 @@ def main() -> None:
         rows = [origin.row(case, *row) for row in measured(steps, bases)]
         record.write(record.RESULTS / "cpu.csv", rows)
         print(record.table(rows), flush=True)
+    print(f"rows in {record.RESULTS / 'cpu.csv'}")
 
 
 if __name__ == "__main__":

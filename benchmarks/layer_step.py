@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.measure import ratios
+from benchmarks.progress import shown
 from benchmarks.worlds import start_rank
 
 STOCK, OURS = "megatron layers", "our layers"
@@ -94,9 +95,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
     options = parser.parse_args()
     origin = record.Origin.here("cpu")
-    rows = [origin.row(case_name(width), *row) for width in BATCHES for row in measure_layers(options.seconds, width)]
+    rows = [
+        origin.row(case_name(width), *row)
+        for width in shown(list(BATCHES), "widths")
+        for row in measure_layers(options.seconds, width)
+    ]
     record.write(options.out, rows)
     print(record.table(rows))
+    print(f"{len(rows)} rows in {options.out}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.measure import any_rank, barrier, ratios
 from benchmarks.peers import own_target, sharded_log_softmax
+from benchmarks.progress import shown
 from benchmarks.worlds import run_world
 from megatron_ext import reference, token_log_probs
 from megatron_ext.distributed import collectives
@@ -178,7 +179,7 @@ def measure_ways(
 def measure_log_probs(budget_s: float) -> tuple[list[tuple[str, tuple[str, str, str, list[float]]]], list[str]]:
     """(case, row) of all cases, and what was refused. `budget_s`: seconds for the times of one case."""
     rows, remarks = [], []
-    for case in cases():
+    for case in shown(list(cases()), "log-probabilities"):
         found, refused = run_world(case.ranks, case.device, measure_ways, case, budget_s)
         rows += [(case.name, row) for row in found]
         remarks += [f"{case.name}: {line}" for line in refused]
@@ -197,7 +198,7 @@ def main() -> None:
     rows = [origin.row(case, *row) for case, row in found]
     record.write(options.out, rows)
     print(record.table(rows))
-    print("\n".join(remarks))
+    print("\n".join([*remarks, f"{len(rows)} rows in {options.out}"]))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from benchmarks import record
 from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
 from benchmarks.measure import ratios
 from benchmarks.meter import measure
+from benchmarks.progress import say, shown
 
 HEAD = "linear_log_probs, cache=1"
 SIZES = (8, 256, 256, 16384)
@@ -130,12 +131,13 @@ def main() -> None:
     if unknown := set(options.losses) - set(names):
         parser.error(f"{', '.join(sorted(unknown))}: the losses are {', '.join(names)}")
     origin = record.Origin.here("cpu")
-    for case in CASES:
-        if not options.losses or case.name in options.losses:
-            found, remarks = measure_losses(case, None if options.no_times else options.seconds)
-            rows = [origin.row(case_name(case), *row) for row in found]
-            record.write(options.out, rows)
-            print("\n".join([record.table(rows), *remarks]), flush=True)
+    chosen = [case for case in CASES if not options.losses or case.name in options.losses]
+    for case in shown(chosen, "losses"):
+        found, remarks = measure_losses(case, None if options.no_times else options.seconds)
+        rows = [origin.row(case_name(case), *row) for row in found]
+        record.write(options.out, rows)
+        say("\n".join([record.table(rows), *remarks]))
+    print(f"{len(chosen)} losses measured, rows in {options.out}")
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def main() -> None:
     rows = [origin.row(CASE, *row) for row in measure_policy(options.rows, options.positions, options.vocab)]
     record.write(options.out, rows)
     print(record.table(rows))
+    print(f"{len(rows)} rows in {options.out}")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from benchmarks.cases import Case
 from benchmarks.implementations import FUSED, MODELS, UNFUSED, available, ours
 from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_case, measured_once, truth, whole_inputs
 from benchmarks.meter import one_rank_of
+from benchmarks.progress import say, shown
 from benchmarks.worlds import run_world
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
@@ -142,13 +143,13 @@ def main() -> None:
     record.write(out, rows)
     remarks: list[str] = []
     parts = options.only or list(PARTS)
-    for part in parts:
+    for part in shown(parts, "parts"):
         for case, found, said in PARTS[part](options):
             new = [origin.row(case, *row) for row in found]
             record.write(out, new)  # at once: what comes after it may fail
             rows += new
             remarks += [line if line.startswith(case) else f"{case}: {line}" for line in said]
-            print(f"{time.perf_counter() - began:4.0f} s  {case}", flush=True)
+            say(f"{time.perf_counter() - began:4.0f} s  {case}")
 
     print("\n" + record.table(rows))
     print("\n".join(remarks))

@@ -13,6 +13,7 @@ from benchmarks import record
 from benchmarks.pipeline.costs import LINKS, Model, Setup
 from benchmarks.pipeline.figure import FIGURE, draw
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline
+from benchmarks.progress import say, shown
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
 
 CSV = record.RESULTS / "pipeline.csv"
@@ -164,21 +165,20 @@ def main() -> None:
     origin = replace(
         record.Origin.here("cpu"), device=f"simulated for {options.device}", versions="", commit="", date=""
     )
-    for setup in setups(
+    known = setups(
         options.batches_per_stage,
         tokens=options.tokens,
         layer_rate=options.layer_rate,
         device=DEVICES[options.device],
         data_parallel=options.data_parallel,
-    ):
-        if options.cases not in setup.name:
-            continue
+    )
+    chosen = [setup for setup in known if options.cases in setup.name]
+    for setup in shown(chosen, "pipelines"):
         timelines = {name: schedule(setup) for name, schedule in SCHEDULES.items()}
-        print(text(setup, timelines) + "\n", flush=True)
+        say(text(setup, timelines) + "\n")
         if out is not None:
             record.write(out, [origin.row(setup.name, *row) for row in rows(setup, timelines)])
-    if out is not None:
-        print(f"rows in {out}")
+    print(f"{len(chosen)} pipelines simulated" + ("" if out is None else f", rows in {out}"))
     if options.figure or not given:
         print(f"drawn: {figure(options.figure or FIGURE)}")
 

@@ -3,8 +3,12 @@
 import argparse
 import time
 
+from tqdm import tqdm
+
 from tests.fuzz.test_fuzz import test_many
 from tests.ranks import close_pools
+
+AT_A_TIME = 100  # cases of a call, after which the bar moves
 
 
 def main() -> None:
@@ -16,10 +20,14 @@ def main() -> None:
     options = parser.parse_args()
     for ranks in options.ranks:
         begun = time.monotonic()
-        print(f"seed {options.seed}, {ranks} ranks, {options.cases} cases: ", end="", flush=True)
-        test_many(seed=options.seed, first=options.first, cases=options.cases, world_size=ranks)
-        print(f"right, {time.monotonic() - begun:.0f} s")
+        last = options.first + options.cases
+        firsts = range(options.first, last, AT_A_TIME)
+        for first in tqdm(firsts, f"{ranks} ranks", unit=f"{AT_A_TIME} cases", leave=False, disable=None):
+            test_many(seed=options.seed, first=first, cases=min(AT_A_TIME, last - first), world_size=ranks)
+        took_s = time.monotonic() - begun
+        print(f"seed {options.seed}, {ranks} ranks, {options.cases} cases: right, {took_s:.0f} s", flush=True)
     close_pools()
+    print(f"no finding in {options.cases * len(options.ranks)} cases of seed {options.seed}")
 
 
 if __name__ == "__main__":
