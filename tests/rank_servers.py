@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _RUN = "MEGATRON_EXT_TEST_RUN"  # the environment variable that names the run's folder
+FOLDER = "MEGATRON_EXT_RANKS_FOLDER"  # the same, in the environment of the ranks
 _PRELOAD = [
     # Where Transformer Engine's Python part is installed, all ranks emulate the rest of it.
     *(["tests.on_transformer_engine.preload"] if importlib.util.find_spec("transformer_engine") else []),
@@ -94,7 +95,7 @@ def _server(rank: int) -> Path:
         subprocess.Popen(
             [sys.executable, "-c", f"{code}serve({listener.fileno()}, {alive})", json.dumps(sys.path)],
             pass_fds=[listener.fileno(), alive],
-            env=_environment | {"PYTHONHASHSEED": str(rank + 1)},
+            env=_environment | {"PYTHONHASHSEED": str(rank + 1), FOLDER: str(folder)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the run's first process
         )

@@ -21,11 +21,12 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.rank_servers import fork
+from tests.rank_servers import FOLDER, fork
 
 TIMEOUT_S = 900  # of ranks and programs, only to end what hangs: no machine is so slow that a test takes that long
 CROWD = 64  # threads of one rank at which its pool is replaced
@@ -198,6 +199,15 @@ def ranks(*world_sizes, rules=None):
         return test
 
     return decorate
+
+
+def shared_folder():
+    """A new folder, the same on all ranks, which is gone at the end of the run."""
+    import torch.distributed as dist
+
+    name = [tempfile.mkdtemp(dir=os.environ[FOLDER]) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
 
 
 def close_pools():

@@ -153,22 +153,25 @@ def test_what_is_done_to_logits_is_measured():
     assert head_rule(model) is None  # the bias is scaled or not: not known
 
 
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor whose last dim is the vocabulary, or rank 0's shard of it."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, torch.Tensor) and x.shape[-1:] in ((VOCAB,), (VOCAB // 2 + 1,)):
+                self.elements = max(self.elements, x.numel())
+        return made
+
+
 @ranks(2)
 def test_no_logits_are_held():
     """Forward makes nothing of vocabulary size for all tokens; the way through logits does. Seen on rank 0's shard."""
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(make("llama"), mesh, dp_cp)
     tokens, shard = _tokens(2, 64), (VOCAB // 2 + 1,)
-
-    class Largest(TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            for x in tree_leaves(made):
-                if isinstance(x, torch.Tensor) and x.shape[-1:] in (shard, (VOCAB,)):
-                    self.elements = max(self.elements, x.numel())
-            return made
 
     with Largest() as found:
         causal_lm_loss(model, tokens, cache=0, chunk_tokens=16)
@@ -283,17 +286,23 @@ def test_models_without_our_attention():
         causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))
 
 
-def test_an_adapted_head_is_read_through_logits():
-    """Its weight alone does not say what it does."""
-    model = make("llama")
-    assert head_rule(model) is not None
+def adapted(model):
+    """`model`, with a head that does more than its weight says."""
 
     class Adapted(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x) + 1
 
     model.lm_head.__class__ = Adapted
-    assert head_rule(model) is None
+    return model
+
+
+def test_an_adapted_head_is_read_through_logits():
+    """Its weight alone does not say what it does."""
+    model = make("llama")
+    assert head_rule(model) is not None
+
+    assert head_rule(adapted(model)) is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])

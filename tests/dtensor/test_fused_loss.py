@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_ext.dtensor import parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from tests.dtensor.models import STACKED, VOCAB, check_gradients, error, make, meshes
-from tests.dtensor.test_causal_lm import Squared
+from tests.dtensor.test_causal_lm import Largest, Squared, adapted
 from tests.ranks import ranks
 
 
@@ -29,19 +27,6 @@ def batch(rows=2, tokens=9):
 
 def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor whose last dim is the vocabulary."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
-            if isinstance(x, torch.Tensor) and x.shape[-1:] == (VOCAB,):
-                self.elements = max(self.elements, x.numel())
-        return made
 
 
 KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
@@ -121,29 +106,15 @@ def test_a_copy_is_a_model_of_its_own():
     assert not torch.equal(model(**given).loss, before)
 
 
-def _adapted(model):
-    class Adapted(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    model.lm_head.__class__ = Adapted
-    return model
-
-
 def _hooked(model):
     model.lm_head.register_forward_hook(lambda module, given, out: 2 * out)
-    return model
-
-
-def _other_loss(model):
-    model.loss_function = F.mse_loss
     return model
 
 
 @pytest.mark.parametrize(
     "change,said",
     [
-        (_adapted, "what LlamaForCausalLM does to its logits is not known here"),
+        (adapted, "what LlamaForCausalLM does to its logits is not known here"),
         (_hooked, "LlamaForCausalLM or its head has hooks"),
         (lambda model: Squared(model.config), "what Squared does to its logits is not known here"),
     ],

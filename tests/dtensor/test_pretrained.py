@@ -1,7 +1,6 @@
 """Sharded models to folders and back: transformers reads what was written, to the bit."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ext.dtensor import causal_lm_loss, from_pretrained, parallelize, save_pretrained
 from tests.dtensor.models import FAMILIES, MIXTURES, STACKED, VOCAB, error, make
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 # The name of the argument up to transformers 4.55, and since.
 DTYPE = "torch_dtype" if transformers.__version__.startswith("4.") else "dtype"
-
-
-def shared_folder():
-    """The same new folder on every rank."""
-    import tempfile
-
-    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return Path(found[0])
 
 
 def mesh_of(**sizes):

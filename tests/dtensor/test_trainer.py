@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from megatron_ext.dtensor import use_fused_loss
 from tests.dtensor.models import VOCAB, error, make
-from tests.dtensor.test_fused_loss import Largest
+from tests.dtensor.test_causal_lm import Largest
 from tests.programs import python
 
 ROWS = 12

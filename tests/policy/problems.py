@@ -1,12 +1,9 @@
 """Tiny policies, batches for them, and the unsharded truth that workers are compared with."""
 
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -122,10 +119,3 @@ def largest_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Relative, of the worst tensor; NaN if one has it."""
     assert found.keys() == true.keys()
     return torch.stack([(found[name] - x).norm() / x.norm() for name, x in true.items()]).max().item()
-
-
-def shared_folder():
-    """The same new one on all ranks; who asks removes it."""
-    name = [tempfile.mkdtemp(prefix="checkpoint_") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(name)
-    return Path(name[0])

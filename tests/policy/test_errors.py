@@ -1,6 +1,5 @@
 """What cannot be trained on or loaded is an error on every rank, changes nothing, and leaves no rank waiting."""
 
-import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -14,13 +13,12 @@ from tests.policy.problems import (
     largest_error,
     plain_train,
     shard,
-    shared_folder,
     tiny_batch,
     tiny_config,
     tiny_model,
     whole,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 PLATEAU = {"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
@@ -183,8 +181,6 @@ def test_a_model_that_rank_0_cannot_load_is_an_error_on_all():
     dist.barrier()
     with pytest.raises(ValueError, match=f"the model in {folder} cannot be loaded"):
         DTensorPolicyWorker(tiny_config(str(folder)), init_reference_model=False)
-    dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @ranks(2)

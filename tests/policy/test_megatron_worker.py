@@ -1,6 +1,5 @@
 """The Megatron backend against the same truth as the other one: transformers' model in one process."""
 
-import shutil
 from contextlib import contextmanager
 
 import pytest
@@ -17,11 +16,10 @@ from tests.policy.problems import (
     plain_model,
     plain_train,
     shard,
-    shared_folder,
     tiny_batch,
     tiny_config,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1)
 LAYOUTS = {
@@ -204,8 +202,6 @@ def saved_at_one_layout_and_continued_at_another(before_at, after_at, model):
         worker.load_checkpoint(*paths)
         mine = shard(data, worker)
         torch.testing.assert_close([worker.train(mine, NLLLoss())["global_loss"] for _ in range(2)], goes_on)
-    dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @ranks(2)

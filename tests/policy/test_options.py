@@ -1,7 +1,5 @@
 """Options of the worker, each against one process: recomputation, offloading, a plan, a folder, low precision."""
 
-import shutil
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,13 +15,12 @@ from tests.policy.problems import (
     plain_model,
     plain_train,
     shard,
-    shared_folder,
     tiny_batch,
     tiny_config,
     tiny_model,
     whole,
 )
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 TOLERANCE = 3e-5  # as in test_train: fp32 in another order
 MLP_ALONE = {
@@ -104,8 +101,6 @@ def test_local_folder():
     dist.barrier()
     config = tiny_config(str(folder), tp=2, seed=99)  # nothing is drawn
     check_trains(DTensorPolicyWorker(config), config)
-    dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def gradients_of(worker, data, loss_fn):
@@ -171,8 +166,6 @@ def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_left_out():
     worker.save_checkpoint(*paths)
     other = DTensorPolicyWorker(tiny_config(precision="float16"), None, *paths)
     assert other._loss_scale.state_dict() == {"value": 2.0**13, "good_steps": 1}
-    dist.barrier()
-    shutil.rmtree(folder, ignore_errors=True)
     assert any(not torch.equal(whole(worker._state())[name], x) for name, x in before.items())
 
 
