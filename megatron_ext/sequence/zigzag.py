@@ -96,29 +96,20 @@ def gather_zigzag(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 def gather_parts(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """Every rank's `x` joined along `dim` in rank order. One all-gather; backward one reduce-scatter."""
-    return _AllGather.apply(x, group, dim) if group_size(group) > 1 else x
+    return _Exchange.apply(x, group, dim, True) if group_size(group) > 1 else x
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+class _Exchange(torch.autograd.Function):
+    """All ranks' parts joined (`gather`), or this rank's part of their sum: each is the other's gradient."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return _ReduceScatter.apply(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
+    def forward(ctx, x, group, dim, gather):
+        ctx.group, ctx.dim, ctx.gather = group, dim, gather
+        return all_gather(x, group, dim) if gather else reduce_scatter(x, group, dim)
 
     @staticmethod
     def backward(ctx, grad):
-        return _AllGather.apply(grad, ctx.group, ctx.dim), None, None
+        return _Exchange.apply(grad, ctx.group, ctx.dim, not ctx.gather), None, None, None
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, total: int, multiple: int = 1, argument: str = "cu_seqlens") -> None:

@@ -36,13 +36,15 @@ def _te_rms_norm_kernel(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _InferenceColumn(ColumnParallelLinear):
-    """What the two column-parallel layers share: room for the gathered input, and the product with it.
+    """What the two column-parallel layers share: all but the norm.
 
     Attributes:
         barrier_before_all_gather: this layer's gather follows another one in the same symmetric memory.
+        skip_norm_and_all_gather: the layer before has left the normed and gathered input in symmetric memory, if any.
     """
 
     barrier_before_all_gather = False
+    skip_norm_and_all_gather = False
 
     def set_barrier_before_all_gather(self, value: bool = True) -> None:
         """Say that another all-gather in the same symmetric memory may come right before this layer's."""
@@ -55,10 +57,25 @@ class _InferenceColumn(ColumnParallelLinear):
         shape = [x.shape[0] * group_size(self.tp_group), *x.shape[1:]]
         return symmetric_tensor(shape, x.dtype, x.device, self.tp_group)
 
-    def _multiply_gathered(self, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert self.weight is not None
-        output = F.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
-        return output, self.bias if self.skip_bias_add else None
+    def _normed(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """`(output, bias)` of `x` `[..., D]`, as for `ColumnParallelLinear`; `[S/R, ..., D]` if sequence parallel."""
+        if self.training:
+            return super().forward(self._normed(x))
+        with torch.no_grad():
+            memory = self._memory(x)
+            if memory is None:
+                return super().forward(self._normed(x))
+            gathered = memory.tensor
+            if not self.skip_norm_and_all_gather:
+                gathered = memory.all_gather(self._normed(x), self.barrier_before_all_gather)
+            assert self.weight is not None
+            output = F.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
+            return output, self.bias if self.skip_bias_add else None
 
 
 class InferenceColumnParallelLinear(_InferenceColumn):
@@ -66,18 +83,6 @@ class InferenceColumnParallelLinear(_InferenceColumn):
 
     Communicates, evaluating: one all-gather with sequence parallelism at R > 1, in symmetric memory if there is any.
     """
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """`(output, bias)` of `x` `[..., D]`, as for `ColumnParallelLinear`; `[S/R, ..., D]` if sequence parallel."""
-        if self.training:
-            return super().forward(x)
-        with torch.no_grad():
-            memory = self._memory(x)
-            if memory is None:
-                return super().forward(x)
-            return self._multiply_gathered(memory.all_gather(x, self.barrier_before_all_gather))
 
 
 class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
@@ -105,22 +110,9 @@ class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
         self.layer_norm_weight = self._new_parameter(config, input_size)
         torch.nn.init.ones_(self.layer_norm_weight)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        self.skip_norm_and_all_gather = False
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """`(output, bias)` of `x` `[..., D]`, as for `ColumnParallelLinear`; `[S/R, ..., D]` if sequence parallel."""
-        if self.training:
-            return super().forward(_te_rms_norm_kernel(x, self.layer_norm_weight, self.eps))
-        with torch.no_grad():
-            memory = self._memory(x)
-            if memory is None:
-                return super().forward(_te_rms_norm_kernel(x, self.layer_norm_weight, self.eps))
-            if self.skip_norm_and_all_gather:
-                return self._multiply_gathered(memory.tensor)
-            normed = _te_rms_norm_kernel(x, self.layer_norm_weight, self.eps)
-            return self._multiply_gathered(memory.all_gather(normed, self.barrier_before_all_gather))
+    def _normed(self, x: Tensor) -> Tensor:
+        return _te_rms_norm_kernel(x, self.layer_norm_weight, self.eps)
 
 
 class InferenceRowParallelLinear(RowParallelLinear):
