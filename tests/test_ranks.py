@@ -23,3 +23,14 @@ def test_what_all_ranks_skip_is_skipped_with_the_reason_and_what_one_skips_is_a_
         skipped_on_all(world_size=2)
     with pytest.raises(pytest.fail.Exception, match="of no use on rank 1"):
         skipped_on_one(world_size=2)
+
+
+@ranks(2)
+def test_ranks_have_hash_seeds_of_their_own():
+    """As under torchrun: what is made in the order of a set differs between ranks, and their tests see it."""
+    import torch.distributed as dist
+
+    names = {"gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+    orders = [None, None]
+    dist.all_gather_object(orders, [hash(name) for name in sorted(names)])
+    assert orders[0] != orders[1]

@@ -155,6 +155,20 @@ def test_deferred_weight_gradient_of_the_output_layer(sequence_parallel):
     layer.backward_dw()  # nothing left to do
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("shape", [(D,), (S, D), (2, 3, 4, D)], ids=len)
+def test_deferred_weight_gradient_of_any_shape(shape):
+    """One token without a dim of tokens too."""
+    config = Config(gradient_accumulation_fusion=True, defer_embedding_wgrad_compute=True, wgrad_deferral_limit=0)
+    layer = column(config=config, bias=False, embedding_activation_buffer=[], grad_output_buffer=[])
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    x, dy = numbers(*shape, seed=1), numbers(*shape[:-1], N, seed=2)
+    layer(x.requires_grad_())[0].backward(piece(dy, -1))
+    layer.backward_dw()
+    want = piece(dy, -1).reshape(-1, len(layer.weight)).t() @ x.detach().reshape(-1, D)
+    torch.testing.assert_close(layer.weight.main_grad, want, rtol=1e-5, atol=1e-5)
+
+
 @ranks(1)
 def test_marks_what_is_saved_for_an_offloading_context():
     """Megatron's CPU offloading decides by an attribute of the saved tensor; Transformer Engine is not needed."""
