@@ -19,7 +19,7 @@ from megatron_ext.head import KL, Logits
 
 Step = Callable[[], object]
 TOKENS, WIDTH, VOCAB = 2048, 512, 16384
-TURNS = 5
+TURNS = 9
 
 
 def head_steps() -> dict[str, Step]:

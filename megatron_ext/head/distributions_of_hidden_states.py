@@ -1,7 +1,8 @@
 """The functions of `distributions_of_logits.py` from hidden states: at most one chunk of logits exists at a time.
 
 Shapes: `[...]` are leading dims, D the hidden size, V the vocabulary, R the ranks of `tp_group`, K ids per token. All
-results are fp32 (fp64 for fp64), on every rank alike. Backward makes the logits again: 8 T V D / R FLOPs in all.
+results are fp32 (fp64 for fp64), on every rank alike. Backward makes the logits again: 8 T V D / R FLOPs in all, 12
+with a teacher; on one rank divergences keep their gradient instead, for as many tokens as `cache` says.
 
 What all functions here take:
     hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0.

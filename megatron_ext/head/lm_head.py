@@ -52,8 +52,10 @@ class LmHead:
         cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
             FLOPs and `cache * T * V / R` elements of memory; from 1024 on: that many bytes at most. "bounded": as many
             eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
-            fits into half of the memory that is free at the first call of a shape. For read-outs of the softmax alone:
-            others keep none.
+            fits into half of the memory that is free at the first call of a shape. For read-outs of the softmax alone,
+            and for a divergence from a teacher by itself on one rank, which keeps its gradient for such a fraction of
+            the tokens: `(12 - 4 * cache)` T V D with a teacher of the same D; "bounded" is at most 2^25 elements there,
+            and none on CUDA or with `chunk_tokens`. Others keep none.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
         bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
@@ -187,16 +189,16 @@ class LmHead:
     def _apply(
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
+        weight, bias = self.weight, self.bias
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
         if plan.needs_logits:
             inputs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in (side, *t.head.fixed())]
             rules = [(head.softcap, head.logit_scale) for head in (self, *(t.head for t in teachers))]
-            return FromHidden.apply(sides[0], self.weight, self.bias, plan, rules, sizes, *inputs)
-        weight, bias = self.weight, self.bias
+            return FromHidden.apply(sides[0], weight, bias, plan, rules, sizes, keep, *inputs)
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
             weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
         if self.bits != "fast":
             return _apply_fixed(sides[0], weight, bias, plan, sizes, keep)
         return FusedHead.apply(sides[0], weight, bias, plan, sizes, keep)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
-from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.head.validation.option_checks import Cache, one_of
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,
@@ -39,10 +39,12 @@ class DistillationLoss(FromHidden):
     Attributes:
         divergence: "forward": KL(teacher | student); "reverse": KL(student | teacher); "jsd": the generalised
             Jensen-Shannon divergence, of whose mixture the teacher has `beta`. The temperature divides both logits.
+        cache: what the head keeps for backward; on one rank alone, see `LmHead`.
     """
 
     divergence: DivergenceKind = "forward"
     beta: float = 0.5
+    cache: Cache = "bounded"
 
     def __post_init__(self) -> None:
         one_of("divergence", self.divergence, get_args(DivergenceKind))
@@ -67,7 +69,7 @@ class DistillationLoss(FromHidden):
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
-        head = self._head(weight)
+        head = self._head(weight, cache=self.cache)
         teacher = Teacher(_teacher_head(head, teacher_weight), teacher_hidden)
         read = functools.partial(head.read, hidden, self._divergence(teacher))
         return _mean(read, token_shape(hidden, head), mask, count)

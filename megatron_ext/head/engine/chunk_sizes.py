@@ -209,6 +209,18 @@ def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: i
     return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
 
 
+def kept_tokens(call: Call, tokens: int, columns: int, like: Tensor) -> int:
+    """For how many of the first tokens the gradient of logits is kept, where forward can make it.
+
+    "bounded" keeps on CPU what two chunks of `_CHUNK` logits take, and nothing on CUDA or where the caller says how
+    large chunks are; else as `cached_columns`.
+    """
+    if call.cache == "bounded":
+        room = 0 if like.is_cuda or call.chunk_tokens else 2 * _CHUNK
+        return min(tokens, room // max(columns, 1))
+    return tokens * cached_columns(call, tokens, columns, like) // max(columns, 1)
+
+
 def keeps_all(call: Call, tokens: int, like: Tensor) -> bool:
     """Whether every rank keeps all of its columns, as far as each can tell of the others."""
     return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)

@@ -30,6 +30,7 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
 from megatron_ext.head.fixed_bits.linear import chunks as fixed_chunks
+from megatron_ext.head.readouts import kept_gradient
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces, Chunk
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_gradient, row_statistics
@@ -117,9 +118,10 @@ class FromHidden(torch.autograd.Function):
 
     `rules`: softcap and scale of these logits and of each teacher's. `teachers`: hidden states, weight and bias of each
     read-out's teacher, without a gradient. Never holds more than a
-    chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none). Weight
+    chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none), beside
+    those of teachers; of what `kept_gradient.py` keeps none. Weight
     gradients add up in fp32. `sizes`: with the sequence layout, where hidden states are this rank's slice, the number
-    of each rank's tokens; else None.
+    of each rank's tokens; else None. `keep`: a backward may follow.
 
     Communicates, at several ranks: forward what the exchange does, backward one all-reduce of dx. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective, and dx is reduce-scattered.
@@ -134,15 +136,21 @@ class FromHidden(torch.autograd.Function):
         plan: Plan,
         rules: Sequence[tuple[float | None, float]],
         sizes: list[int] | None,
+        keep: bool,
         *teachers: Tensor | None,
     ):
-        inputs = [x_TD, w_VD, bias_V, *teachers]
+        inputs: list[Any] = [x_TD, w_VD, bias_V, *teachers]
         with torch.autocast(x_TD.device.type, enabled=False):
             made = _products(inputs, rules, plan.call, sizes)
+            kept = kept_gradient.of(plan, made[0]) if keep else None
             shared = plan.chunks()
-            chunks = _row_chunks(plan, made[0].w_VD.shape[0]) if shared is None else shared
-            stats, results, saved = _read(plan, made, chunks, x_TD)
+            if kept is not None:
+                chunks = kept.chunks()
+            else:
+                chunks = _row_chunks(plan, made[0].w_VD.shape[0]) if shared is None else shared
+            stats, results, saved = _read(plan, made, chunks, x_TD, kept)
         ctx.rules, ctx.sizes, ctx.chunks = rules, sizes, chunks
+        inputs += (None, None) if kept is None else (kept.unit_TV, kept.bad_T)
         # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
         ctx.parameter = w_VD if plan.call.fuse_main_grad else None
         keep_for_backward(ctx, plan, inputs, stats, saved)
@@ -154,12 +162,13 @@ class FromHidden(torch.autograd.Function):
         inputs, stats, saved = kept_from_forward(ctx)
         with torch.autocast(inputs[0].device.type, enabled=False):
             found = _hidden_gradients(ctx, inputs, stats, saved, first_of_each(ctx, grads))
-        return *found, *[None] * len(inputs)
+        return *found, *[None] * (len(inputs) - 1)
 
 
 def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[Tensor]], grads: list[Tensor | None]):
     plan, sizes, weight_VD, bias_V = ctx.plan, ctx.sizes, inputs[1], inputs[2]
     group, chosen = plan.call.group, plan.call.chosen
+    *inputs, unit_TV, bad_T = inputs
     made = _products(inputs, ctx.rules, plan.call, sizes)
     x_TD, w_VD = made[0].x_TD, made[0].w_VD
     gradient = _Gradient(plan, stats, saved, grads, made)
@@ -171,11 +180,17 @@ def _hidden_gradients(ctx: Any, inputs: list[Any], stats: Any, saved: list[list[
     if need_dw:
         total_VD = fused if fused is not None and chosen is None else w_VD.new_zeros(w_VD.shape, dtype=wide)
     total_V = bias_V.new_zeros(w_VD.shape[0], dtype=wide) if need_db else None
+    kept = 0 if unit_TV is None else unit_TV.shape[0]
+    if kept:
+        factor_T = x_TD.new_zeros(kept) if grads[0] is None else grads[0]
+        kept_gradient.add_products(unit_TV, bad_T, factor_T, x_TD, w_VD, (dx_TD, total_VD, total_V))
     for rows in ctx.chunks:
+        if rows.stop <= kept:
+            continue
         if fixed:
             dz_tV = products.new_rows(x_TD, rows.stop - rows.start, w_VD.shape[0])
         else:
-            dz_tV = x_TD.new_empty(rows.stop - rows.start, w_VD.shape[0])
+            dz_tV = matmul.new_matrix(x_TD, rows.stop - rows.start, w_VD.shape[0])
         gradient.write(rows, dz_tV)
         if dx_TD is not None:
             dx_TD[rows] = products.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD)
@@ -220,8 +235,10 @@ class _Given:
 class _Product:
     """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
 
-    `repeats`: how many tokens in a row each row of hidden states is of.
+    `repeats`: how many tokens in a row each row of hidden states is of. `memory_TV`: of the first tokens' logits.
     """
+
+    memory_TV: Tensor | None = None
 
     def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule, repeats: int = 1):
         self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
@@ -237,7 +254,9 @@ class _Product:
 
     def _made(self, rows: slice) -> Tensor:
         if not self.rule.fixed:
-            return matmul.logits(self.x_TD[rows], self.w_VD)
+            kept_TV = self.memory_TV
+            out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
+            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV)
         z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
         products.logits(self.x_TD[rows], self.w_VD, z_tV)
         return z_tV
@@ -306,7 +325,7 @@ def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> Iterator
 
 
 def _read(
-    plan: Plan, sources: Sequence[Any], chunks: Iterable[slice], like: Tensor
+    plan: Plan, sources: Sequence[Any], chunks: Iterable[slice], like: Tensor, kept: kept_gradient.Kept | None = None
 ) -> tuple[Statistics | None, list[list[Tensor]], list[list[Tensor]]]:
     """The shared statistics, the results, and what gradients want of forward."""
     call, dtype, chunks = plan.call, accumulation_dtype(like.dtype), [*chunks]
@@ -315,7 +334,10 @@ def _read(
     own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens)
     shift_T = stats_KT.new_empty(plan.tokens)
     for rows in chunks:
-        logits = _bent(plan, sources, rows)
+        raw_tV: Any = sources[0](rows)
+        logits = [sources[0].rule.applied(raw_tV) if plan.needs_logits else raw_tV]
+        raw_tV = None if kept is None else raw_tV  # before the teachers' are made
+        logits += _bent(plan, sources[1:], rows)
         stats_Kt = stats_KT[:, rows]
         if plan.softmax:
             row_statistics(
@@ -336,7 +358,9 @@ def _read(
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.counted)
         for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT[:, rows]):
             readout.scan(Chunk(rows, _sides(plan, logits, at), part_Kt, own_Kt))
-        del logits  # before the next ones are made
+            if kept is not None:
+                kept.write(rows, readout, raw_tV, logits, part_Kt)
+        del raw_tV, logits  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
     stats = combined(stats_RKT, stats_KT, shift_T, call) if plan.softmax else None
     return stats, *plan.results(stats, stats_RKT, stats_KT, own_KT)

@@ -85,6 +85,7 @@ class ReadOut:
     hits: bool = False  # whether the label has the largest logit is
     in_step: ClassVar[bool] = False  # `scan` communicates: all ranks must cut the tokens alike
     needs_logits: bool = False  # the gradient is not of `Basis` alone
+    by_factor: ClassVar[bool] = False  # it is `pull`'s alone, of a number a token, in which what is given is a factor
     differentiable: ClassVar[bool] = True  # the first result
     count: int = 1  # results
     rows: int = 0  # of statistics of its own

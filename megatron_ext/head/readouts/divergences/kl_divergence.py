@@ -38,12 +38,13 @@ class KL(ReadOut):
         direction: "forward": KL(teacher | student); "reverse": KL(student | teacher); "cross entropy":
             `-sum softmax(teacher) log_softmax(student)`.
 
-    A teacher of hidden states takes its product in both passes, and with the sequence layout its hidden states travel
-    with the student's.
+    A teacher of hidden states takes its product in both passes, where forward keeps no gradient (`LmHead.cache`), and
+    with the sequence layout its hidden states travel with the student's.
     """
 
     softmax = False  # both sides have statistics of their own
     needs_logits = True
+    by_factor = True
     rows = _SUM + 1
 
     def __init__(self, teacher: Any, direction: Literal["forward", "reverse", "cross entropy"] = "forward"):

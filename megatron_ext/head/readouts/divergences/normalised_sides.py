@@ -29,6 +29,7 @@ class NormalisedSides(ReadOut):
 
     softmax = False  # both sides have statistics of their own
     needs_logits = True
+    by_factor = True
     in_step = True
     begins = True
     rows = _SIDES + 2
