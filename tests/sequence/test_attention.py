@@ -8,7 +8,7 @@ from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, EVERYTHING, Packing, Window, attend
 from megatron_ext.sequence.host_values import HostMemo
-from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
+from megatron_ext.sequence.zigzag import thd_partition_indices, zigzag_positions
 from tests.devices import GPU
 from tests.ranks import ranks
 from tests.sequence.visible import documents_seen, seen
@@ -247,43 +247,32 @@ def test_context_parallel_with_a_mask(shape):
     check_whole(CAUSAL, hidden=torch.rand(shape) < 0.4)
 
 
-def check_whole(window, length=32, batch=2, hidden=None):
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    whole = inputs(length, length, batch=batch)
-    visible = seen(window, length, length)
-    own_rows = None
-    if hidden is not None:
-        visible = visible & ~hidden
-        own_rows = hidden if hidden.shape[2] == 1 else split_zigzag(hidden, size, rank, dim=2)
-    expected = reference.attention(*whole, visible)
-    weight = torch.randn_like(expected)
-    parts = [split_zigzag(x.detach(), size, rank).requires_grad_() for x in whole]
-    with count_collectives() as forward:
-        out = attend(*parts, window, mask=own_rows, cp_group=group)
-    with count_collectives() as backward:
-        grads = torch.autograd.grad((out * split_zigzag(weight, size, rank)).sum(), parts)
-    torch.testing.assert_close(out, split_zigzag(expected, size, rank))
-    for got, want in zip(grads, torch.autograd.grad((expected * weight).sum(), whole), strict=True):
-        torch.testing.assert_close(got, split_zigzag(want, size, rank))
-    assert sum(forward.values()) == sum(backward.values()) == 1, (forward, backward)
-
-
 @by_window
 @ranks(2, 4)
 def test_context_parallel_packed_equals_one_rank(window):
-    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    multiple = 2 * size
+    multiple = 2 * dist.get_world_size()
     lengths = (5, 1, 0, 3 * multiple, 2 * multiple - 1)
     packing = Packing(lengths, tuple(-(-n // multiple) * multiple for n in lengths))
-    cu_seqlens = torch.tensor([0, *packing.places]).cumsum(0)
-    total = sum(packing.places)
-    own = thd_partition_indices(cu_seqlens, total, size, rank).long()
-    whole = inputs(total, total, batch=1)
-    expected = reference.attention(*whole, documents_seen(WINDOWS[window], packing, packing))
+    check_whole(WINDOWS[window], sum(packing.places), batch=1, packing=packing)
+
+
+def check_whole(window, length=32, batch=2, hidden=None, packing=None):
+    """This rank's part of the output and of the gradients, and one exchange each way."""
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    own = zigzag_positions(length, size, rank)
+    options, visible = {}, seen(window, length, length)
+    if packing is not None:
+        own = thd_partition_indices(torch.tensor([0, *packing.places]).cumsum(0), length, size, rank).long()
+        options, visible = {"q_packing": packing, "kv_packing": packing}, documents_seen(window, packing, packing)
+    if hidden is not None:
+        visible = visible & ~hidden
+        options["mask"] = hidden if hidden.shape[2] == 1 else hidden[:, :, own]
+    whole = inputs(length, length, batch=batch)
+    expected = reference.attention(*whole, visible)
     weight = torch.randn_like(expected)
     parts = [x.detach()[own].requires_grad_() for x in whole]
     with count_collectives() as forward:
-        out = attend(*parts, WINDOWS[window], q_packing=packing, kv_packing=packing, cp_group=group)
+        out = attend(*parts, window, cp_group=group, **options)
     with count_collectives() as backward:
         grads = torch.autograd.grad((out * weight[own]).sum(), parts)
     torch.testing.assert_close(out, expected[own])
