@@ -3,9 +3,14 @@
 The simulation that orders passes lets each message go as soon as its sources have ended. Launched, a message also waits
 on every stage for the passes before it in the program, whose memory it may take, and for the message before it on the
 same communicator.
+
+`python -m benchmarks.pipeline.launched` prints the table of docs/pipeline.md.
 """
 
+from collections.abc import Iterable
+
 from benchmarks.pipeline.costs import Setup
+from benchmarks.pipeline.schedules import Timeline, ours
 from megatron_ext.megatron.pipeline.groups import communicator_of
 from megatron_ext.megatron.pipeline.order.pass_order import message_times, pass_duration, pass_order
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Sent, needed, sources
@@ -35,3 +40,34 @@ def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> floa
         else:
             free[stage] = ended[stage, entry] = max(start, free[stage]) + duration(stage, entry)
     return max(free)
+
+
+def table(setups: Iterable[Setup]) -> str:
+    """How much longer a step takes than if each message went as soon as it could, and what stages keep, in Markdown."""
+    heads = ("", "several queues", "one queue", "in flight", "activations, GB")
+    lines = [heads, ("---",) * len(heads)]
+    for setup in setups:
+        for name, chunks in ((setup.name, 1), (f"{setup.name}, interleaved", setup.chunks)):
+            apart, alone = ours(setup, chunks), ours(setup, chunks, one_queue=True)
+            longer = [launched_seconds(setup, chunks, one_queue) / apart.seconds - 1 for one_queue in (False, True)]
+            kept = [[_most(one, what) for one in (apart, alone)] for what in ("in_flight", "activation_bytes")]
+            in_flight, gigabytes = kept[0], [nbytes / 1e9 for nbytes in kept[1]]
+            lines.append(
+                (
+                    name,
+                    *(f"{100 * part:.1f} %" for part in longer),
+                    f"{in_flight[0]:.3g}, {in_flight[1]:.3g}",
+                    f"{gigabytes[0]:.1f}, {gigabytes[1]:.1f}",
+                )
+            )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _most(timeline: Timeline, what: str) -> float:
+    return max(getattr(stage, what) for stage in timeline.stages)
+
+
+if __name__ == "__main__":
+    from benchmarks.pipeline.__main__ import setups
+
+    print(table(setup for setup in setups() if setup.link.name == "400 Gb/s"))

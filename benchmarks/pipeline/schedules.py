@@ -138,8 +138,9 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
     return Timeline(setup, runs, layers, shared=False, sent_bytes=chunks * setup.stock_sent_bytes)
 
 
-def ours(setup: Setup, chunks: int) -> Timeline:
-    runs = pass_order(setup.shape(chunks), setup.times(chunks))[: setup.stages]
+def ours(setup: Setup, chunks: int, one_queue: bool = False) -> Timeline:
+    """`one_queue`: CUDA_DEVICE_MAX_CONNECTIONS is 1, and nothing runs beside the passes."""
+    runs = pass_order(setup.shape(chunks)._replace(beside=not one_queue), setup.times(chunks))[: setup.stages]
     sent = chunks * setup.stock_sent_bytes + setup.our_extra_sent_bytes
     return Timeline(setup, runs, even(setup, chunks), shared=True, sent_bytes=sent)
 

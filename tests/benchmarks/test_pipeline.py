@@ -14,6 +14,7 @@ from benchmarks.cases import Case
 from benchmarks.pipeline import __main__ as program
 from benchmarks.pipeline.costs import LINKS, Model, Setup, head_seconds
 from benchmarks.pipeline.launched import launched_seconds
+from benchmarks.pipeline.launched import table as launched_table
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
 from benchmarks.plan import plan
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
@@ -184,13 +185,26 @@ def test_the_training_loops_estimates_find_an_order_that_is_as_good():
     assert length(replayed) <= 1.01 * ours(setup, 1).seconds
 
 
-def test_launching_messages_in_one_order_costs_no_time():
-    """Beside messages that go as soon as they can; and what one hardware queue costs, as the note says."""
-    setup = next(one for one in SETUPS if one.name == "Llama-3 8B PP4, 400 Gb/s")
-    for chunks, of_one_queue in ((1, 1.08), (setup.chunks, 1.015)):
+def quick_to_launch(setup):
+    """The 70B on eight stages has the most to gain from a second micro-batch in flight."""
+    quick = setup.link is LINKS["400 Gb/s"] and (setup.model, setup.stages) == (program.LLAMA_70B, 8)
+    return pytest.param(setup, id=setup.name, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("setup", [quick_to_launch(setup) for setup in program.setups()])
+def test_launching_messages_in_one_order_costs_no_time(setup):
+    """Beside messages that go as soon as they can. One hardware queue costs less than 2 %."""
+    for chunks in (1, setup.chunks):
         alone = ours(setup, chunks).seconds
         assert launched_seconds(setup, chunks) == pytest.approx(alone, rel=5e-3)
-        assert alone <= launched_seconds(setup, chunks, one_queue=True) <= of_one_queue * alone
+        assert alone <= launched_seconds(setup, chunks, one_queue=True) <= 1.02 * alone
+
+
+@pytest.mark.slow
+def test_the_note_says_what_one_queue_costs():
+    note = Path(__file__).parents[2] / "docs" / "pipeline.md"
+    setups = [setup for setup in program.setups() if setup.link is LINKS["400 Gb/s"]]
+    assert launched_table(setups) in note.read_text()
 
 
 def test_the_papers_algorithms():

@@ -1,17 +1,16 @@
 """Stages that share the vocabulary cannot hang, whatever a machine's queues, buffers and communicators are."""
 
-import contextlib
 import random
 from collections import Counter
 
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Times
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent, Shape, members, needed, sources
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Sent, Shape, members
 from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
 from tests.gpt import model_parallel
 from tests.ranks import ranks
+from tests.streams.every_order import check_number, check_shape, run_one_at_a_time, times
 from tests.streams.recording import Log, Message, Submission
 from tests.streams.stage_recording import recorded_stages, recorded_step
 from tests.streams.waits import EVERY, ONE_AT_A_TIME, STRICTEST, Hang, Rules, check
@@ -95,51 +94,6 @@ def test_with_tensor_parallelism(overrides):
         check_this_world((2, 1, 4), **overrides)
 
 
-def times(shape: Shape, head: float) -> Times:
-    """Layers of 1 and 2 a stage; every message takes a while."""
-    even = ((1 / shape.chunks,) * shape.chunks,) * shape.stages
-    twice = tuple(tuple(2 * time for time in stage) for stage in even)
-    of_head = Times(even, twice, products=head, weight=head / 2, hidden=0.05, statistics=0.02, sum=0.04, grad_loss=0.01)
-    return of_head._replace(lookup=0.01, rows=0.02, send=0.03, tokens=0.01, embedding=0.04, grad_embedding=0.04)
-
-
-def run_one_at_a_time(shape: Shape, programs) -> None:
-    """Each stage runs an entry to its end before it begins the next, and meets the others in its exchanges: stricter
-    than every machine. Raises Hang if that cannot be, or if a pass comes before what it waits for."""
-    at, arrived, ended = [0] * shape.stages, Counter(), set()
-    free = list(range(shape.stages))
-    while free:
-        stage = free.pop()
-        if at[stage] == len(programs[stage]):
-            continue
-        entry = programs[stage][at[stage]]
-        together = [stage]
-        if isinstance(entry, Exchange):
-            arrived[entry] += 1
-            together = members(entry, shape)
-            if arrived[entry] < len(together):
-                continue
-            missing = [source for source in sources(entry, shape) if source not in ended]
-            ended.add(entry)
-        else:
-            missing = [exchange for exchange in needed(stage, entry, shape) if exchange not in ended]
-            ended.add((stage, entry))
-        if missing:
-            raise Hang(f"{shape}: {entry} on stage {stage} comes before {missing}")
-        for one in together:
-            at[one] += 1
-            free.append(one)
-    left = [programs[stage][at[stage]] for stage in range(shape.stages) if at[stage] < len(programs[stage])]
-    if left:
-        raise Hang(f"{shape}: the stages wait in {left}")
-
-
-def check_shape(shape: Shape, head: float) -> None:
-    for beside in (True, False):
-        one = shape._replace(beside=beside)
-        run_one_at_a_time(one, stage_programs.__wrapped__(one, times(one, head)))
-
-
 def test_some_orders():
     for stages, chunks, micro_batches in (
         (2, 1, 1),
@@ -156,19 +110,28 @@ def test_some_orders():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", range(2, 17))
-def test_every_order(stages):
-    """2 to 16 stages, 1 to 4 chunks; 1 to 64 micro-batches, of which more than four stages have fewer numbers."""
-    some = {1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 64}
-    numbers = range(1, 65) if stages <= 4 else sorted(some)
+def test_many_orders(stages):
+    """2 to 16 stages and 1 to 4 chunks, with the micro-batches at which orders change; `every_order` has all."""
     for chunks in range(1, 5):
-        for micro_batches in numbers:
-            mixed = micro_batches % 3 == 0
-            shape = Shape(stages, chunks, micro_batches, stages, further=mixed)
-            if chunks > 1 and micro_batches % stages > 0:
-                with contextlib.suppress(NoOrder):  # what Megatron refuses: less than a group is left at the end
-                    check_shape(shape, 4.0 if mixed else 0.3)
-            else:
-                check_shape(shape, 4.0 if mixed else 0.3)
+        for micro_batches in sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 64}):
+            check_number(stages, chunks, micro_batches, further=micro_batches % 3 == 0)
+
+
+def test_a_program_in_another_order_is_a_hang():
+    """A message that one stage launches later than the others, and a pass before what it waits for."""
+    shape = Shape(3, 1, 4, 3)
+    right = stage_programs.__wrapped__(shape, times(shape, 0.3))
+    run_one_at_a_time(shape, right)
+    at = next(at for at, entry in enumerate(right[1]) if isinstance(entry, Exchange))
+    late = [list(program) for program in right]
+    late[1].append(late[1].pop(at))
+    with pytest.raises(Hang, match="the stages wait in"):
+        run_one_at_a_time(shape, late)
+    early = [list(program) for program in right]
+    at = next(at for at, entry in enumerate(early[0]) if not isinstance(entry, Exchange) and entry.kind is Kind.LOOKUP)
+    early[0].insert(0, early[0].pop(at))
+    with pytest.raises(Hang, match="comes before"):
+        run_one_at_a_time(shape, early)
 
 
 # --- the model itself

@@ -13,6 +13,7 @@ repeated pattern of passes; this is a list schedule.
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from megatron_ext.megatron.pipeline.order.passes import Kind, Pass, Sent, Shape, needed, sources
@@ -87,9 +88,20 @@ def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
         NoOrder: interleaved, less than a group of micro-batches is left at the end, and these wait for later ones.
     """
     needs, duration = pass_needs(shape, times), pass_duration(times)
-    found = [simulate(queues_of(shape, extra), needs, duration) for extra in range(1, shape.chunks + 1)]
+    found = [simulate(queues_of(shape, extra), needs, duration) for extra in range(1, most_extra(shape) + 1)]
     limit = min(map(length, found)) * (1 + _WORTH_A_PASS)
     return next(runs for runs in found if length(runs) <= limit)
+
+
+def most_extra(shape: Shape) -> int:
+    """How many extra forward passes are tried: a micro-batch in all chunks.
+
+    Where RESULT is a pass like others it waits for the one under way, on some stage for a whole backward pass, and the
+    losses of all stages wait for it. Without interleaving a second micro-batch gives the last stage work meanwhile.
+    """
+    if shape.forward_only:
+        return 1
+    return shape.chunks if shape.beside else max(2, shape.chunks)
 
 
 def queues_of(shape: Shape, extra: int) -> list[list[list[Pass]]]:
@@ -143,22 +155,25 @@ def simulate(
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
     ready_at: dict[tuple[int, Pass], float] = {}
-    waiting_for: dict[tuple[int, Pass], list[tuple[int, Pass]]] = {}
+    missing: dict[tuple[int, Pass], int] = {}  # how many of those that it waits for have no end yet
+    waiting_for: dict[tuple[int, Pass], list[tuple[tuple[int, Pass], float]]] = {}
     free_at = [0.0] * len(queues)
     runs: list[list[Run]] = [[] for _ in queues]
     moments = [(0.0, stage) for stage in range(len(queues))]  # when a stage looks what it can run
 
-    def find_ready_at(stage: int, what: Pass) -> float:
-        """When what the pass needs is there; for ever, until the next pass that it waits for has a time."""
-        at = 0.0
-        for other_stage, other, delay in needs(stage, what):
-            end = ends.get((other_stage, other))
+    def look_at(first: tuple[int, Pass]) -> None:
+        """Finds when what the pass needs is there, or what it still waits for."""
+        at, count = 0.0, 0
+        for source_stage, source, delay in needs(*first):
+            end = ends.get((source_stage, source))
             if end is None:
-                waiting_for.setdefault((other_stage, other), []).append((stage, what))
-                return math.inf
-            at = max(at, end + delay)
-        heapq.heappush(moments, (at, stage))
-        return at
+                waiting_for.setdefault((source_stage, source), []).append((first, delay))
+                count += 1
+            elif end + delay > at:
+                at = end + delay
+        ready_at[first], missing[first] = at, count
+        if not count:
+            heapq.heappush(moments, (at, first[0]))
 
     while moments:
         now, stage = heapq.heappop(moments)
@@ -169,9 +184,9 @@ def simulate(
             if not queue:
                 continue
             first = stage, queue[-1]
-            at = ready_at.get(first)
-            if at is None:
-                at = ready_at[first] = find_ready_at(*first)
+            if first not in missing:
+                look_at(first)
+            at = math.inf if missing[first] else ready_at[first]
             if at <= now and (found is None or _RANK[queue[-1].kind] < _RANK[found[-1].kind]):
                 found = queue
             elif queue[-1].kind is Kind.RESULT:
@@ -183,8 +198,11 @@ def simulate(
         free_at[stage] = ends[stage, what] = end
         runs[stage].append(Run(what, now, end))
         heapq.heappush(moments, (end, stage))
-        for other in waiting_for.pop((stage, what), ()):
-            ready_at[other] = find_ready_at(*other)
+        for other, delay in waiting_for.pop((stage, what), ()):
+            ready_at[other] = max(ready_at[other], end + delay)
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(moments, (ready_at[other], other[0]))
     left = [queue[-1] for stage in waiting for queue in stage if queue]
     if left:
         raise NoOrder(f"the passes {left} wait for each other: no order can run them")
@@ -266,15 +284,19 @@ def pass_needs(shape: Shape, times: Times) -> Needs:
     """What each pass waits for, and how long its message takes."""
     takes = message_times(times)
 
-    def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        for exchange in needed(stage, what, shape):
-            for source_stage, source in sources(exchange, shape):
-                yield worker(source_stage, source.kind, shape), source, takes[exchange.kind]
+    @cache
+    def needs(stage: int, what: Pass) -> list[tuple[int, Pass, float]]:
+        found = [
+            (worker(source_stage, source.kind, shape), source, takes[exchange.kind])
+            for exchange in needed(stage, what, shape)
+            for source_stage, source in sources(exchange, shape)
+        ]
         if what.kind is Kind.LOSS and shape.forward_only:
-            yield worker(stage, Kind.RESULT, shape), Pass(Kind.RESULT, what.micro_batch), 0.0
+            found.append((worker(stage, Kind.RESULT, shape), Pass(Kind.RESULT, what.micro_batch), 0.0))
         elif what.kind is Kind.PRODUCTS and what.micro_batch >= _HELD and not shape.forward_only:
-            yield stage, Pass(Kind.WEIGHT, what.micro_batch - _HELD), 0.0
+            found.append((stage, Pass(Kind.WEIGHT, what.micro_batch - _HELD), 0.0))
         elif what.kind is Kind.BACKWARD and shape.is_back(stage, what):
-            yield stage, Pass(Kind.LOSS, what.micro_batch), 0.0
+            found.append((stage, Pass(Kind.LOSS, what.micro_batch), 0.0))
+        return found
 
     return needs

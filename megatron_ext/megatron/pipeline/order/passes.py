@@ -22,6 +22,8 @@ class Kind(Enum):
     WEIGHT = "head weight gradient"  # every stage
     ROWS = "embedding gradient"  # every stage
 
+    __hash__ = object.__hash__  # members are looked up a million times for one order, and Enum's is written in Python
+
 
 class Pass(NamedTuple):
     kind: Kind
@@ -42,6 +44,8 @@ class Sent(Enum):
     GRAD_LOSS = "grad_loss"  # of each token's loss, from the last stage to all
     GRAD_EMBEDDING = "grad_embedding"  # from the first stage to all
     GRAD_FURTHER = "grad_further"  # that of multi-token prediction, from the last stage to all
+
+    __hash__ = object.__hash__
 
 
 class Exchange(NamedTuple):
@@ -129,7 +133,8 @@ def sources(exchange: Exchange, shape: Shape) -> list[tuple[int, Pass]]:
     if kind is Sent.BACKWARD:
         return [(stage, Pass(Kind.BACKWARD, n, chunk))]
     if kind in _OF_ALL:
-        return [(every, Pass(_OF_ALL[kind], n)) for every in range(shape.stages)]
+        source = Pass(_OF_ALL[kind], n)
+        return [(every, source) for every in range(shape.stages)]
     if kind is Sent.TOKENS:
         return [(0, Pass(Kind.TOKENS, n))]
     if kind is Sent.GRAD_EMBEDDING:
