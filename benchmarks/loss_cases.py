@@ -246,7 +246,7 @@ def _apart(name: str, divergence: str, beta: float) -> LossCase:
     return LossCase(name, true, ours, CHUNKED, functools.partial(_liger_distillation, beta), None)
 
 
-GRPO = LossCase("GRPO", _true_grpo, _grpo, CACHES, _liger_grpo)
+GRPO = LossCase("GRPO", _true_grpo, _grpo, CACHES | {"cache=3/16": {"cache": 3 / 16}}, _liger_grpo)
 CASES = [
     GRPO,
     _of_pairs("DPO", _true_dpo, DPOLoss, with_reference=True),
