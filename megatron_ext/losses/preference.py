@@ -174,17 +174,21 @@ class DPOLoss(_PairLoss):
         self._check(log_probs.shape, **given)
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
+        apart_B, losses_P = self.of_each_pair(apart_BS, mask_BS)
+        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+
+    def of_each_pair(self, apart_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each row is from the reference `[B]`, and the loss of each pair `[P]`, of the differences of tokens'
+        log-probabilities from the reference's."""
         average = self.average_log_prob or self.loss_type == "ipo"
         apart_B = row_means(apart_BS, mask_BS) if average else row_sums(apart_BS, mask_BS)
         chosen_P, rejected_P = split_pairs(apart_B, self.pairs)
         margin_P = chosen_P - rejected_P
         if self.loss_type == "ipo":
-            losses_P = (margin_P - 1 / (2 * self.beta)).square()
-        elif self.loss_type == "hinge":
-            losses_P = (1 - self.beta * margin_P).relu()
-        else:
-            losses_P = preference_loss(self.beta * margin_P, self.label_smoothing)
-        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+            return apart_B, (margin_P - 1 / (2 * self.beta)).square()
+        if self.loss_type == "hinge":
+            return apart_B, (1 - self.beta * margin_P).relu()
+        return apart_B, preference_loss(self.beta * margin_P, self.label_smoothing)
 
     def _fault(self, shape: torch.Size, given: Mapping[str, Any]) -> ValueError | None:
         _check_reference(self.reference_free, given.get("reference_log_probs"))

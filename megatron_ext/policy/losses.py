@@ -15,9 +15,10 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import one_of
-from megatron_ext.losses import TopKDistillationLoss
+from megatron_ext.losses import DPOLoss, TopKDistillationLoss
+from megatron_ext.losses.checks import above_0, check_number
 from megatron_ext.losses.clipped_policy_gradient import ClippedPGLoss
-from megatron_ext.losses.preference import preference_loss, split_pairs
+from megatron_ext.losses.preference import split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
 from megatron_ext.losses.worker_protocol import (
     LossFunction,
@@ -63,12 +64,13 @@ class NLLLoss:
 
 @dataclass(frozen=True)
 class DPOLossFn:
-    """Direct preference optimisation (Rafailov et al., 2023): rows come in pairs, chosen before rejected.
+    """`megatron_ext.losses.DPOLoss` of pairs that lie chosen before rejected, by NeMo-RL's protocol and options.
 
-    A pair's loss is `-log sigmoid(reference_policy_kl_penalty * margin)`, margin the difference of the rows' rewards
-    `sum(log_prob - reference_policy_logprob)`; with `sft_loss_weight`, plus the chosen row's negative log-likelihood.
+    With `sft_loss_weight` a pair's loss has the chosen row's negative log-likelihood added, as NeMo-RL counts it: a sum
+    or a mean of the row, over the number of pairs.
 
     Attributes:
+        reference_policy_kl_penalty: `beta` of `DPOLoss`; rewards among the metrics are without it.
         preference_average_log_probs, sft_average_log_probs: means over a row's tokens instead of sums.
         data key: `reference_policy_logprobs` `[B, S]`, of each token in its own place, as the worker's
             `get_reference_policy_logprobs` gives them. A pair counts where both rows' `sample_mask` is 1, and
@@ -86,20 +88,26 @@ class DPOLossFn:
     unit: ClassVar[int] = 2
     metric_normalizations: ClassVar[dict[str, MetricNormalizer]] = _COUNTS
 
+    def __post_init__(self) -> None:
+        check_number("reference_policy_kl_penalty", self.reference_policy_kl_penalty, "above 0", above_0)
+
+    @property
+    def _formula(self) -> DPOLoss:
+        beta, average = self.reference_policy_kl_penalty, self.preference_average_log_probs
+        return DPOLoss(pairs="interleaved", beta=beta, average_log_prob=average)
+
     def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
         mask_BS = token_weights(data)
+        likely_B = (row_means if self.sft_average_log_probs else row_sums)(log_probs_BS, mask_BS)
+        apart_B, losses_P = self._formula.of_each_pair(log_probs_BS - data["reference_policy_logprobs"], mask_BS)
+        chosen_P, rejected_P = split_pairs(apart_B, "interleaved")
         counts_P = data["sample_mask"][0::2] * data["sample_mask"][1::2]
-
-        def reduced(x_BS: Tensor, average: bool) -> tuple[Tensor, Tensor]:
-            return split_pairs(row_means(x_BS, mask_BS) if average else row_sums(x_BS, mask_BS), "interleaved")
 
         def mean(x_P: Tensor) -> Tensor:
             return divide((x_P * counts_P).sum(), global_valid_seqs / 2)
 
-        apart_BS = log_probs_BS - data["reference_policy_logprobs"]
-        chosen_P, rejected_P = reduced(apart_BS, self.preference_average_log_probs)
-        preference = mean(preference_loss(self.reference_policy_kl_penalty * (chosen_P - rejected_P)))
-        sft = -mean(reduced(log_probs_BS, self.sft_average_log_probs)[0])
+        preference = mean(losses_P)
+        sft = -mean(likely_B[0::2])
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
         return loss, {
             "loss": loss.detach(),

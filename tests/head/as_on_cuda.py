@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from benchmarks.stand_in import addmm, mm
 from megatron_ext.head.row_passes import dispatch
+from tests.waits import NoWait
 
 
 def twin_of(plain):
@@ -91,6 +92,46 @@ def _captured(graph):
         yield
 
 
+class _SyncCheck:
+    """`torch.cuda.set_sync_debug_mode`: after "error", what would make the host wait for a GPU raises."""
+
+    def __init__(self):
+        self.mode = None
+
+    def __call__(self, mode):
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+        if mode == "error":
+            self.mode = NoWait().__enter__()
+
+    def guarded(self, name):
+        """A method of tensors that copies them to the host, which the dispatcher does not see of a tensor there."""
+        own = getattr(torch.Tensor, name)
+
+        def method(x, *args, **kwargs):
+            assert self.mode is None, f"Tensor.{name} reads values"
+            return own(x, *args, **kwargs)
+
+        return torch.Tensor, name, method
+
+    def but_for_kernels(self):
+        """The interpreter reads values, a kernel on a GPU makes nobody wait."""
+        from triton.runtime.interpreter import InterpretedFunction
+
+        own = InterpretedFunction.run
+
+        def run(kernel, *args, **kwargs):
+            mode, self.mode = self.mode, None
+            try:
+                with nullcontext() if mode is None else _disable_current_modes():
+                    return own(kernel, *args, **kwargs)
+            finally:
+                self.mode = mode
+
+        return InterpretedFunction, "run", run
+
+
 # As `torch.cuda` has it: a number now, for blocks of every size.
 _ALLOCATOR = {name: {"all": {"current": 0}} for name in ("reserved_bytes", "active_bytes", "inactive_split_bytes")}
 
@@ -99,9 +140,10 @@ _ALLOCATOR = {name: {"all": {"current": 0}} for name in ("reserved_bytes", "acti
 def rehearsal(branches=True):
     """A CPU in place of a GPU: CUDA's branches and rounding, Triton's kernels interpreted, stand-ins for streams,
     graphs and memory counters. `branches`: False where torch's compiler looks at the devices itself."""
+    check = _SyncCheck()
     cuda = {
         "synchronize": lambda: None,
-        "set_sync_debug_mode": lambda mode: None,
+        "set_sync_debug_mode": check,
         "Stream": _Stream,
         "current_stream": _Stream,
         "stream": lambda stream: nullcontext(),
@@ -111,6 +153,7 @@ def rehearsal(branches=True):
         "memory_stats_as_nested_dict": lambda device=None: _ALLOCATOR,
     }
     replaced = [(torch.cuda, name, what) for name, what in cuda.items()]
+    replaced += [check.guarded(name) for name in ("tolist", "numpy", "cpu")]
     if not branches:
         with _all_replaced(*replaced):
             yield
@@ -121,5 +164,5 @@ def rehearsal(branches=True):
         (dispatch, "_interpreted", lambda: False),
         (dispatch, "_twin", dispatch._twin.__wrapped__),
     ]
-    with cuda_branches(), _all_replaced(*replaced, *choice):
+    with cuda_branches(), _all_replaced(*replaced, *choice, check.but_for_kernels()):
         yield

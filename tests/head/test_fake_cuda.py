@@ -14,6 +14,7 @@ from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, 
 from megatron_ext.head import distributions_of_hidden_states, distributions_of_logits
 from megatron_ext.head.engine.linear import FusedHead
 from tests.devices import GPU
+from tests.head.as_on_cuda import rehearsal
 from tests.waits import NoWait
 
 T, D, V = 20, 16, 40
@@ -131,6 +132,24 @@ def test_every_branch_fits_and_nothing_waits(dtype, ranks, layout, monkeypatch):
         for name, call in CALLS.items():
             if layout == "replicated" or (name.startswith("lo") and "logits" not in name):
                 call(dtype, group, layout)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.nonzero(), lambda x: x.tolist(), lambda x: x.cpu()],
+    ids=["item", "bool", "nonzero", "tolist", "cpu"],
+)
+def test_what_waits_for_a_gpu_fails_in_a_rehearsal_too(waits):
+    x = torch.arange(3.0)
+    with rehearsal():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            x.add(1).sum()
+            with pytest.raises(AssertionError, match="reads values"):
+                waits(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits(x)
 
 
 def test_a_number_in_one_element_waits():

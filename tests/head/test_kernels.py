@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_ext.head.kernels import blocks
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +114,7 @@ def test_instructions_on_hopper(shard):
     """Of the launches of a plain loss: nothing spilled, loads of 16 bytes, two programs an SM and more, and as many
     instructions an element as a pass at the speed of memory leaves room for (about 20 for 4 bytes read)."""
     found = by_name(launches(SHARDS[shard], cache=0.5))
-    long_rows = SHARDS[shard] > 20480
+    long_rows = blocks.whole_row(SHARDS[shard], SHARDS[shard], more=False, double=False) is None
     of_logits = {"row_gradient", "long_row" if long_rows else "whole_row"}
     assert found.keys() == of_logits | {"label_rows", "finish_dx", "combined", "token_gradient"}
     for launch in found.values():
