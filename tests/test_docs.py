@@ -201,7 +201,7 @@ def test_the_lines_about_other_losses_and_log_probabilities():
         names |= {"tokens": ids, "positions": positions, "mask": mask, "hidden": torch.randn(SEQ, 2, 16)}
         names |= {"model": stock, "weight": whole.chunk(2)[dist.get_rank()]}
         with patched():
-            exec(read_outs.replace("k=64", "k=8"), names)
+            exec(read_outs.replace("TopK(64)", "TopK(8)"), names)
         next_ids = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         torch.testing.assert_close(names["log_probs"].double(), next_ids, rtol=0, atol=2e-6)
         torch.testing.assert_close(names["values"].double(), logits.log_softmax(-1).topk(8)[0], rtol=0, atol=2e-6)
