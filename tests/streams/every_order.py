@@ -2,7 +2,7 @@
 
 2 to 16 stages, 1 to 4 chunks of layers on each, 1 to 64 micro-batches, with and without multi-token prediction, with
 RESULT beside the passes and among them: 15360 orders, each under the strictest rule, which covers every machine
-(`test_pipeline_waits`). Prints the table of docs/pipeline.md. About half an hour on one core; `--stages 4` takes some.
+(`test_pipeline_waits`). Prints the table of docs/pipeline.md. About half an hour on two cores; `--stages 4` takes some.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """The values of every collective, under both names that torch has had for it, and what torch builds on them."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.emulation.nccl_rules import NcclRules
 from tests.ranks import ranks
 
+# Before 2.13 torch has the older names alone.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 RULES = NcclRules(order="raise", device_is_set=True)
 EAGER = NcclRules(order="raise", device_is_set=True, eager=True)
 OPS = {
@@ -41,11 +46,12 @@ def test_reductions(dtype):
         dist.reduce(x, size - 1, op)
         torch.testing.assert_close(x, wanted if rank == size - 1 else everyone[rank])
         piece = torch.empty(3, dtype=dtype)
-        dist.reduce_scatter_single(piece, everyone[rank], op)
+        reduce_scatter_single(piece, everyone[rank], op)
         torch.testing.assert_close(piece, wanted[rank])
         dist.reduce_scatter(piece.zero_(), list(everyone[rank]), op)
         torch.testing.assert_close(piece, wanted[rank])
-        with pytest.warns(FutureWarning):
+        renamed = hasattr(dist, "reduce_scatter_single")  # where torch has the new name it warns of the old one
+        with pytest.warns(FutureWarning) if renamed else contextlib.nullcontext():
             dist.reduce_scatter_tensor(piece.zero_(), everyone[rank], op)
         torch.testing.assert_close(piece, wanted[rank])
 
@@ -61,7 +67,7 @@ def test_a_sum_of_booleans_is_their_or():
 def test_gathers():
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = of_all_ranks(2, 3)
-    for gather in (dist.all_gather_single, dist.all_gather_into_tensor):
+    for gather in (all_gather_single, dist.all_gather_into_tensor):
         whole = torch.empty(size, 2, 3)
         gather(whole, everyone[rank].clone())
         assert torch.equal(whole, everyone)
@@ -108,11 +114,11 @@ def test_coalesced():
     outputs = [torch.empty(2), torch.empty(4)]
     with dist.distributed_c10d._coalescing_manager():
         for output in outputs:
-            dist.all_gather_single(output, torch.full((len(output) // 2,), float(rank)))
+            all_gather_single(output, torch.full((len(output) // 2,), float(rank)))
     assert [output.tolist() for output in outputs] == [[0, 1], [0, 0, 1, 1]]
     with dist.distributed_c10d._coalescing_manager():
         for output in outputs:
-            dist.reduce_scatter_single(output, torch.arange(2.0 * len(output)))
+            reduce_scatter_single(output, torch.arange(2.0 * len(output)))
     assert outputs[0].tolist() == [4.0 * rank, 4.0 * rank + 2]
 
 
@@ -121,7 +127,7 @@ def test_modes_see_what_is_sent():
     x = torch.ones(2)
     with count_collectives() as counts:
         dist.all_reduce(x)
-        dist.all_gather_single(torch.empty(4), x)
+        all_gather_single(torch.empty(4), x)
         dist.broadcast(x, 0)
         dist.barrier()
     assert counts == {"allreduce": 1, "allgather_base": 1, "broadcast": 1}
@@ -155,7 +161,7 @@ def test_inference_and_views():
     resized.untyped_storage().resize_(0)  # as FSDP frees what it has gathered
     empty = torch.empty(0, 3)
     dist.all_reduce(empty)
-    dist.all_gather_single(torch.empty(0, 3), empty)
+    all_gather_single(torch.empty(0, 3), empty)
     z = torch.tensor([1 + 1j, 2j]) * (rank + 1)
     dist.all_reduce(z)
     assert z.tolist() == [3 + 3j, 6j]
