@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunk_sizes import cached_columns
+from megatron_ext.head.validation.option_checks import Bits
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -52,6 +54,15 @@ def ours(cache: float | None) -> Implementation:
     if cache is None:
         return Implementation("ours, default", build)
     return Implementation(f"ours, cache {cache:g}", build, slow=0 < cache < 1)
+
+
+def of_bits(bits: Bits) -> Implementation:
+    """Ours with the bits that are asked for."""
+    return Implementation(f"ours, bits {bits}", lambda case, group: partial(_with_bits, group, bits))
+
+
+def _with_bits(group: Group, bits: Bits, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    return linear_cross_entropy(x, w, y, group, cache=1, bits=bits)
 
 
 def kept_by_default(case: Case) -> float:

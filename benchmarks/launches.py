@@ -130,15 +130,19 @@ class Recorder(TorchDispatchMode):
 
     def _product(self, name: str, args: Any, out: Tensor, read: int, written: int) -> None:
         left, right = [x for x in args if isinstance(x, Tensor)][-2:]
-        (m, k), n = left.shape, right.shape[1]
         result_bytes = _bytes(out) * (2 if name.startswith("addmm") else 1)
+        self._multiplied(name, left, right, out, (read, written), result_bytes)
+
+    def _multiplied(
+        self, name: str, left: Tensor, right: Tensor, out: Tensor, traffic: tuple[int, int], result_bytes: int
+    ) -> None:
+        (m, k), n = left.shape, right.shape[1]
         self.plan.launches.append(
             Launch(
                 self.phase,
                 name,
                 f"{_shape(left)} @ {_shape(right)} -> {_dtype(out)}",
-                read,
-                written,
+                *traffic,
                 2 * m * n * k,
                 waves(self.plan.device, m, n),
                 max(product_seconds(self.plan.device, m, n, k, result_bytes), LEAST_SECONDS),
@@ -153,6 +157,11 @@ class Recorder(TorchDispatchMode):
         told = {"ranks": self.ranks, "worst_labels": self.worst_labels}
         read, written, steps = KERNELS[name](arguments | told)
         tensors = [x for x in arguments.values() if isinstance(x, Tensor) and x.dim() == 2][:2]
+        if name == "fixed_product_kernel":
+            a_MK, b_KN, out_MN = (arguments[each] for each in ("a_ptr", "b_ptr", "out_ptr"))
+            again = 2 if arguments["GOES_ON"] or arguments["ADDS"] else 1
+            self._multiplied(name, a_MK, b_KN, out_MN, (read, written), again * _bytes(out_MN))
+            return
         waves = grid[0] / self.plan.device.multiprocessors
         self._add(name.strip("_"), tensors, read, written, least=steps * _STEP_SECONDS, waves=waves)
 
@@ -223,6 +232,13 @@ def _label_rows(given: dict[str, Any]) -> Traffic:
     return _bytes(rows) + _bytes(x_TD[:tokens]), _bytes(rows), -(-min(longest, tokens) // given["AHEAD"])
 
 
+def _fixed_product(given: dict[str, Any]) -> Traffic:
+    """As an operator's: operands are read once."""
+    out = _bytes(given["out_ptr"])
+    again = out if given["GOES_ON"] or given["ADDS"] else 0
+    return _bytes(given["a_ptr"]) + _bytes(given["b_ptr"]) + again, out, 0
+
+
 def _finish_dx(given: dict[str, Any]) -> Traffic:
     """A row of the weight for each token whose label is this rank's."""
     product_TD, w_VD = given["product_ptr"], given["w_ptr"]
@@ -244,6 +260,7 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
+    "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
     "_token_gradient_kernel": _of_tokens,
 }

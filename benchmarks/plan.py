@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks import record
 from benchmarks.cases import GPU_CASES, Case
-from benchmarks.implementations import UNFUSED, Implementation, kept_by_default, ours
+from benchmarks.implementations import UNFUSED, Implementation, kept_by_default, of_bits, ours
 from benchmarks.launches import Launch, Plan, planned
 from benchmarks.meter import measure
 from megatron_ext.head.row_passes.gpu_properties import DEVICES, Device
@@ -36,7 +36,7 @@ CASES = [
 ]
 CACHES = (1, 0.5, 0)
 Cache = float | None  # None: as the head has it by default
-PEERS = (UNFUSED,)
+PEERS = (of_bits("batch"), of_bits("tensor_parallel"), UNFUSED)
 MILLISECONDS, FLOOR, ABOVE = "planned time", "floor", "above the floor"
 EPILOGUES, WORST = "of it epilogues", "planned time, worst labels"
 BESIDE, PEAK, LAUNCHES = "beside the products / (T V / R)", "peak / (T V / R)", "launches"

@@ -250,8 +250,8 @@ def test_what_cannot_be_had_is_refused():
         linear_cross_entropy(hidden, weight[:100], labels, vocab=uneven, bits="tensor_parallel")
     with FakeTensorMode():
         x, w = (torch.empty(8, 4, device="cuda") for _ in range(2))
-        with pytest.raises(ValueError, match='on cuda:0: on CUDA only bits="fast"'):
-            LmHead(w, bits="batch").read(x, head.Entropy())
+        with pytest.raises(ValueError, match="TopK is read on CUDA: there only read-outs of the softmax"):
+            LmHead(w, bits="batch").read(x, head.TopK(2))
 
 
 def test_a_processor_that_does_not_keep_bits_is_refused(monkeypatch):
@@ -292,6 +292,16 @@ def test_a_shard_without_columns_and_no_tokens(bits):
     torch.testing.assert_close(squares.detach(), want.detach(), check_dtype=False)
     dx, dw = torch.autograd.grad(want.sum() + log_p[:, 3].sum(), leaves)
     torch.testing.assert_close([x.grad, w.grad], [dx, dw[16 * rank :]])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("others", ["fast", "batch"])
+def test_ranks_that_pass_different_bits_are_all_told(others):
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    hidden, labels, weight = torch.randn(5, 6), torch.arange(5), torch.randn(24 // size, 6)
+    bits = "tensor_parallel" if rank == size - 1 else others
+    with pytest.raises(ValueError, match="options are not the same on every rank of tp_group"):
+        linear_log_probs(hidden, weight, labels, group, bits=bits)
 
 
 @ranks(2, 4)

@@ -29,7 +29,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
-from megatron_ext.head.fixed_bits.linear import chunks as fixed_chunks
+from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts import kept_gradient
 from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces, Chunk
 from megatron_ext.head.row_passes import matmul

@@ -21,7 +21,7 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
     stats_KT = statistics.new_statistics(tokens, call, dtype, hidden_TD.device)
-    later = _backward_bytes(weight_VD, tokens, call) if keep else weight_VD.nbytes // 4
+    later = backward_bytes(weight_VD, tokens, call) if keep else weight_VD.nbytes // 4
     cached = cached_columns(call, tokens, columns, hidden_TD, later) if keep else 0
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
@@ -75,7 +75,7 @@ def _keeps_logits(call, x_TD) -> bool:
     return call.softcap is not None and (not matmul.widens(x_TD) or call.softcap < 16)
 
 
-def _backward_bytes(weight_VD, tokens, call) -> int:
+def backward_bytes(weight_VD, tokens, call) -> int:
     """Bytes that backward will need for dx and dW and that nothing holds during forward."""
     dw = 0 if call.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
     return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]

@@ -16,7 +16,6 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
-from megatron_ext.head.fixed_bits.leaves import LEAVES
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
 from megatron_ext.head.validation.readable_values import has_values
@@ -161,9 +160,6 @@ class Plan:
             begins = next((r for r in self.readouts if r.begins), None)
             if begins is not None:
                 begins.refuse(device)
-            elif self.call.bits == "tensor_parallel" and (leaves := LEAVES // self.call.ranks) > 1:
-                bare = replace(self.call, softcap=None)  # as `exchange_leaves` sends them
-                statistics.refuse(self.all_tokens, bare, dtype, device, (leaves - 1) * statistics.SENT)
             else:
                 statistics.refuse(self.all_tokens, self.call, dtype, device, self.rows)
         raise fault
@@ -181,22 +177,6 @@ class Plan:
         if stats_RKT.shape[0] > 1 and not torch.compiler.is_compiling():
             check_exchange(stats_RKT, self.asked, self.call, self.words())
         return stats_RKT
-
-    def exchange_leaves(self, stats_LKT: Tensor) -> Tensor:
-        """Every rank's statistics of its leaves, `[R L, K, T + 1]`, in the vocabulary's order; else as `exchange`."""
-        call, leaves = self.call, stats_LKT.shape[0]
-        if leaves == 1:
-            return self.exchange(stats_LKT[0])
-        if call.ranks == 1 or not self.all_tokens:
-            return stats_LKT
-        for stats_KT in stats_LKT:
-            statistics.sign(stats_KT, call, self.words, self.ids, self.places_T)
-        sent_KT = stats_LKT[:, : statistics.SENT].flatten(0, 1)
-        bare = replace(call, softcap=None)  # of which the slope at the label was cut off already
-        stats_RKT = statistics.exchange(sent_KT, bare, self.places_T, self.all_tokens)
-        found_LKT = stats_RKT.unflatten(1, (leaves, -1)).flatten(0, 1)
-        check_exchange(found_LKT, self.asked, call, self.words())
-        return found_LKT
 
     def parts(self, stats_KT: Tensor, own_KT: Tensor) -> "list[tuple[int, ReadOut, Tensor, Tensor]]":
         """Each read-out with rows of its own, its place, the rows that are sent and those that stay."""

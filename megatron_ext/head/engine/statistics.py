@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.fixed_bits.leaves import tree_sum
+from megatron_ext.head.fixed_bits.leaves import in_tree, tree_sum
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, statistics_rows
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.readable_values import has_values
@@ -122,6 +122,9 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     if stats_RKT.shape[0] == 1:
         return _of_one_shard(stats_RKT[0, :, :-1].double(), own_KT, call, shift_T)
     start_R1 = stats_RKT[:, START, -1:]
+    if call.bits == "tensor_parallel":
+        whole_KT = joined(stats_RKT.index_select(0, start_R1.squeeze(1).argsort()), call)
+        return _of_one_shard(whole_KT[:, :-1].double(), own_KT, call, shift_T)
     stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
     largest = peaks_RT.amax(0)
@@ -154,6 +157,37 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     target = stats_RKT[:, TARGET].amax(0) - reference
     shift = _finite(own_KT[MAX]) if shift_T is None else shift_T
     return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
+
+
+def joined(stats_NKT: Tensor, call: Call) -> Tensor:
+    """The statistics of neighbouring parts of the vocabulary as those of one part, `[K, T]`, by twos in the tree's
+    order and rounded at each step: so ranks may join theirs, or send them first.
+
+    The softcap's slope at the label is none of them.
+    """
+    return in_tree(stats_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
+
+
+def _joined(one_KT: Tensor, other_KT: Tensor, call: Call) -> Tensor:
+    both_2KT = torch.stack([one_KT, other_KT]).double()
+    peaks_2T = both_2KT[:, MAX]
+    largest = peaks_2T.amax(0)
+    below_2T = (peaks_2T - _finite(largest)).where(peaks_2T > -torch.inf, 0.0)
+    weight_2T = below_2T.exp().where(peaks_2T > -torch.inf, 0.0)
+    rows = [largest, _of_two(both_2KT[:, SUM_EXP] * weight_2T), both_2KT[:, TARGET].amax(0)]
+    if call.mean:
+        sums_2T, columns_2T = both_2KT[:, len(rows)], both_2KT[:, len(rows) + 1]
+        rows += [_of_two(sums_2T + columns_2T * below_2T), _of_two(columns_2T)]
+    if call.expected:
+        rows.append(_of_two(weight_2T * (both_2KT[:, len(rows)] + both_2KT[:, SUM_EXP] * below_2T)))
+    if call.hits:
+        hits_2T = both_2KT[:, len(rows)]
+        rows.append(hits_2T[0].where(peaks_2T[0] >= peaks_2T[1], hits_2T[1]))
+    return torch.stack(rows).to(one_KT.dtype)
+
+
+def _of_two(x_2T: Tensor) -> Tensor:
+    return x_2T[0] + x_2T[1]
 
 
 def _of_one_shard(stats_KT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:

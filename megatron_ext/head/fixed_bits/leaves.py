@@ -8,9 +8,10 @@ of neighbours: `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, of which each rank h
 Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -76,12 +77,17 @@ def leaves_fault(vocab: VocabShard, ranks: int) -> ValueError | None:
     )
 
 
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of `parts`, neighbours first; out of place."""
+def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`parts` joined by twos, neighbours first."""
     if len(parts) == 1:
         return parts[0]
     middle = 1 << (len(parts) - 1).bit_length() - 1
-    return tree_sum(parts[:middle]) + tree_sum(parts[middle:])
+    return joined(in_tree(parts[:middle], joined), in_tree(parts[middle:], joined))
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of `parts`, neighbours first; out of place."""
+    return in_tree(parts, torch.add)
 
 
 class TreeSum:

@@ -1,4 +1,7 @@
-"""Matrix products on a CPU whose rows have the same bits whatever other rows are multiplied with them.
+"""Matrix products whose rows have the same bits whatever other rows are multiplied with them.
+
+On CUDA they are Triton's, with tiles of one size and serial sums (`kernels/fixed_products.py`), whose logits come in
+fp32. What follows is about CPUs, where logits have the operands' dtype.
 
 A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
 last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
@@ -11,7 +14,9 @@ Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary co
 """
 
 import functools
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +51,23 @@ def aligned(x_MK: Tensor) -> Tensor:
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
     """`out = x @ W.T`."""
+    if x_TD.is_cuda:
+        _kernels().product(x_TD, w_VD.t(), out_TV)
+        return
     for block in column_blocks(w_VD.shape[0]):
         _rows_times(x_TD, w_VD[block].t(), out_TV[:, block])
 
 
-def product(g_TV: Tensor, w_VD: Tensor) -> Tensor:
-    """`G @ W` in fp32 (fp64 for fp64), summed over blocks of columns, one after the other."""
+def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tensor:
+    """`G @ W` in fp32 (fp64 for fp64), summed over blocks of columns, one after the other.
+
+    `before`: on CUDA, the sum over earlier columns, of a multiple of `PRODUCT_STEP`, that goes on with these.
+    """
+    if g_TV.is_cuda:
+        wide = accumulation_dtype(g_TV.dtype)
+        total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=wide) if before_TD is None else before_TD
+        _kernels().product(g_TV, w_VD, total_TD, goes_on=before_TD is not None)
+        return total_TD
     total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     if not g_TV.shape[1]:
         return total_TD.zero_()
@@ -63,7 +79,7 @@ def product(g_TV: Tensor, w_VD: Tensor) -> Tensor:
 
 
 def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
-    """`total += G.T @ x` in blocks of tokens, one after the other, the last one padded with zeros."""
+    """`total += G.T @ x` on a CPU, in blocks of tokens, one after the other, the last one padded with zeros."""
     for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
         g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
         for block in column_blocks(g_TV.shape[1]):
@@ -71,6 +87,15 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
                 total_VD[block].addmm_(g_tV[:, block].t(), x_tD)
             else:
                 total_VD[block] += torch.mm(g_tV[:, block].t(), x_tD)
+
+
+def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
+    """`G.T @ x` on CUDA, rounded once to the dtype of `out`; `adds`: to what is in it."""
+    _kernels().product(g_TV.t(), x_TD, out_VD, adds=adds)
+
+
+def _kernels() -> Any:
+    return importlib.import_module("megatron_ext.head.kernels.fixed_products")
 
 
 def column_blocks(columns: int) -> list[slice]:

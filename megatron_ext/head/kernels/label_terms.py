@@ -178,11 +178,13 @@ def add_label_rows(
     value_T: Tensor,
     common_D: Tensor | None,
     counted_V: Tensor | None,
+    in_order: bool = False,
 ) -> None:
     """At most T rows are read and written, all of them only with `common`. See `row_passes/label_terms.py`.
 
     A stable sort on the device brings the tokens of a row together, in their own order. However many those are, no
-    program adds up more than a window of them, or of the windows' sums.
+    program adds up more than a window of them, or of the windows' sums. Where windows begin depends on the other
+    labels, so with `in_order` there are none: a label of 10000 tokens takes about 2 ms then.
     """
     (tokens, width), rows = x_TD.shape, out_VD.shape[0]
     every_row = common_D is not None
@@ -202,7 +204,8 @@ def add_label_rows(
             "AHEAD": 8,
             "num_warps": warps,
         }
-        if windows > 1:
+        in_parts = windows > 1 and not in_order
+        if in_parts:
             parts = value_T.new_empty(2 * windows, width)
             _label_parts_kernel[(2 * windows, triton.cdiv(width, block_d))](
                 parts, x_TD, sorted_T, order_T, value_T, x_TD.stride(0), tokens, width, **sizes
@@ -222,7 +225,7 @@ def add_label_rows(
             x_TD.stride(0),
             width,
             EVERY_ROW=every_row,
-            IN_PARTS=windows > 1,
+            IN_PARTS=in_parts,
             **sizes,
         )
 

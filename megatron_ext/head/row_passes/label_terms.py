@@ -24,6 +24,7 @@ def add_label_rows(
     value_T: Tensor,
     common_D: Tensor | None,
     counted_V: Tensor | None,
+    in_order: bool = False,
 ) -> None:
     """`out[target] += value * x` for each token, and `out += counted * common` for each row.
 
@@ -33,6 +34,8 @@ def add_label_rows(
         target_T: int64, the row a token is added to, -1: none.
         value_T: fp32 (fp64 for fp64), the dtype of the sums.
         common_D, counted_V: in `value_T`'s dtype, both or neither.
+        in_order: the tokens of a row are added one after the other, however many they are and whatever other labels
+            there are; on a CPU they always are.
     """
     dtype, width = value_T.dtype, x_TD.shape[1]
     wide = out_VD.dtype == dtype

@@ -1,5 +1,6 @@
 """What `bits` asks for and cannot have."""
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +15,23 @@ def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readou
     """What is wrong with this rank's shard, given bits that are not "fast".
 
     Raises:
-        ValueError: what every rank sees: the device, the number of ranks, or a read-out that has no such bits.
+        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out that has no
+            such bits.
     """
-    if hidden.device.type not in ("cpu", "meta"):
+    if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
-            f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA only bits="fast" can be had, whose bits are '
-            f"the same in each run with the same shapes, and may depend on the number of tokens; pass that, or turn "
-            f"Megatron's batch_invariant_mode off, where that asked for other bits"
+            f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA its products are Triton\'s, which is not '
+            f'installed; install triton, or pass bits="fast"'
         )
+    if not hidden.is_cuda and hidden.device.type not in ("cpu", "meta"):
+        raise ValueError(f'bits is "{bits}" and hidden is on {hidden.device}: only CPUs and CUDA have it; pass "fast"')
+    for readout in readouts:
+        if hidden.is_cuda and readout.needs_logits:
+            raise ValueError(
+                f'bits is "{bits}" and {type(readout).__name__} is read on CUDA: there only read-outs of the softmax '
+                f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; pass "
+                f'bits="fast", or turn Megatron\'s batch_invariant_mode off, where that asked for other bits'
+            )
     if bits != "tensor_parallel":
         return None
     if LEAVES % ranks:

@@ -1,0 +1,185 @@
+"""The backward of the head with fixed bits, tile by tile: the gradient matrix, its products, and the exact terms.
+
+Legend: T tokens, t of a tile, D hidden size, V columns of a tile, of a leaf or of all leaves, L leaves.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.head.engine import chunk_sizes, linear_passes
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.products import TOKENS
+from megatron_ext.head.fixed_bits.source import Source, part_kept
+from megatron_ext.head.row_passes import dispatch, label_terms
+from megatron_ext.head.row_passes.logit_passes import transformed
+
+
+class Gradient:
+    """Of logits, by the parts of `token_terms.Gradient` for each leaf, whose exponentials have a shift of their own."""
+
+    def __init__(self, source: Source, plan: Plan, kept: list[Tensor], stats: Statistics, shift_LT: Tensor, basis: Any):
+        self._source, self._plan, self._kept = source, plan, kept
+        self._columns = [leaf.columns(plan.target_T) for leaf in source.leaves]
+        self._grads = [
+            dispatch.token_gradient(stats._replace(shift=shift_T), plan.kept_T, column_T, basis, plan.call)
+            for shift_T, column_T in zip(shift_LT, self._columns, strict=True)
+        ]
+        self._offset = self._grads[0].offset
+        self._scaled: tuple[tuple[int, int], Tensor] | None = None
+        self._common: dict[int, Tensor] = {}
+
+    def matrix(self, rows: slice, at: int, block: slice) -> Tensor:
+        """G, `[t, V]`: what is kept, if that are exponentials and nothing bends them."""
+        source = self._source
+        kept_tV = part_kept(self._kept[at], rows, block)
+        if kept_tV is not None and source.keeps_exp:
+            return kept_tV
+        g_tV = source.room(rows, at, block)
+        parts = [rows]
+        if source.on_gpu and kept_tV is None:
+            room = chunk_sizes.block_room(rows.stop, source.columns, source.x_TD)
+            parts = chunk_sizes.product_chunks(rows, None, block.stop - block.start, source.x_TD, room)
+        for part in parts:
+            own = slice(part.start - rows.start, part.stop - rows.start)
+            z_tV = source.logits(part, at, block, g_tV) if kept_tV is None else kept_tV[own]
+            self._write(z_tV, part, at, block, g_tV[own])
+            del z_tV  # before the next one is made
+        return g_tV
+
+    def _write(self, z_tV: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
+        """G of logits, which may be in its own memory."""
+        source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
+        scale, slope, offset = (None if x is None else x[rows] for x in grad.inside or (None, None, None))
+        bias_V = None if source.biases[at] is None else source.biases[at][block]
+        width = block.stop - block.start
+        capped = call.softcap is not None and not source.on_gpu
+        source_tV = transformed(z_tV, bias_V, call.softcap, 1.0, source.dtype) if capped else z_tV
+        out_tV = source_tV if capped else g_tV
+        dispatch.row_gradient(
+            source_tV,
+            False,
+            self._columns[at][rows] - block.start,
+            grad.shift[rows],
+            scale,
+            slope,
+            offset,
+            None,
+            out_tV,
+            None if capped else bias_V,
+            min(max(leaf.vocab.counted - block.start, 0), width),
+            None if capped else call.softcap,
+            call.temperature,
+        )
+        if capped:
+            assert call.softcap is not None
+            g_tV.copy_(out_tV.mul_(products.softcap_slope(z_tV, bias_V, call.softcap, out_tV.dtype)))
+
+    def dx(self, rows: slice, at: int, product_tD: Tensor) -> Tensor:
+        """This leaf's part of dx of its product: `scale * (G @ W)` and the exact terms, in fp32 (fp64)."""
+        grad, w_VD, column_t = self._grads[at], self._source.weights[at], self._columns[at][rows]
+        scale_t, value_t = grad.scale[rows], grad.target[rows]
+        offset_t, common_D = None, None
+        if self._offset is not None:
+            if at not in self._common:
+                self._common[at] = _common(w_VD, self._counted(at))
+            offset_t, common_D = self._offset[rows], self._common[at]
+        if self._source.on_gpu:
+            dispatch.finish_dx(product_tD, product_tD, scale_t, column_t, value_t, w_VD, offset_t, common_D)
+            return product_tD
+        # Not by the plain `finish_dx`, whose `addcmul_` rounds otherwise in a tensor's last elements.
+        dx_tD = product_tD.mul_(scale_t.unsqueeze(1))
+        dx_tD += w_VD[column_t.clamp(min=0)] * value_t.unsqueeze(1)
+        if offset_t is not None and common_D is not None:
+            dx_tD += offset_t.unsqueeze(1) * common_D
+        return dx_tD
+
+    def total(self, weight: Tensor, fused: Tensor | None = None) -> Tensor:
+        """Room for `weight`'s gradient, a row for each column of the leaves: they may be more than the weight has (the
+        vocabulary ends in the last leaf) or fewer (padding).
+
+        On a CPU, where it is a sum over tiles, it is fp32; of an `fused` fp32 buffer it is that, or begins with its
+        values, since sums in another order have other bits. On CUDA each row is written once, in the weight's dtype.
+        """
+        source = self._source
+        dtype = weight.dtype if source.on_gpu and weight.dim() == 2 else source.dtype
+        if fused is not None and len(fused) == source.columns and (source.on_gpu or fused.dtype == dtype):
+            return fused
+        found = weight.new_zeros(source.columns, *weight.shape[1:], dtype=dtype)
+        if fused is not None and fused.dtype == dtype and not source.on_gpu:
+            held = min(len(fused), len(found))
+            found[:held] = fused[:held]
+        return found
+
+    def into(self, fused: Tensor, total_VD: Tensor) -> None:
+        """Leaves the gradient in the buffer that `total` was given."""
+        if total_VD is fused:
+            return
+        held = min(len(fused), len(total_VD))
+        if fused.dtype == total_VD.dtype and not self._source.on_gpu:
+            fused[:held] = total_VD[:held]
+        else:
+            fused[:held] += total_VD[:held]
+
+    def add_dw(self, total_VD: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor, adds: bool) -> None:
+        """Add `G.T @ (scale * x)`. `adds`: there is something in `total` already, on CUDA."""
+        place = (rows.start, at)
+        if self._scaled is None or self._scaled[0] != place:
+            x_tD = self._source.x_TD[rows]
+            scale_t1 = self._grads[at].scale[rows].unsqueeze(1)
+            self._scaled = place, torch.mul(x_tD, scale_t1, out=torch.empty_like(x_tD))
+        out_VD = total_VD[self._rows_of(at, block)]
+        if self._source.on_gpu:
+            products.transposed(out_VD, g_tV, self._scaled[1], adds)
+        else:
+            products.add_transposed(out_VD, g_tV, self._scaled[1])
+
+    def add_db(self, total_V: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
+        """Add the sum of `scale * G` over tokens."""
+        out_V, scale_t = total_V[self._rows_of(at, block)], self._grads[at].scale[rows]
+        if self._source.on_gpu:
+            products.transposed(out_V.unsqueeze(1), g_tV, scale_t.to(g_tV.dtype).unsqueeze(1))
+            return
+        for g, scale in zip(g_tV.split(TOKENS), scale_t.split(TOKENS), strict=True):
+            out_V += (g.to(out_V.dtype) * scale.unsqueeze(1)).sum(0)
+
+    def add_labels(self, total_VD: Tensor, x_TD: Tensor) -> None:
+        """Add the exact terms: of the labels, and of every column that counts where the gradient has an offset."""
+        common_D = counted_V = None
+        if self._offset is not None:
+            common_D = _common(x_TD, self._offset)
+            counted_V = torch.cat([self._counted(at) for at in range(len(self._grads))])
+        value_T = self._grads[0].target
+        for grad in self._grads[1:]:
+            value_T = value_T + grad.target  # of which one is not 0
+        side = dispatch if self._source.on_gpu else label_terms
+        side.add_label_rows(total_VD, x_TD, self._plan.target_T, value_T, common_D, counted_V, True)
+
+    def of_shard(self, total: Tensor, weight: Tensor) -> Tensor:
+        """The rows of `weight`, in its dtype; 0 for those that no leaf has."""
+        if len(total) >= len(weight):
+            return total[: len(weight)].to(weight.dtype)
+        return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - len(total))).to(weight.dtype)
+
+    def _rows_of(self, at: int, block: slice) -> slice:
+        start = at * self._source.leaves[at].width
+        return slice(start + block.start, start + block.stop)
+
+    def _counted(self, at: int) -> Tensor:
+        """1 for each column of leaf `at` that counts, else 0."""
+        leaf = self._source.leaves[at]
+        call = replace(self._plan.call, vocab=leaf.vocab)
+        return linear_passes.counted(self._source.biases[at], leaf.width, call, self._grads[at].scale)
+
+
+def _common(x_ND: Tensor, factor_N: Tensor) -> Tensor:
+    """`sum factor * x` over rows."""
+    total_D = factor_N.new_zeros(x_ND.shape[1])
+    for rows in chunk_sizes.pieces(x_ND):
+        total_D += (x_ND[rows] * factor_N[rows].unsqueeze(1)).sum(0)
+    return total_D

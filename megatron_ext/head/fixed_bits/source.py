@@ -1,0 +1,106 @@
+"""Hidden states, weight and bias of a call leaf by leaf, and what is kept of logits for backward.
+
+What is kept is exponentials relative to the maximum of a leaf, which no rank's shard changes, in the hidden states'
+dtype: made again they have the same bits. Where a softcap or an entropy bends the gradient, logits are kept instead. On
+a CPU all of a leaf is kept for the first tokens, and backward goes by chunks of tokens. On CUDA the first columns of
+each leaf are kept for all tokens, and backward goes by blocks of columns: each row of dW is written once.
+
+Legend: T tokens, t of a chunk, D hidden size, V columns of a leaf or of a block of it.
+"""
+
+from torch import Tensor
+
+from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import leaves_of
+from megatron_ext.head.fixed_bits.products import TOKENS
+from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+
+# What a launch sums at a time on CUDA: a product over columns that ends at a multiple of it goes on in the next one.
+_STEP = 64
+
+
+class Source:
+    """Hidden states of all tokens, and weight and bias leaf by leaf."""
+
+    def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: Call):
+        self.x_TD, self.call, self.leaves = products.aligned(x_TD), call, leaves_of(call)
+        self.on_gpu, self.dtype = x_TD.is_cuda, accumulation_dtype(x_TD.dtype)
+        w_VD = weight_VD.to(x_TD.dtype)
+        self.weights = [leaf.cut(w_VD) for leaf in self.leaves]
+        wide_V = None if bias_V is None else bias_V.to(self.dtype)
+        self.biases = [None if wide_V is None else leaf.cut(wide_V) for leaf in self.leaves]
+        self.columns = sum(leaf.width for leaf in self.leaves)
+        self.keeps_exp = call.softcap is None and not call.expected
+        self._whole: Tensor | None = None
+
+    def new_kept(self, share: float) -> list[Tensor]:
+        """Room for what is kept of each leaf, `[T, V]` or a part of that: `share` of it."""
+        tokens, x_TD = self.x_TD.shape[0], self.x_TD
+        if not self.on_gpu:
+            kept = tokens if share >= 1 else int(tokens * share) // TOKENS * TOKENS
+            return [products.new_rows(x_TD, kept, leaf.width) for leaf in self.leaves]
+        dtype = x_TD.dtype if self.keeps_exp else self.dtype
+        share = share * x_TD.element_size() / dtype.itemsize
+        widths = [leaf.width if share >= 1 else int(leaf.width * share) // _STEP * _STEP for leaf in self.leaves]
+        return [matmul.new_matrix(x_TD, tokens, width, dtype) for width in widths]
+
+    def token_chunks(self, kept: list[Tensor], room: int) -> list[slice]:
+        """Tokens at a time in forward. `room`: bytes that a chunk's logits may take on CUDA."""
+        tokens, call = self.x_TD.shape[0], self.call
+        if not self.on_gpu:
+            return chunks(call, tokens, kept[0].shape[0], self.columns)
+        width = self.leaves[0].width
+        return chunk_sizes.product_chunks(slice(0, tokens), call.chunk_tokens, width, self.x_TD, room)
+
+    def tiles(self, kept: list[Tensor]) -> list[tuple[slice, list[list[slice]]]]:
+        """Parts of backward: tokens, and blocks of each leaf's columns. None is kept in part."""
+        tokens, call = self.x_TD.shape[0], self.call
+        if not self.on_gpu:
+            whole = [[slice(0, leaf.width)] for leaf in self.leaves]
+            return [(rows, whole) for rows in chunks(call, tokens, kept[0].shape[0], self.columns)]
+        blocks = []
+        for leaf, kept_TV in zip(self.leaves, kept, strict=True):
+            first, rest = kept_TV.shape[1], leaf.width - kept_TV.shape[1]
+            found = [slice(0, first)] if first else []
+            if rest:
+                likes = chunk_sizes.column_blocks(tokens, rest, call.chunk_tokens, self.x_TD, self.x_TD.shape[1])
+                step = -(-likes[0].stop // _STEP) * _STEP
+                found += [slice(at, min(at + step, leaf.width)) for at in range(first, leaf.width, step)]
+            blocks.append(found)
+        return [(slice(0, tokens), blocks)]
+
+    def logits(self, rows: slice, at: int, block: slice, out_tV: Tensor | None = None) -> Tensor:
+        """Those of a block of leaf `at`, `[t, V]`: new and in fp32 on CUDA, on a CPU in `out`."""
+        if self.on_gpu:
+            out_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, block.stop - block.start, self.dtype)
+        assert out_tV is not None
+        products.logits(self.x_TD[rows], self.weights[at][block], out_tV)
+        return out_tV
+
+    def room(self, rows: slice, at: int, block: slice) -> Tensor:
+        """Memory for a matrix `[t, V]` in the hidden states' dtype: on a CPU the same each time."""
+        tokens, width = rows.stop - rows.start, block.stop - block.start
+        if self.on_gpu:
+            return matmul.new_matrix(self.x_TD, tokens, width)
+        if self._whole is None or self._whole.shape[0] < tokens or self._whole.shape[1] != width:
+            self._whole = products.new_rows(self.x_TD, tokens, width)
+        return self._whole[:tokens]
+
+
+def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
+    """That of a tile, if it is kept."""
+    if rows.stop > kept_TV.shape[0] or block.stop > kept_TV.shape[1]:
+        return None
+    return kept_TV[rows, block]
+
+
+def chunks(call: Call, tokens: int, kept_tokens: int, columns: int) -> list[slice]:
+    """Tokens on a CPU in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
+    given = slice(0, call.chunk_tokens or tokens)
+    first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns) or [given])[0]
+    step = products.whole_blocks(first)
+    parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
+    return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]

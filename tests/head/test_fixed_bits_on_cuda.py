@@ -1,0 +1,136 @@
+"""`bits="batch"` and "tensor_parallel" on CUDA: the same bits for other tokens, chunks and caches, and true values.
+
+`pytest -m gpu --rehearse` runs the same lines on the CPU, with Triton's interpreter.
+"""
+
+import pytest
+import torch
+
+from megatron_ext import VocabShard, head
+from megatron_ext.head import LmHead
+from tests.devices import GPU
+
+pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
+
+TOKENS, WIDTH = 33, 40
+VOCAB = {"batch": 150, "tensor_parallel": 544}  # leaves of two steps of a product or one, and a part of the next
+MODES = ["batch", "tensor_parallel"]
+OPTIONS = [{}, {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}]
+
+
+def problem(dtype, bits):
+    g, columns = torch.Generator().manual_seed(0), VOCAB[bits]
+    hidden, weight = torch.randn(TOKENS, WIDTH, generator=g), torch.randn(columns, WIDTH, generator=g) / 3
+    labels, slopes = torch.randint(columns, (TOKENS,), generator=g), torch.randn(TOKENS, generator=g)
+    labels[7], labels[20:30:3] = -100, 5  # a label of several tokens
+    bias = torch.randn(columns, generator=g)
+    return [x.to(GPU) for x in (hidden.to(dtype), weight.to(dtype), labels, slopes, bias.to(dtype))]
+
+
+def computed(bits, hidden, weight, labels, slopes, bias=None, entropy=False, **options):
+    """Losses, hits and what else is read, then dx, dW and the bias's gradient."""
+    leaves = [x if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+    of = LmHead(leaves[1], bias=leaves[2], bits=bits, **options)
+    readouts = [head.CrossEntropy(labels, label_smoothing=0.1, z_loss=0.01), head.IsArgmax(labels)]
+    found = of.read(leaves[0], *readouts, *([head.Entropy()] if entropy else []))
+    given = [x for x in found if x.requires_grad]
+    (sum(given) * slopes).sum().backward()
+    return [x.detach() for x in found], [x.grad for x in leaves if x is not None]
+
+
+def same(one, other):
+    assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [True] * len(one)
+
+
+@pytest.mark.parametrize("kind", ["logits", "dx", "dW"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+def test_products_by_themselves(kind, dtype):
+    """True values; a row's bits are those of any other place and number of rows, and a sum's those of two parts."""
+    from megatron_ext.head.kernels.fixed_products import product
+
+    g = torch.Generator().manual_seed(0)
+    m, k, n = 150, 70 + 64, 20
+    left, right = torch.randn(m, k, generator=g).to(GPU, dtype), torch.randn(k, n, generator=g).to(GPU, dtype)
+    a = left.t().contiguous().t() if kind == "dW" else left
+    b = right.t().contiguous().t() if kind == "logits" else right
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    whole, some = torch.empty(m, n, dtype=wide, device=GPU), torch.empty(3, n, dtype=wide, device=GPU)
+    product(a, b, whole)
+    torch.testing.assert_close(whole, (left.double() @ right.double()).to(wide), rtol=1e-5, atol=1e-5)
+    product(a[[140, 2, 77]], b, some)
+    assert torch.equal(some, whole[[140, 2, 77]])
+    parts = torch.empty_like(whole)
+    product(a[:, :64], b[:64], parts)
+    product(a[:, 64:], b[64:], parts, goes_on=True)
+    assert torch.equal(parts, whole)
+    more = torch.ones(m, n, dtype=dtype, device=GPU)
+    product(a, b, more, adds=True)
+    assert torch.equal(more, (1 + whole).to(dtype))
+
+
+@pytest.mark.parametrize("more", OPTIONS, ids=["plain", "bent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bits", MODES)
+def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, more):
+    hidden, weight, labels, slopes, bias = problem(dtype, bits)
+    options = {"bias": bias, "entropy": True, **more} if more else {}
+    given = (hidden, weight, labels, slopes)
+    results, grads = computed(bits, *given, cache=1, **options)
+    for cache, chunk in ((0, None), (0.9, 16)):
+        again = computed(bits, *given, cache=cache, chunk_tokens=chunk, **options)
+        same(results + grads, again[0] + again[1])
+    some = torch.tensor([30, 2, 11], device=GPU)
+    others, (dx, *_) = computed(bits, hidden[some], weight, labels[some], slopes[some], **options)
+    same([x[some] for x in (*results, grads[0])], [*others, dx])
+
+
+@pytest.mark.parametrize("bits", MODES)
+def test_dw_is_the_same_with_tokens_behind_that_do_not_count(bits):
+    hidden, weight, labels, _, _ = problem(torch.bfloat16, bits)
+
+    def dw(x, y):
+        w = weight.clone().requires_grad_()
+        LmHead(w, bits=bits).read(x, head.LogProbs(y)).sum().backward()
+        return w.grad
+
+    more = torch.cat([hidden, hidden[:20]]), torch.cat([labels, torch.full((20,), -100, device=GPU)])
+    assert torch.equal(dw(hidden, labels), dw(*more))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("bits", MODES)
+def test_values_are_as_near_the_truth_as_fast_ones(bits, dtype):
+    hidden, weight, labels, slopes, bias = problem(dtype, bits)
+    wide = [x.double() for x in (hidden, weight)]
+    for options in ({"cache": 1}, {"softcap": 5.0, "entropy": True}):
+        truth = computed("fast", *wide, labels, slopes.double(), bias.double(), **options)
+        errors = []
+        for mode in (bits, "fast"):
+            found = computed(mode, hidden, weight, labels, slopes, bias, **options)
+            pairs = zip(found[0][:1] + found[1], truth[0][:1] + truth[1], strict=True)
+            errors.append([float((a.double() - b).norm() / b.norm()) for a, b in pairs])
+        floor = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2e-4}[dtype]
+        for found, fast in zip(*errors, strict=True):
+            assert found <= 1.1 * fast + floor, errors
+
+
+@pytest.mark.parametrize("bits", MODES)
+def test_the_gradient_is_added_to_main_grad(bits):
+    hidden, weight, labels, slopes, _ = problem(torch.bfloat16, bits)
+    plain = computed(bits, hidden, weight, labels, slopes)[1][1]
+    w = weight.clone().requires_grad_()
+    w.main_grad, w.grad_added_to_main_grad = torch.ones_like(weight, dtype=torch.float32), False
+    of = LmHead(w, bits=bits, gradient_accumulation_fusion=True)
+    loss = of.read(hidden, head.CrossEntropy(labels, label_smoothing=0.1, z_loss=0.01))
+    (loss * slopes).sum().backward()
+    torch.testing.assert_close(w.main_grad - 1, plain.float(), rtol=0.01, atol=1e-3)
+
+
+def test_a_vocabulary_that_ends_inside_a_leaf():
+    """Whose padding has neither a part in the results nor a gradient."""
+    hidden, weight, labels, slopes, _ = problem(torch.bfloat16, "tensor_parallel")
+    labels = labels.clamp(max=540)
+    padded = computed("tensor_parallel", hidden, weight, labels, slopes, vocab=VocabShard(0, 544, 541))
+    cut = computed("tensor_parallel", hidden, weight[:541], labels, slopes, vocab=VocabShard(0, 541, 541))
+    same(padded[0] + [padded[1][0], padded[1][1][:541]], cut[0] + cut[1])
+    assert not padded[1][1][541:].any()
