@@ -298,7 +298,7 @@ def test_a_shard_without_columns_and_no_tokens(bits):
 @pytest.mark.parametrize("others", ["fast", "batch"])
 def test_ranks_that_pass_different_bits_are_all_told(others):
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    hidden, labels, weight = torch.randn(5, 6), torch.arange(5), torch.randn(24 // size, 6)
+    hidden, labels, weight = torch.randn(5, 40), torch.arange(5), torch.randn(208 // size, 40)
     bits = "tensor_parallel" if rank == size - 1 else others
     with pytest.raises(ValueError, match="options are not the same on every rank of tp_group"):
         linear_log_probs(hidden, weight, labels, group, bits=bits)

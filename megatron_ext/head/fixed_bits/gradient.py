@@ -55,7 +55,8 @@ class Gradient:
     def _write(self, z_tV: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
         """G of logits, which may be in its own memory."""
         source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
-        scale, slope, offset = (None if x is None else x[rows] for x in grad.inside or (None, None, None))
+        inside: Any = grad.inside or (None, None, None)
+        scale, slope, offset = (None if x is None else x[rows] for x in inside)
         bias_V = None if source.biases[at] is None else source.biases[at][block]
         width = block.stop - block.start
         capped = call.softcap is not None and not source.on_gpu
