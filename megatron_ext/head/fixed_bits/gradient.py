@@ -57,7 +57,8 @@ class Gradient:
         source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
         inside: Any = grad.inside or (None, None, None)
         scale, slope, offset = (None if x is None else x[rows] for x in inside)
-        bias_V = None if source.biases[at] is None else source.biases[at][block]
+        bias_V = source.biases[at]
+        bias_V = None if bias_V is None else bias_V[block]
         width = block.stop - block.start
         capped = call.softcap is not None and not source.on_gpu
         source_tV = transformed(z_tV, bias_V, call.softcap, 1.0, source.dtype) if capped else z_tV
