@@ -61,8 +61,8 @@ class LmHead:
         bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
             of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
             layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
-            vocabulary; for read-outs of the softmax alone. The last two are for CPUs, and for one machine, torch and
-            number of threads: docs/exactness.md.
+            vocabulary; for read-outs of the softmax alone. The last two are for CPUs and, for read-outs of the softmax,
+            for CUDA with Triton; for one machine, torch and number of threads: docs/exactness.md.
     """
 
     weight: Tensor

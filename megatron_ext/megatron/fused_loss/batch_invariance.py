@@ -12,8 +12,8 @@ _KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 def bits_of(config: Any) -> Bits:
     """ "batch" where a config's `batch_invariant_mode` or Megatron's global switch of that name is on, else "fast".
 
-    Megatron's own kernels do not reach the head's products. Where the head has no such bits, as on CUDA, it refuses to
-    run rather than give others.
+    Megatron's own kernels do not reach the head's products. Where the head has no such bits, as for read-outs of whole
+    logits on CUDA, it refuses to run rather than give others.
     """
     kernels = sys.modules.get(_KERNELS)
     switched = kernels is not None and kernels.is_batch_invariant_mode_enabled()
