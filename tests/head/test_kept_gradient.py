@@ -140,3 +140,33 @@ def test_an_infinite_divergence_keeps_the_finite_gradient_that_it_has():
     for x, y in zip(*found, strict=True):
         assert x.isfinite().all()
         torch.testing.assert_close(y, x)
+
+
+def test_compiled():
+    """Nothing is kept then: the compiler refuses outputs of forward in whose memory its products lie."""
+    (hidden, weight, _), teacher = sides(torch.float32)
+
+    def loss(hidden, weight):
+        return LmHead(weight).read(hidden, KL(teacher)).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    found = torch.autograd.grad(compiled(hidden, weight), (hidden, weight))
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_token_of_nan_without_a_gradient_does_no_harm(softcap):
+    (hidden, weight, _), teacher = sides()
+    g_T = torch.ones(T, dtype=hidden.dtype)
+    g_T[5] = 0
+
+    def grads(hidden):
+        found = LmHead(weight, softcap=softcap, cache=1).read(hidden, KL(teacher))
+        return torch.autograd.grad(found, (hidden, weight), g_T)
+
+    expected = grads(hidden)
+    hidden = hidden.detach().clone()
+    hidden[5] = torch.nan
+    torch.testing.assert_close(grads(hidden.requires_grad_()), expected)

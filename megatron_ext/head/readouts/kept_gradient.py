@@ -49,13 +49,13 @@ class Kept:
         (value_t, *_), saved = readout.results(None, stats_Kt.unsqueeze(0), stats_Kt)
         readout.pull(saved, slice(0, tokens), logits, torch.ones_like(value_t), out_tV, True)
         out_tV[:, self._plan.call.counted :] = 0
+        rule = self._source.rule
+        if rule.changes:
+            rule.pull(raw_tV, out_tV)
         if not has_values(value_t) or value_t.is_cuda or not value_t.isfinite().all():
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        rule = self._source.rule
-        if rule.changes:
-            rule.pull(raw_tV, out_tV)
         if rule.changes or matmul.widens(self._source.x_TD):
             self.unit_TV[rows] = out_tV
 
@@ -64,6 +64,8 @@ def of(plan: Plan, source: Any) -> Kept | None:
     """Where to keep the gradients of a call whose logits `source` makes; None: nothing is kept of it."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
     if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.bits != "fast":
+        return None
+    if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
         return None
     tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
     return Kept(plan, source, tokens) if tokens else None
