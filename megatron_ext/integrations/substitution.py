@@ -182,7 +182,7 @@ def takes(ours: Sequence[inspect.Parameter], theirs: Sequence[inspect.Parameter]
     """Whether a call written for `theirs` means the same to `ours`: the same places, and every keyword."""
     places = [p.name for p in ours if p.kind != p.KEYWORD_ONLY]
     wanted = [p.name for p in theirs if p.kind != p.KEYWORD_ONLY]
-    own = ours[len(wanted) :]
+    own = [p for p in ours[len(wanted) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return (
         places[: len(wanted)] == wanted
         and {p.name for p in theirs} <= {p.name for p in ours}

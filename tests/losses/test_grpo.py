@@ -246,7 +246,7 @@ def test_clamped_kl_lets_no_gradient_through_its_weights():
         ({"loss_type": "dr_grpo", "max_completion_length": 2.5}, "max_completion_length is 2.5"),
         ({"loss_type": "dr_grpo", "max_completion_length": True}, "max_completion_length is True"),
         ({"epsilon": None}, "epsilon is None: it must be at least 0$"),
-        ({"epsilon": "0.2"}, "epsilon is '0.2': it must be at least 0$"),
+        ({"epsilon": "0.2"}, "epsilon is '0.2': it must be at least 0; write 0.2 without quotes"),
         ({"epsilon_high": -0.1}, "epsilon_high is -0.1: it must be at least 0, or None"),
         ({"delta": -1.0}, "delta is -1.0"),
         ({"delta": "2"}, "delta is '2'"),
