@@ -12,7 +12,7 @@ from tests.on_transformer_engine.test_experts import FUSED, MOE
 from tests.on_transformer_engine.test_fp8 import SIZES
 from tests.ranks import ranks
 
-HEAD = {"chunk_size": 5}
+HEAD = {"chunk_tokens": 5}
 
 
 def beside_spec(config, vp_stage=None):
