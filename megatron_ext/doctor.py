@@ -245,8 +245,10 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def screen(found: dict[str, Any]) -> str:
     """The report for people."""
-    lines = ["Versions"]
-    lines += [f"  {name:<20}{version}" for name, version in found["versions"].items() if version]
+    there = {name: version for name, version in found["versions"].items() if version}
+    built_with = [f", {name} {there.pop(name)}" for name in ("CUDA", "NCCL") if name in there]
+    there = {name: version + "".join(built_with) if name == "torch" else version for name, version in there.items()}
+    lines = ["Versions", *(f"  {name:<20}{version}" for name, version in there.items())]
     lines += [f"  not here: {', '.join(name for name, version in found['versions'].items() if not version)}"]
     lines += ["", "Ways into Megatron-Core"]
     megatron = found["megatron"]

@@ -83,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--label-smoothing", type=float, metavar="X", help="0 to 1, as in torch's cross_entropy")
     parser.add_argument("--softcap", type=float, metavar="X", help="logits are X * tanh(logits / X) in the loss")
     parser.add_argument("--temperature", type=float, metavar="X", help="logits are divided by it in the loss")
+    parser.add_argument(
+        "--skip-ignored", type=_bound, metavar="N", help="masked tokens make no product; any, or N: no more count"
+    )
+    parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="which bits of the head are equal")
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
     parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
@@ -93,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Those of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature")
+    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "bits")
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
@@ -101,6 +105,13 @@ def _tokens(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of tokens")
     return int(text)
+
+
+def _bound(text: str) -> int | bool:
+    try:
+        return True if text == "any" else _tokens(text)
+    except argparse.ArgumentTypeError as refusal:
+        raise argparse.ArgumentTypeError(f"{refusal}, or any") from None
 
 
 def _cache(text: str) -> Any:

@@ -6,10 +6,17 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.meter import measure
 from megatron_ext import cpu_products, doctor, linear_cross_entropy, main_grad, reference
+from megatron_ext.dtensor.styles import FusedColwise
 from megatron_ext.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from tests.ranks import ranks
+from tests.sixteen_bit_products import SixteenBitProducts
 
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "tiles"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -34,7 +41,7 @@ def test_rounded_once(native, dtype, shape):
     with cpu_products.sixteen_bit_products(native):
         found = cpu_products.mm(left, right)
         turned = cpu_products.mm(left.t().contiguous().t(), right.t().contiguous().t())
-        with_bias = cpu_products.mm(left, right, bias_N=bias)
+        with_bias = cpu_products.mm(left, right, added=bias)
     assert found.dtype == dtype
     assert ((found.double() - true).abs() <= half_a_unit(true, dtype)).all()
     assert ((turned.double() - true).abs() <= half_a_unit(true, dtype)).all()
@@ -105,6 +112,60 @@ def test_a_layer_and_its_gradients(native):
     wanted = torch.autograd.grad(true, leaves, grad.double())
     for got, want in zip((found, *gradients), (true, *wanted), strict=True):
         assert ((got.double() - want).abs() <= want.abs() * 2**-8 + 1e-3).all()
+
+
+@BOTH
+@ranks(2)
+def test_a_fused_projection_of_a_sharded_model(native):
+    """Gate and up in one weight, each cut over the ranks: output and gradients, and who made the products."""
+    mesh = init_device_mesh("cpu", (2,))
+    hidden, grad = randn(3, 5, 16), randn(3, 5, 24, seed=1)
+    linear = nn.Linear(16, 24).bfloat16()
+    with torch.no_grad():
+        linear.weight.copy_(randn(24, 16, seed=2))
+        linear.bias.copy_(randn(24, seed=3))
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, linear.weight, linear.bias)]
+    true = nn.functional.linear(*leaves)
+    dx, dw, db = torch.autograd.grad(true, leaves, grad.double())
+
+    def own(x):
+        return torch.cat([part.chunk(2, -1)[dist.get_rank()] for part in x.chunk(2, -1)], -1)
+
+    parallelize_module(linear, mesh, FusedColwise())
+    hidden.requires_grad_()
+    with cpu_products.sixteen_bit_products(native), SixteenBitProducts() as products:
+        out = linear(hidden)
+        out.backward(own(grad))
+    assert bool(products.found) is native
+    found = [out, hidden.grad, linear.weight.grad.full_tensor(), linear.bias.grad.full_tensor()]
+    for got, want in zip(found, [own(true), dx, dw, db], strict=True):
+        assert (got.double() - want).norm() <= 2**-7 * want.norm()
+
+
+@BOTH
+def test_main_grad_of_16_bits(native):
+    """The sum is rounded once."""
+    left, right, total = randn(50, 600), randn(50, 20, seed=1), randn(600, 20, seed=2)
+    true = total.double() + left.double().t() @ right.double()
+    with cpu_products.sixteen_bit_products(native), SixteenBitProducts() as products:
+        main_grad.add_product(total, left, right)
+    assert bool(products.found) is native
+    assert ((total.double() - true).abs() <= half_a_unit(true, torch.bfloat16)).all()
+
+
+@BOTH
+def test_fixed_bits(native):
+    """Loss and gradients in bf16 do not depend on the chunks, and no product passes by the choice."""
+    hidden, weight = randn(90, 33).requires_grad_(), randn(700, 33, seed=1).requires_grad_()
+    labels, found = torch.arange(90) * 7, []
+    with cpu_products.sixteen_bit_products(native), SixteenBitProducts() as products:
+        for chunk_tokens in (64, 90):
+            losses = linear_cross_entropy(hidden, weight, labels, bits="batch", chunk_tokens=chunk_tokens)
+            found.append([losses.detach(), *torch.autograd.grad(losses.sum(), (hidden, weight))])
+    assert bool(products.found) is native
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    true = -reference.log_probs(reference.logits(hidden.double(), weight.double(), None), labels)
+    assert (found[0][0].double() - true).abs().max() <= 2**-6 * true.abs().max()
 
 
 @BOTH

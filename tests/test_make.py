@@ -23,3 +23,12 @@ def test_the_gpu_tests_without_a_gpu(tmp_path):
     said = f"torch sees no CUDA device, and these tests need one; {rehearse} runs most of them on the CPU at toy sizes"
     assert done.stdout == f"{said}\n"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize("given,name", [("MEGATRON=a/tree/", "tree"), ("MEGATRON=a/tree/ COMMIT=v1", "v1")])
+def test_a_column_of_the_matrix_has_a_name(given, name):
+    """The matrix comes after all tests: a name that is missing there costs them."""
+    command = ["make", "--no-print-directory", "-n", "test-te-source", *given.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split() == ["--commit", name]

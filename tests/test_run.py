@@ -96,10 +96,11 @@ def test_check_says_what_would_be_fused_and_trains_nothing(tmp_path):
 @pytest.mark.slow
 def test_settings_of_the_loss_reach_the_head(tmp_path):
     settings = {"z-loss": 0.01, "label-smoothing": 0.1, "softcap": 30.0, "temperature": 0.5}
+    settings |= {"bits": "batch", "skip-ignored": 32}
     given = [f"--{name}={value}" for name, value in settings.items()]
     ours = report_of(tmp_path, "--linear-ce", *given, ranks=1)
     for name, value in settings.items():
-        assert f"{name.replace('-', '_')}={value}" in ours["head"]
+        assert f"{name.replace('-', '_')}={value!r}" in ours["head"]
     stock = report_of(tmp_path, "--linear-ce", ranks=1)
     assert ours["losses"][0] != pytest.approx(stock["losses"][0], rel=1e-3)
 
@@ -214,6 +215,12 @@ def test_the_emulation_lasts_until_the_script_has_cleaned_up(tmp_path, script):
         (["--linear-ce", "--cache", "much", "SCRIPT"], "argument --cache: 'much' must be a fraction from 0 to 1, a"),
         (["--linear-ce", "--cache=-1", "SCRIPT"], "argument --cache: '-1' must be a fraction from 0 to 1, a number"),
         (["--linear-ce", "--chunk-tokens", "0", "SCRIPT"], "argument --chunk-tokens: '0' must be a positive number"),
+        (["--skip-ignored", "any", "--bits", "batch", "SCRIPT"], "(--skip-ignored, --bits), and the head is not"),
+        (["--linear-ce", "--bits", "exact", "SCRIPT"], "argument --bits: invalid choice: 'exact'"),
+        (
+            ["--linear-ce", "--skip-ignored", "some", "SCRIPT"],
+            "argument --skip-ignored: 'some' must be a positive number of tokens, or any",
+        ),
         (["missing.py"], "cannot open the script missing.py: No such file or directory"),
     ],
 )
@@ -225,6 +232,16 @@ def test_wrong_arguments(script, capsys, monkeypatch, arguments, said):
         run.main([path if a == "SCRIPT" else a for a in arguments])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_bits_and_tokens_that_count():
+    for given, settings in {
+        ("--bits", "tensor_parallel"): {"bits": "tensor_parallel"},
+        ("--skip-ignored", "any"): {"skip_ignored": True},
+        ("--skip-ignored", "40"): {"skip_ignored": 40},
+        (): {},
+    }.items():
+        assert run._settings(run._parser().parse_args([*given, "script.py"])) == settings
 
 
 def test_without_megatron_it_says_so(script, capsys, monkeypatch):

@@ -34,6 +34,7 @@ from megatron_ext.head import (
 )
 from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.head.reduction import side_by_side
+from megatron_ext.head.validation.option_checks import Bits, token_bound
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 
@@ -74,6 +75,8 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     cache: Any = "bounded",
     chunk_tokens: int | None = None,
+    skip_ignored: bool | int = False,
+    bits: Bits | None = None,
 ) -> Tensor:
     """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
 
@@ -88,7 +91,8 @@ def causal_lm_loss(
         attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.
         cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and the last one
             ends, S. Under context parallelism each document's length must be a multiple of 2W.
-        temperature, label_smoothing, z_loss, cache, chunk_tokens: as for `megatron_ext.linear_cross_entropy`.
+        temperature, label_smoothing, z_loss, cache, chunk_tokens, skip_ignored, bits: as for
+            `megatron_ext.linear_cross_entropy`. A bound of tokens is that of one rank's part of the sequences.
 
     Returns:
         `[B, S]`, fp32, on every tensor- and context-parallel rank alike, 0 where there is no target. FSDP2 averages
@@ -109,8 +113,9 @@ def causal_lm_loss(
     options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
     read = Read(
         temperature,
-        functools.partial(linear_cross_entropy, cache=cache, **options),
+        functools.partial(linear_cross_entropy, cache=cache, skip_ignored=skip_ignored, **options),
         functools.partial(vocab_parallel_cross_entropy, **options),
+        bits=bits,
     )
     return _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)[0]
 
@@ -127,6 +132,8 @@ def causal_lm_log_probs(
     cache: Any = "bounded",
     chunk_tokens: int | None = None,
     return_entropy: bool = False,
+    skip_ignored: bool | int = False,
+    bits: Bits | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each position's target; arguments, communication and errors as for `causal_lm_loss`.
 
@@ -138,8 +145,9 @@ def causal_lm_log_probs(
     options: dict[str, Any] = {"chunk_tokens": chunk_tokens, "return_entropy": return_entropy}
     read = Read(
         temperature,
-        functools.partial(linear_log_probs, cache=cache, **options),
+        functools.partial(linear_log_probs, cache=cache, skip_ignored=skip_ignored, **options),
         functools.partial(token_log_probs, **options),
+        bits=bits,
     )
     found = _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
@@ -170,6 +178,7 @@ def causal_lm_sampled_log_probs(
     cu_seqlens: Tensor | None = None,
     temperature: float = 1.0,
     with_plain: bool = False,
+    bits: Bits | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
 
@@ -185,7 +194,7 @@ def causal_lm_sampled_log_probs(
         return [Sampled(labels, top_k, top_p), *([LogProbs(labels)] if with_plain else [])]
 
     found = causal_lm_read(
-        model, tokens_BS, readouts, columns=1 + with_plain, cu_seqlens=cu_seqlens, temperature=temperature
+        model, tokens_BS, readouts, columns=1 + with_plain, cu_seqlens=cu_seqlens, temperature=temperature, bits=bits
     )
     return found.unbind(-1)
 
@@ -199,6 +208,9 @@ def causal_lm_read(
     cu_seqlens: Tensor | None = None,
     beside: Tensor | None = None,
     temperature: float = 1.0,
+    labels: Tensor | None = None,
+    skip_ignored: bool | int = False,
+    bits: Bits | None = None,
 ) -> Tensor:
     """Any read-outs of `megatron_ext.head` of whole sequences, in one pass over the head; no logits.
 
@@ -207,6 +219,7 @@ def causal_lm_read(
             given, both in the head's order of tokens; gives the read-outs.
         columns: how many numbers these give of each position together.
         beside: `[B, S, K]`, what they need of each position.
+        labels, skip_ignored, bits: as for `causal_lm_loss`; with `skip_ignored` results are 0 where a label is -100.
 
     Returns:
         `[B, S, columns]`, fp32, the results side by side, token ids as numbers. Communicates and raises as
@@ -214,13 +227,18 @@ def causal_lm_read(
     """
 
     def fused(hidden: Tensor, weight: Tensor, *given: Tensor, **facts: Any) -> Tensor:
-        return side_by_side(LmHead(weight, **facts).read(hidden, *readouts(*given)), given[0].dim())
+        counts = given[0] != IGNORE_INDEX if skip_ignored else None
+        found = LmHead(weight, **facts).read(
+            hidden, *readouts(*given), counts=counts, at_most=token_bound(skip_ignored)
+        )
+        return side_by_side(found, given[0].dim())
 
     def unfused(logits: Tensor, *given: Tensor, **facts: Any) -> Tensor:
-        return side_by_side(Logits(logits, **facts).read(*readouts(*given)), given[0].dim())
+        found = side_by_side(Logits(logits, **facts).read(*readouts(*given)), given[0].dim())
+        return found.where((given[0] != IGNORE_INDEX).unsqueeze(-1), 0.0) if skip_ignored else found
 
-    read = Read(temperature, fused, unfused, columns=(columns,))
-    return _on_whole_sequences(model, read, tokens_BS, NEXT_TOKENS, None, cu_seqlens, beside=beside)[0]
+    read = Read(temperature, fused, unfused, columns=(columns,), bits=bits)
+    return _on_whole_sequences(model, read, tokens_BS, Labels(labels), None, cu_seqlens, beside=beside)[0]
 
 
 def causal_lm_from_logits(

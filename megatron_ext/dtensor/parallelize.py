@@ -191,7 +191,8 @@ def _with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
         return mesh
     ordered = mesh.mesh.permute([names.index(name) for name in _DIMS if name in names])
     sizes = [mesh.size(names.index(name)) if name in names else 1 for name in _DIMS]
-    return DeviceMesh(mesh.device_type, ordered.reshape(sizes), mesh_dim_names=_DIMS)
+    ranks = ordered.reshape(sizes).clone(memory_format=torch.contiguous_format)  # torch 2.11 orders dims by strides
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=_DIMS)
 
 
 def _parallelize_with(

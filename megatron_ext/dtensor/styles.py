@@ -10,12 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from megatron_ext import cpu_products
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank, group_size
 
@@ -124,7 +124,7 @@ class FusedColwise(ParallelStyle):
                 hidden = DTensor.from_local(hidden, device_mesh, [self.input_layouts], run_check=False)
             whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             bias = None if module.bias is None else own_parts(module.bias, parts)
-            return F.linear(whole, own_parts(module.weight, parts), bias)
+            return cpu_products.linear(whole, own_parts(module.weight, parts), bias)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         return module

@@ -5,6 +5,7 @@ Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the voc
 
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
@@ -34,7 +35,8 @@ def linear_cross_entropy(
     skip_ignored: bool | int = False,
     loss_mask: Tensor | None = None,
     gradient_accumulation_fusion: bool = False,
-    bits: Bits = "fast",
+    bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` against `labels`, a chunk of logits at a time.
 
@@ -63,7 +65,9 @@ def linear_cross_entropy(
         loss_mask: `[...]`; losses are multiplied by it, and tokens where it is 0 do not count.
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
         bits: "fast"; "batch" or "tensor_parallel": a token's bits do not depend on other tokens, chunks or layout, or
-            on the number of ranks either; see `LmHead`.
+            on the number of ranks either; None: as Megatron's `batch_invariant_mode` says. See `LmHead`.
+        logit_dtype: the hidden states' 16 bits: logits are rounded to it first, as inference engines do. None or
+            torch.float32: they are not, where the device gives them in fp32; see `LmHead`.
 
     Returns:
         `[...]` (a scalar if reduced), fp32 (fp64 for fp64), on every rank alike.
@@ -86,6 +90,7 @@ def linear_cross_entropy(
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         bits=bits,
+        logit_dtype=logit_dtype,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored else None
@@ -112,7 +117,8 @@ def linear_log_probs(
     gradient_accumulation_fusion: bool = False,
     return_entropy: bool = False,
     return_hits: bool = False,
-    bits: Bits = "fast",
+    bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each label under `softmax(hidden @ weight.T)`, a chunk of logits at a time.
 
@@ -135,6 +141,7 @@ def linear_log_probs(
         chunk_tokens=chunk_tokens,
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         bits=bits,
+        logit_dtype=logit_dtype,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored or return_entropy else None

@@ -29,7 +29,7 @@ from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.gather import Gather, TopK
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
-from megatron_ext.head.validation.option_checks import HiddenLayout, one_of
+from megatron_ext.head.validation.option_checks import HiddenLayout, one_of, token_bound
 
 
 def linear_gather_log_probs(
@@ -76,6 +76,7 @@ def linear_sampled_log_probs(
     *,
     ignore_index: int = -100,
     kept: tuple[Tensor, Tensor] | None = None,
+    skip_ignored: bool | int = False,
     **facts: Any,
 ) -> Tensor:
     """Log-probability `[...]` of each label under the distribution that it was sampled from: `sampled_log_probs`.
@@ -83,10 +84,12 @@ def linear_sampled_log_probs(
     Top-p alone sends as much more forward as there. Backward makes each chunk of logits by the same matmul again, bit
     by bit, as cuBLAS and CPUs do; with top-k on CPU only chunks in which a k-th logit has equals that were not sent,
     else 6 T V D / R FLOPs in all. With `kept` 6 T U D for the U columns of a rank that any token kept, if these are at
-    most half of its columns, else 6 T V D / R.
+    most half of its columns, else 6 T V D / R. `skip_ignored` is that of `linear_cross_entropy`.
     """
     head = LmHead(weight, tp_group, hidden_layout, temperature=temperature, **facts)
-    return head.read(hidden, Sampled(labels, top_k, top_p, ignore_index, kept))
+    counts = labels != ignore_index if skip_ignored else None
+    read_out = Sampled(labels, top_k, top_p, ignore_index, kept)
+    return head.read(hidden, read_out, counts=counts, at_most=token_bound(skip_ignored))
 
 
 def linear_kl_divergence(

@@ -3,12 +3,13 @@ Megatron-Core's output layer."""
 
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Bits, Cache
+from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 
 class HeadFacts(TypedDict, total=False):
@@ -22,7 +23,8 @@ class HeadFacts(TypedDict, total=False):
     cache: Cache
     chunk_tokens: int | None
     gradient_accumulation_fusion: bool
-    bits: Bits
+    bits: Bits | None
+    logit_dtype: torch.dtype | None
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
         said["tp_group"] = getattr(layer, "tp_group", None)
         said["hidden_layout"] = "sequence" if layer.sequence_parallel else "replicated"
         said["softcap"] = getattr(layer, "softcap", None)
+        made = getattr(layer, "output_dtype", None)  # Megatron's `logit_dtype`, since 0.20
+        said["logit_dtype"] = made if rounds(made) else None
         said["gradient_accumulation_fusion"] = bool(getattr(layer, "gradient_accumulation_fusion", False))
     if isinstance(bias, Tensor):
         said["bias"] = local_shard(bias, 0)[0] if isinstance(bias, DTensor) else bias

@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gather_tokens, of_each
 from megatron_ext.head.engine.flatten import Flat
@@ -62,7 +63,12 @@ class LmHead:
             of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
             layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
             vocabulary; for read-outs of the softmax alone. The last two are for CPUs and, for read-outs of the softmax,
-            for CUDA with Triton; for one machine, torch and number of threads: docs/exactness.md.
+            for CUDA with Triton; for one machine, torch and number of threads: docs/exactness.md. None: "batch" where
+            Megatron's `batch_invariant_mode` is on by its global switch, else "fast".
+        logit_dtype: torch.bfloat16 or torch.float16, which the hidden states must have: the product is rounded to it
+            before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
+            Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
+            used as they are; a CPU's products of 16-bit operands come rounded in any case.
     """
 
     weight: Tensor
@@ -76,12 +82,15 @@ class LmHead:
     cache: Cache = field(default="bounded", kw_only=True)
     chunk_tokens: int | None = field(default=None, kw_only=True)
     gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
-    bits: Bits = field(default="fast", kw_only=True)
+    bits: Bits | None = field(default=None, kw_only=True)
+    logit_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         option_checks.check_cache(self.cache)
+        object.__setattr__(self, "bits", bits_or_mode(self.bits))
         option_checks.one_of("bits", self.bits, get_args(Bits))
+        option_checks.check_logit_dtype(self.logit_dtype)
         _check_logits(self)
         object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
@@ -98,7 +107,7 @@ class LmHead:
         Args:
             layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
                 an `nn.Linear`; or Megatron-Core's output layer, of which bias, softcap, tensor-parallel group, sequence
-                parallelism and gradient accumulation fusion are taken.
+                parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
             tp_group, hidden_layout, facts: as for `LmHead`, `weight` too; they go before what the layer says.
 
         Raises:
@@ -143,8 +152,9 @@ class LmHead:
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
-        if self.bits != "fast":
-            fault = bits_fault(self.bits, self.shard, ranks, hidden, readouts) or fault
+        fault = fault or option_checks.logit_dtype_fault(self.logit_dtype, computed_dtype(hidden), "hidden")
+        if (bits := bits_or_mode(self.bits)) != "fast":
+            fault = bits_fault(bits, self.shard, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
             fault = fault or argument_checks.main_grad_fault(self.weight)
         teachers = [r.teacher for r in readouts if r.teacher is not None]
@@ -164,7 +174,7 @@ class LmHead:
             tokens, sizes = left.kept_T.shape[0], left.sizes if sizes else None
 
         def flat(x: Tensor) -> Tensor:
-            x_T = x.reshape((leading.numel(), *x.shape[len(leading) :]))
+            x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
             return x_T if left is None else left.of_all(x_T)
 
         plan = Plan(readouts, self.call(), flat, tokens, hidden.device)
@@ -193,7 +203,7 @@ class LmHead:
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
         if plan.needs_logits:
             inputs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in (side, *t.head.fixed())]
-            rules = [(head.softcap, head.logit_scale) for head in (self, *(t.head for t in teachers))]
+            rules = [head.rule() for head in (self, *(t.head for t in teachers))]
             return FromHidden.apply(sides[0], weight, bias, plan, rules, sizes, keep, *inputs)
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
@@ -229,9 +239,14 @@ class LmHead:
             self.chunk_tokens,
             self.cache,
             self.gradient_accumulation_fusion,
-            bits=self.bits,
+            bits=bits_or_mode(self.bits),
             logit_scale=self.logit_scale,
+            rounds=option_checks.rounds(self.logit_dtype),
         )
+
+    def rule(self) -> tuple[float | None, float, bool]:
+        """Softcap and scale of its logits, and whether they are rounded."""
+        return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
     def fixed(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias without a gradient: of a teacher."""
@@ -331,8 +346,10 @@ def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError 
             labels = r if labels is None else labels
             if r.labels is not labels.labels or r.ignore_index != labels.ignore_index:
                 raise ValueError(
-                    f"{type(labels).__name__} and {type(r).__name__} have other labels: one call reads those of one "
-                    f"tensor; pass the same one, or ask for the others by Gather(labels.unsqueeze(-1))"
+                    f"{type(labels).__name__} and {type(r).__name__} do not have the same labels: a call reads one "
+                    f"tensor of them, with one ignore_index; pass both the same tensor, or read the log-probabilities "
+                    f"of the other labels with Gather(labels.clamp(min=0).unsqueeze(-1)) and set those of ignored "
+                    f"tokens to 0"
                 )
     if not readouts:
         raise ValueError("readouts are none: there is nothing to read; pass LogProbs(labels), Entropy() or another")
@@ -354,7 +371,8 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
             f"or the student's [..., n, D] and the teacher's [..., D]"
         )
     head, ranks = teacher.head, group_size(student.tp_group)
-    return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks)
+    fault = option_checks.logit_dtype_fault(head.logit_dtype, computed_dtype(teacher.hidden), "teacher_hidden")
+    return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks) or fault
 
 
 def _teacher_logits_fault(teacher: Any, logits: Tensor, shard: VocabShard, ranks: int) -> ValueError | None:
@@ -376,19 +394,26 @@ def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     return [each for each in given if each is not None]
 
 
-def _computed(hidden: Tensor) -> Tensor:
-    """`[T, D]` in the dtype to compute in: autocast's where it is on."""
+def computed_dtype(hidden: Tensor) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on."""
     kind = hidden.device.type
     narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if narrow else hidden.dtype
-    return hidden.to(dtype).reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    return torch.get_autocast_dtype(kind) if narrow else hidden.dtype
+
+
+def _computed(hidden: Tensor) -> Tensor:
+    """`[T, D]` in that dtype."""
+    x = hidden.to(computed_dtype(hidden))
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _shaped(plan: Plan, found: Sequence[Tensor], leading: torch.Size, left: Left | None) -> Any:
     """The results with the leading dims of the tokens, 0 where a token was left out."""
     if left is not None:
         found = [left.spread(x, leading.numel()) for x in found]
-    return _given_back(plan, [x.reshape((*leading, *x.shape[1:])) for x in found])
+    if len(leading) != 1:
+        found = [x.reshape((*leading, *x.shape[1:])) for x in found]
+    return _given_back(plan, found)
 
 
 def _given_back(plan: Plan, found: Sequence[Tensor]) -> Any:

@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
+from megatron_ext.head.validation.option_checks import token_bound
 
 
 class TrainingLoss(NamedTuple):
@@ -28,6 +29,8 @@ class LossSettings(NamedTuple):
 
     Attributes:
         hits: whether top-1 hits are wanted.
+        skip_ignored: leave out the tokens that do not count, as in `linear_cross_entropy`; of logits that exist they
+            are computed.
     """
 
     ignore_index: int = -100
@@ -35,6 +38,7 @@ class LossSettings(NamedTuple):
     smooth_others: bool = False
     z_loss: float = 0.0
     hits: bool = False
+    skip_ignored: bool | int = False
 
     def readouts(self, labels: Tensor) -> list[ReadOut]:
         """The cross entropy, with its z-loss apart, and the hits if they are wanted."""
@@ -46,7 +50,9 @@ class LossSettings(NamedTuple):
 
 def linear_training_loss(head: LmHead, hidden: Tensor, labels: Tensor, settings: LossSettings) -> TrainingLoss:
     """`linear_cross_entropy` by its parts. Communicates and raises as `LmHead.read`."""
-    return _by_parts(head.read(hidden, *settings.readouts(labels)), settings)
+    counts = labels != settings.ignore_index if settings.skip_ignored else None
+    found = head.read(hidden, *settings.readouts(labels), counts=counts, at_most=token_bound(settings.skip_ignored))
+    return _by_parts(found, settings)
 
 
 def training_loss_of_logits(logits: Logits, labels: Tensor, settings: LossSettings) -> TrainingLoss:

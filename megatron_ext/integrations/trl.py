@@ -1,4 +1,5 @@
-"""Our log-probabilities in TRL's trainers: from logits, and from hidden states where its version has a fused head.
+"""Our log-probabilities in TRL's trainers, from logits, and from hidden states where its version has a fused head; and
+the divergence from a teacher that its distillation takes from hidden states.
 
 TRL's trainers know no tensor parallelism: logits and weights are whole. A fused head that ours cannot compute, as with
 a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a warning that says why. See docs/rl.md.
@@ -18,6 +19,7 @@ from megatron_ext.integrations.substitution import Report, Seam, Substitution
 
 MODULE = "trl.trainer.utils"
 _FUSED = "_ChunkedLogProbFunction"
+_DIVERGENCE = "trl.kernels.chunked_divergence"
 _FUSED_OUTPUTS = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1"}
 
 
@@ -118,12 +120,8 @@ def _fused_head(original: Any) -> type:
                     logit_scale,
                     outputs,
                 )
-            if not torch.is_autocast_enabled(hidden.device.type):  # TRL multiplies in the dtype of the hidden states
-                weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-            # cap tanh(scale y / cap) / temperature, with the scale taken out: both are divided by it.
-            softcap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
-            temperature = temperature / logit_scale
-            return _per_token((hidden, weight, bias), targets, softcap, temperature, outputs)
+            lm_head = _lm_head(hidden, weight, bias, logit_scale, final_logit_softcapping, temperature)
+            return _per_token(lm_head, hidden, targets, outputs)
 
         @classmethod
         def apply(cls, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +130,54 @@ def _fused_head(original: Any) -> type:
     return ChunkedLogProb
 
 
-def _left_to_theirs(hidden: Tensor, weight: Tensor, logit_scale: float, outputs: tuple[str, ...]) -> str | None:
+def _fused_divergence(original: Any) -> type:
+    """What stands for TRL's autograd function of distillation: a divergence and the student's entropy of each token."""
+
+    class ChunkedDivergence(torch.autograd.Function):
+        """`apply` gives what TRL's own does; `LmHead.read` makes it, but for what `_left_to_theirs` names."""
+
+        @staticmethod
+        def forward(
+            ctx: Any,
+            student_hidden: Tensor,
+            student_weight: Tensor,
+            student_bias: Tensor | None,
+            teacher_hidden: Tensor,
+            teacher_weight: Tensor,
+            teacher_bias: Tensor | None,
+            beta: float,
+            temperature: float = 1.0,
+            student_logit_scale: float = 1.0,
+            student_final_logit_softcapping: float | None = None,
+            teacher_logit_scale: float = 1.0,
+            teacher_final_logit_softcapping: float | None = None,
+        ) -> tuple[Tensor, Tensor]:
+            student = student_hidden, student_weight, student_bias
+            teacher = teacher_hidden, teacher_weight, teacher_bias
+            of_student = student_logit_scale, student_final_logit_softcapping
+            of_teacher = teacher_logit_scale, teacher_final_logit_softcapping
+            found = (_left_to_theirs(*x[:2], scale) for x, (scale, _) in ((student, of_student), (teacher, of_teacher)))
+            why = next((reason for reason in found if reason is not None), None)
+            if why is not None:
+                warnings.warn(f"TRL's own fused divergence runs, not megatron_ext's: {why}", stacklevel=3)
+                return original.apply(*student, *teacher, beta, temperature, *of_student, *of_teacher)
+            # The student's temperature divides both.
+            guide = head.Teacher(_lm_head(*teacher, *of_teacher, 1.0), teacher_hidden)
+            limits: dict[float, head.ReadOut] = {0.0: head.KL(guide), 1.0: head.KL(guide, "reverse")}
+            asked = limits[beta] if beta in limits else head.JensenShannon(guide, beta)
+            divergence, entropy = _lm_head(*student, *of_student, temperature).read(
+                student_hidden, asked, head.Entropy()
+            )
+            return divergence, entropy.detach()
+
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any:
+            return cls.forward(None, *args, **kwargs)
+
+    return ChunkedDivergence
+
+
+def _left_to_theirs(hidden: Tensor, weight: Tensor, logit_scale: float, outputs: tuple[str, ...] = ()) -> str | None:
     """Why the head cannot do a call; None where it can."""
     if hasattr(weight, "ds_id"):
         return "the lm head's weight is partitioned by DeepSpeed ZeRO-3; use another ZeRO stage, or FSDP"
@@ -144,18 +189,20 @@ def _left_to_theirs(hidden: Tensor, weight: Tensor, logit_scale: float, outputs:
     return f"the outputs {', '.join(unknown)} are not known here" if unknown else None
 
 
+def _lm_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
+) -> head.LmHead:
+    if not torch.is_autocast_enabled(hidden.device.type):  # TRL multiplies in the dtype of the hidden states
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    return head.LmHead(weight, UNSHARDED, bias=bias, logit_scale=scale, softcap=softcap, temperature=temperature)
+
+
 def _per_token(
-    layer: tuple[Tensor, Tensor, Tensor | None],
-    targets: Tensor,
-    softcap: float | None,
-    temperature: float,
-    outputs: tuple[str, ...],
+    lm_head: head.LmHead, hidden: Tensor, targets: Tensor, outputs: tuple[str, ...]
 ) -> tuple[Tensor | None, ...]:
     """Log-probabilities, entropy, log of the sum of squared probabilities, mean logit, whether the target is likeliest;
     `[T]`, None for those that are not among `outputs`. The third and the fourth have no gradient.
     """
-    hidden, weight, bias = layer
-    lm_head = head.LmHead(weight, UNSHARDED, bias=bias, softcap=softcap, temperature=temperature)
     asked: dict[str, head.ReadOut] = {"log_probs": head.LogProbs(targets)}
     makers: dict[str, Callable[[], head.ReadOut]] = {
         "entropy": head.Entropy,
@@ -181,6 +228,7 @@ def _seams() -> list[Seam]:
         Seam(MODULE, "selective_log_softmax", selective_log_softmax),
         Seam(MODULE, "selective_log_softmax_and_entropy", selective_log_softmax_and_entropy, required=False),
         Seam(MODULE, _FUSED, _fused_head, required=False, made=True),
+        Seam(_DIVERGENCE, "ChunkedDivergenceFunction", _fused_divergence, needs=_DIVERGENCE, made=True),
     ]
 
 
@@ -188,7 +236,7 @@ _substitution = Substitution("trl", _seams)
 
 
 def apply() -> Report:
-    """Replaces `selective_log_softmax` and, where TRL has them, its kin with entropy and its fused head.
+    """Replaces `selective_log_softmax` and, where TRL has them, its kin with entropy, its fused head and divergence.
 
     Returns:
         What was replaced, and as calls come, how often it ran; see `report`.

@@ -139,12 +139,24 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     return found
 
 
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropies `[...]` from whole logits `[..., V]`; nothing of vocabulary size is saved beside the logits."""
+    return head.token_entropy(logits, tp_group=UNSHARDED)
+
+
+def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Entropies `[T]` from whole logits `[T, V]`, `chunk_size` rows at a time; else as `entropy_from_logits`."""
+    return head.token_entropy(logits, tp_group=UNSHARDED, chunk_tokens=chunk_size)
+
+
 def _seams() -> list[Seam]:
-    megatron = "verl.utils.megatron.tensor_parallel"
+    megatron, functional = "verl.utils.megatron.tensor_parallel", "verl.utils.torch_functional"
     return [
         Seam("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy),
         Seam("verl.utils.experimental.torch_functional", "FusedLinearForPPO", FusedLinearForPPO),
-        Seam("verl.utils.torch_functional", "logprobs_from_logits", logprobs_from_logits),
+        Seam(functional, "logprobs_from_logits", logprobs_from_logits),
+        Seam(functional, "entropy_from_logits", entropy_from_logits, required=False),
+        Seam(functional, "entropy_from_logits_with_chunking", entropy_from_logits_with_chunking, required=False),
         Seam(
             megatron,
             "vocab_parallel_log_probs_from_logits",

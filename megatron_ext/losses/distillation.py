@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
 from megatron_ext.head.validation.option_checks import Cache, one_of
+from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,
@@ -145,6 +146,8 @@ class TopKDistillationLoss(FromHidden):
 
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
+        if self.bucket and fault is None:
+            fault = _repeated_fault(teacher_topk_indices, mask)
         whole = self.zero_outside_topk or self.bucket
         picked = Gather(teacher_topk_indices, normalised=whole)
         found = head.read(hidden, picked, *([Entropy()] if self.needs_entropy else []), fault=fault)
@@ -246,8 +249,17 @@ def _log_rest(log_probs: Tensor) -> Tensor:
 
 
 def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
-    """The teacher's head: a weight's ranks, layout, vocabulary and bits are the student's."""
+    """The teacher's head: a weight's ranks, layout, vocabulary and bits are the student's.
+
+    Raises:
+        ValueError: it has a temperature of its own, where the student's divides both logits.
+    """
     if isinstance(weight, LmHead):
+        if weight.temperature not in (1.0, student.temperature):
+            raise ValueError(
+                f"teacher_weight is a head with temperature {weight.temperature}: the student's, "
+                f"{student.temperature}, divides the logits of both; leave the teacher's at 1.0"
+            )
         return weight
     return LmHead(weight, student.tp_group, student.hidden_layout, vocab=student.vocab, bits=student.bits)
 
@@ -279,6 +291,22 @@ def _top_k_fault(
             f"must be [..., K], a value for each id"
         )
     return first_fault(fault, _mean_fault(indices.shape[:-1], mask, count))
+
+
+def _repeated_fault(indices: Tensor, mask: Tensor | None) -> ValueError | None:
+    """Whether a token that counts has an id twice, whose probability the rest would lack twice; on CUDA asserted."""
+    if not has_values(indices):
+        return None
+    repeated = (indices.sort(-1).values.diff(dim=-1) == 0).any(-1)
+    try:
+        raise_if(
+            (repeated if mask is None else repeated & (mask > 0)).any(),
+            "teacher_topk_indices has an id twice for a token that counts: with bucket=True each must be there once, "
+            "since what is left beside the K is one more class; pass ids without repetition",
+        )
+    except ValueError as fault:
+        return fault
+    return None
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:

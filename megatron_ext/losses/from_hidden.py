@@ -17,7 +17,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
-from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, token_bound
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,
@@ -46,6 +46,7 @@ class FromHidden:
         temperature: logits are divided by it.
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
+        bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.
     """
 
     tp_group: Group = None
@@ -54,6 +55,7 @@ class FromHidden:
     temperature: float = 1.0
     chunk_tokens: int | None = None
     gradient_accumulation_fusion: bool = False
+    bits: Bits | None = None
 
     def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
         """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
@@ -68,6 +70,7 @@ class FromHidden:
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+            bits=self.bits,
             **more,
         )
 

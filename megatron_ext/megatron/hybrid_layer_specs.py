@@ -41,7 +41,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.megatron.layer_specs import ExtSpecProvider, self_attention_spec
-from megatron_ext.megatron.norms import Norm
+from megatron_ext.megatron.norms import Norm, StandaloneNorm
 from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -97,7 +97,7 @@ _MLP = ModuleSpec(
 _EXPERTS = ModuleSpec(
     module=MoETransformerLayer,
     submodules=TransformerLayerSubmodules(
-        pre_mlp_layernorm=Norm,
+        pre_mlp_layernorm=StandaloneNorm,
         # The number of experts comes from the config when the layer is built; here it only has to be there.
         mlp=get_mlp_module_spec_for_backend(ExtSpecProvider(), num_experts=1),
         mlp_bda=get_bias_dropout_add,
@@ -111,11 +111,11 @@ _MULTI_TOKEN_PREDICTION = ModuleSpec(
             ModuleSpec(
                 module=MultiTokenPredictionLayer,
                 submodules=MultiTokenPredictionLayerSubmodules(
-                    enorm=Norm,
-                    hnorm=Norm,
+                    enorm=StandaloneNorm,
+                    hnorm=StandaloneNorm,
                     eh_proj=ColumnParallelLinear,
                     mtp_model_layer=None,  # made from the pattern and the layers above
-                    layer_norm=Norm,
+                    layer_norm=StandaloneNorm,
                 ),
             )
         ]

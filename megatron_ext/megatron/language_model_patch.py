@@ -25,10 +25,9 @@ from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from torch import Tensor
 
 from megatron_ext.megatron import versions
-from megatron_ext.megatron.fused_loss import acceptance_counts, function_wrapping, patch_points
+from megatron_ext.megatron.fused_loss import acceptance_counts, function_wrapping, log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, is_promising, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.fused_loss.log_probs import forward_with_log_probs
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.fused_loss.z_loss_log import with_z_loss_logged
@@ -101,6 +100,9 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             or must_stay_stock(self, settings)
         ):
             return original(self, *args, **kwargs)
+        mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
+        if mask is not None and labels is not None:
+            args, kwargs = _with_argument(signature, labels, log_probs.masked(given[labels], mask), args, kwargs)
         with Region(self, settings).entered() as region:
             results = original(self, *args, **kwargs)
             if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
@@ -111,11 +113,21 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     return method
 
 
+def _with_argument(
+    signature: inspect.Signature, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a method, without `self`, with another value for the one of this name."""
+    if name in kwargs:
+        return args, kwargs | {name: value}
+    at = [*signature.parameters].index(name) - 1
+    return (*args[:at], value, *args[at + 1 :]), kwargs
+
+
 def _forward(original: Any, settings: HeadSettings) -> Any:
     fused = _fused(original, settings, patch_points.FORWARD)
     if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
         return fused
-    return forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
+    return log_probs.forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
 def _postprocess(original: Any, settings: HeadSettings) -> Any:

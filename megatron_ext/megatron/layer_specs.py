@@ -25,6 +25,7 @@ from megatron_ext.megatron import versions
 
 versions.require_spec("spec")  # first: some of what follows may be what is missing
 
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -44,7 +45,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext.megatron.attention import CoreAttention
-from megatron_ext.megatron.norms import Norm
+from megatron_ext.megatron.norms import Norm, StandaloneNorm
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
@@ -64,6 +65,10 @@ class ExtSpecProvider(BackendSpecProvider):
         return None
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return StandaloneNorm
+
+    def norm_before_linear(self) -> type:
+        """A norm that Transformer Engine's layers fuse with the linear layer after it."""
         return Norm
 
     def core_attention(self) -> type:
@@ -95,6 +100,9 @@ class ExtBesideTransformerEngine(ExtSpecProvider):
     def layer_norm(self, *args: Any, **kwargs: Any) -> type:
         return self._engine.layer_norm(*args, **kwargs)
 
+    def norm_before_linear(self) -> type:
+        return self.layer_norm()
+
     def core_attention(self) -> type:
         return self._engine.core_attention()
 
@@ -105,14 +113,37 @@ class ExtBesideTransformerEngine(ExtSpecProvider):
 
 
 class ExtSelfAttention(SelfAttention):
-    """Megatron's self-attention, with the norms of queries and keys that the config asks for."""
+    """Megatron's self-attention, with the norms of queries and keys that the config asks for.
+
+    Raises:
+        ValueError: the config asks for multi-latent attention.
+    """
 
     def __init__(self, config, submodules: SelfAttentionSubmodules, *args, **kwargs):
+        if getattr(config, "multi_latent_attention", False):
+            raise ValueError(
+                "config.multi_latent_attention is True: this layer spec has plain self-attention; "
+                "take Megatron's own layer spec, which the patch and the substitution serve"
+            )
         norm = submodules.q_layernorm if config.qk_layernorm else IdentityOp
         if getattr(config, "qk_l2_norm", False):  # not in 0.14
             norm = L2Norm
         submodules = dataclasses.replace(submodules, q_layernorm=norm, k_layernorm=norm)
         super().__init__(config, submodules, *args, **kwargs)
+
+
+class ExtTransformerLayer(TransformerLayer):
+    """Megatron's layer, whose checkpoints have no extra states of norms that Transformer Engine fuses.
+
+    Its fused layers have one extra state, that of the linear layer; the norm's stays what it is.
+    """
+
+    def sharded_state_dict(self, *args, **kwargs):
+        state = super().sharded_state_dict(*args, **kwargs)
+        for name, value in state.items():
+            if isinstance(value, ShardedObject) and value.key.endswith(".layer_norm__extra_state"):
+                state[name] = LocalNonpersistentObject(value.data)
+        return state
 
 
 def self_attention_spec(backend: BackendSpecProvider | None = None) -> ModuleSpec:
@@ -134,19 +165,18 @@ def _layer_spec(
     num_experts: int | None, backend: BackendSpecProvider | None = None, grouped_experts: bool = False
 ) -> ModuleSpec:
     backend = backend or ExtSpecProvider()
-    norm = backend.layer_norm()
     # Checkpoints name the norms as Transformer Engine's layers do, so that either loads the other's: it fuses those
     # before dense layers. Megatron's local experts have the dense name.
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ExtTransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=backend.norm_before_linear(),
             self_attention=self_attention_spec(backend),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=backend.norm_before_linear() if num_experts is None else backend.layer_norm(),
             mlp=get_mlp_module_spec_for_backend(backend, num_experts=num_experts, moe_grouped_gemm=grouped_experts),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
@@ -173,7 +203,15 @@ def gpt_block_spec(
 
     Raises:
         ImportError: `transformer_engine`, and Megatron-Core goes without Transformer Engine.
+        ValueError: `config.moe_layer_freq` is a list of another length than the model, or
+            `config.experimental_attention_variant` asks for other attention than the plain one.
     """
+    variant = getattr(config, "experimental_attention_variant", None)  # not in 0.14
+    if variant is not None:
+        raise ValueError(
+            f"config.experimental_attention_variant is {variant!r}: gpt_block_spec has plain attention in every layer; "
+            "take Megatron's own spec, which the patch and the substitution serve"
+        )
     dense, with_experts = gpt_layer_spec, gpt_moe_layer_spec
     backend = ExtSpecProvider()
     if transformer_engine:
@@ -188,6 +226,11 @@ def gpt_block_spec(
         first = get_transformer_layer_offset(*stage)
         freq = config.moe_layer_freq
         pattern = freq if isinstance(freq, list) else [int(i % freq == 0) for i in range(config.num_layers)]
+        if len(pattern) != config.num_layers:
+            raise ValueError(
+                f"config.moe_layer_freq is {freq}: a list says 0 or 1 for each of the {config.num_layers} layers; "
+                f"pass {config.num_layers} of them, or a number n for experts in every n-th layer"
+            )
         specs = [with_experts if has_experts else dense for has_experts in pattern[first:][:count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.layer_norm())
 

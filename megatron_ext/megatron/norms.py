@@ -6,15 +6,27 @@ sees a part of the tokens, and Megatron's `finalize_model_grads` sums the gradie
 tensor-parallel ranks.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.distributed.groups import tensor_parallel_group
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_linear, sharded_object
+from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
+
 
 class _MarkedNorm(torch.nn.Module):
-    """What LayerNorm and RMSNorm share: parameters, their marks, and gammas stored as offsets from 1 where asked."""
+    """What LayerNorm and RMSNorm share: parameters, their marks, and gammas stored as offsets from 1 where asked.
+
+    Attributes:
+        stores_extra_state: sharded checkpoints have an extra state of this norm, an empty one, as Transformer Engine's
+            norms store and ask for. Where one is loaded, its contents are ignored.
+    """
 
     has_bias: bool
+    stores_extra_state = False
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5):
         super().__init__()
@@ -29,6 +41,25 @@ class _MarkedNorm(torch.nn.Module):
 
     def gamma(self) -> Tensor:
         return self.weight + 1 if self.zero_centered_gamma else self.weight
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's dist_checkpointing, whole on every tensor-parallel rank.
+
+        Raises:
+            ValueError: Megatron's dist_checkpointing is not imported.
+        """
+        group = tensor_parallel_group()
+        state = sharded_linear(self.state_dict(keep_vars=True), {}, prefix, sharded_offsets, group, metadata)
+        if self.stores_extra_state:
+            key = f"{prefix}_extra_state"
+            state[key] = sharded_object(None, key, sharded_offsets, group, metadata)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
@@ -70,3 +101,15 @@ class Norm:
                 f"for another norm put its class into the layer spec"
             )
         return kinds[config.normalization](config, hidden_size, eps)
+
+
+class StandaloneNorm(Norm):
+    """A `Norm` where Transformer Engine's layers have a norm of its own, not one fused with a linear layer.
+
+    Where Megatron goes with Transformer Engine it stores an extra state as that one does, and either loads the other's.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        norm = super().__new__(cls, *args, **kwargs)
+        norm.stores_extra_state = have_transformer_engine()
+        return norm

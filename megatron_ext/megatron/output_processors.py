@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from megatron_ext.head import LmHead, ReadOut
 from megatron_ext.head.reduction import log_prob_readouts
 from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Cache
+from megatron_ext.head.validation.option_checks import Bits, Cache
 from megatron_ext.megatron.fused_loss import log_probs, patch_points
 from megatron_ext.megatron.fused_loss.fused_region import Region, must_stay_stock
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -38,11 +38,13 @@ class _Processor:
         temperature: logits are divided by it, a teacher's too.
         chunk_tokens: tokens per chunk; None lets the head choose.
         cache: what the head keeps for backward; see `LmHead`.
+        bits: which bits are the same, as in `LmHead`; None: as Megatron's `batch_invariant_mode` says.
     """
 
     temperature: float = 1.0
     chunk_tokens: int | None = None
     cache: Cache = "bounded"
+    bits: Bits | None = None
 
     def __call__(
         self,
@@ -80,7 +82,9 @@ class _Processor:
 
     def head(self, terms: Terms, weight: Tensor) -> LmHead:
         """The model's head with a weight that was gathered for it."""
-        settings = HeadSettings(chunk_tokens=self.chunk_tokens, cache=self.cache, temperature=self.temperature)
+        settings = HeadSettings(
+            chunk_tokens=self.chunk_tokens, cache=self.cache, temperature=self.temperature, bits=self.bits
+        )
         return settings.lm_head(terms, weight, getattr(terms.layer, "config", None))
 
 
@@ -122,14 +126,21 @@ class ReadOuts(_Processor):
 
     `readouts` are of tensors `[S, B, ...]`, as the model's hidden states lie; results are `[B, S, ...]`. A teacher's
     hidden states are cut as the model's own (under sequence parallelism `[S/R, B, ...]`), its weight `[V/R, ...]` as
-    the model's output weight; the factor by which the model multiplies its logits (muP) is not the teacher's.
+    the model's output weight; the factor by which the model multiplies its logits (muP) is not the teacher's. With
+    `counts` `[S, B]`, bool, and `at_most` other tokens are left out, as by `LmHead.read`.
     Communicates and raises as `LmHead.read`.
     """
 
     readouts: Sequence[ReadOut]
+    counts: Tensor | None = None
+    at_most: int | None = None
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        found = terms.read(lambda x, w: self.head(terms, w).read(x, *self.readouts))
+        def compute(hidden: Tensor, weight: Tensor) -> Any:
+            head = self.head(terms, weight)
+            return head.read(hidden, *self.readouts, counts=self.counts, at_most=self.at_most)
+
+        found = terms.read(compute)
         return tree_map(lambda x: x.transpose(0, 1).contiguous(), found)
 
 

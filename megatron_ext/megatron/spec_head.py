@@ -31,9 +31,10 @@ def with_fused_head(spec: _Spec, **settings: Any) -> _Spec:
         settings: those of `HeadSettings`.
 
     Raises:
+        TypeError: there is no such option; the message lists them.
         ValueError: an option breaks its rule, or `spec` is no spec.
     """
-    head = HeadSettings(**settings)
+    head = HeadSettings.of(settings)
     if not is_dataclass(spec) or isinstance(spec, type):
         raise ValueError(
             f"spec is {spec!r}: it must be a layer spec object, as GPTModel takes it; of a function that makes one "

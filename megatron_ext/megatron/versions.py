@@ -91,7 +91,7 @@ def require_transformer_engine(needed_for: str) -> None:
     if not getattr(engine, "HAVE_TE", True):
         raise ImportError(
             f"{needed_for} needs Transformer Engine, which Megatron-Core {megatron_version()} could not import: "
-            f"install it, or do without {needed_for}"
+            f"install it; without a GPU megatron_on_cpu(transformer_engine=True) takes its Python part alone"
         )
 
 

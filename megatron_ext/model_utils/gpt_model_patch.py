@@ -37,6 +37,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
 
     Raises:
         ImportError: Megatron-Core is not installed.
+        TypeError: there is no such setting; the message lists them.
         ValueError: a setting breaks its rule; a model is no language model and has none inside (the message says what
             it lacks). From the patched model: gathered logits together with labels, labels of another shape,
             log-probabilities without labels or tokens, a weight sharded by generalized tensor parallelism, a setting
@@ -46,7 +47,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(
     from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
     from megatron_ext.megatron.language_model_patch import patch_language_models
 
-    patch_language_models(HeadSettings(nemo_rl_chunk_size=chunk_size, **settings), model)
+    patch_language_models(HeadSettings.of({"nemo_rl_chunk_size": chunk_size, **settings}), model)
 
 
 def unpatch_gpt_model_forward_for_linear_ce_fusion(*, model: Any = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Cache, HiddenLayout, check_temperature, one_of
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, check_temperature, one_of
 from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
@@ -72,6 +72,8 @@ def from_parallel_hidden_states_to_logprobs(
     cu_seqlens: Tensor | None = None,
     cache: Cache = "bounded",
     gradient_accumulation_fusion: bool = False,
+    skip_ignored: bool | int = False,
+    bits: Bits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of next tokens from hidden states and the lm head's weight; logits are never held as a whole.
 
@@ -93,6 +95,8 @@ def from_parallel_hidden_states_to_logprobs(
             `from_parallel_logits_to_logprobs_packed_sequences`.
         cache: how much of forward's work is kept for backward, as for `megatron_ext.linear_cross_entropy`.
         gradient_accumulation_fusion: the weight's gradient is added into its `main_grad`, by Megatron's protocol.
+        skip_ignored, bits: as for `megatron_ext.linear_cross_entropy`. With `skip_ignored` targets of -100 and -1 make
+            no products; an int bounds how many others a rank's part of the sequences has.
 
     Returns:
         `[B, S - 1]`, of a pack `[N, unpacked_seqlen - 1]`, fp32 (fp64 for fp64), the whole on every rank; with
@@ -138,6 +142,8 @@ def from_parallel_hidden_states_to_logprobs(
             hidden_layout=hidden_layout,
             cache=cache,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            skip_ignored=skip_ignored,
+            bits=bits,
         )
 
     check = label_check(_rows(weight) or 1, tp_group)

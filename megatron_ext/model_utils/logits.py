@@ -59,12 +59,11 @@ def from_parallel_logits_to_logprobs(
         parallelism gradients of all ranks' losses add up.
 
     Communicates: 1 all-gather over `tp_group`, backward none (top-p alone: up to 2 a chunk); 1 all-gather over
-    `cp_group`, backward 1 reduce-scatter.
+    `cp_group`, backward 1 reduce-scatter (2 and 2 where the sequence is padded further than `target` needs).
 
     Raises:
         ValueError: shapes that do not fit, target ids or columns outside the vocabulary, sampling parameters out of
-            their ranges; on every rank. Of logits that are too short on one context-parallel rank the others hear if
-            theirs are no longer than `target` needs; where the sequence is padded further they wait in vain.
+            their ranges, sequences padded to different lengths on ranks of `cp_group`; on every rank.
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)

@@ -83,7 +83,8 @@ def gather_logits_at_global_indices(
         The whole sequence on every rank, fp32 (fp64 for fp64). Differentiable; gradients of all context-parallel ranks
         add up.
 
-    Communicates: 1 all-gather over `tp_group`, backward none; 1 all-gather over `cp_group`, backward 1 reduce-scatter.
+    Communicates: 1 all-gather over `tp_group`, backward none; 1 all-gather over `cp_group`, backward 1 reduce-scatter
+    (2 and 2 where the sequence is padded further than S needs).
 
     Raises:
         ValueError: shapes that do not fit, ids or columns outside the vocabulary; on every rank.

@@ -4,11 +4,11 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 
-from megatron_ext.head.validation.option_checks import as_number, check_number
+from megatron_ext.head.validation.option_checks import Bits, as_number, check_number, one_of
 from megatron_ext.head.validation.sampling_checks import filters
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -77,6 +77,8 @@ class Settings:
     gives_rewards: bool = False
     pipeline: Pipeline = Pipeline()
     expert_parallel_size: int = 1
+    bits: Bits | None = None
+    skip_masked_tokens: bool = False
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
@@ -93,7 +95,10 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `num_layers_in_last_pipeline_stage`, `expert_model_parallel_size`; under `dynamic_batching` or
     `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
     logits are divided, and `top_k` and `top_p`: with them log-probabilities are those of the distribution that they
-    leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole).
+    leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole). `bits` are those of the head (see
+    `LmHead`), "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True. With
+    `skip_masked_tokens` tokens that `token_mask` or `sample_mask` leave out, and padding, take no part in the head's
+    products: losses of log-probabilities see 0 there.
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -141,7 +146,17 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         gives_rewards=gives_rewards,
         pipeline=_pipeline(parallel, parallel_key),
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
+        bits=_bits(config, parallel),
+        skip_masked_tokens=bool(config.get("skip_masked_tokens", False)),
     )
+
+
+def _bits(config: Mapping[str, Any], parallel: Mapping[str, Any]) -> Bits | None:
+    bits = config.get("bits")
+    if bits is not None:
+        one_of("bits", bits, get_args(Bits))
+        return cast(Bits, bits)
+    return "batch" if parallel.get("batch_invariant_mode") else None
 
 
 def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:

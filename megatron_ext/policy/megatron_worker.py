@@ -53,6 +53,7 @@ from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
+from megatron_ext.sequence.targets import IGNORE_INDEX
 
 
 class Inputs(NamedTuple):
@@ -190,12 +191,15 @@ class MegatronPolicyWorker(PolicyWorker):
         readouts: Callable[..., Sequence[ReadOut]],
         columns: int,
         beside: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        given_BS = [next_tokens(tokens_BS, cu_seqlens), *([] if beside is None else [beside])]
+        labels_BS = next_tokens(tokens_BS if labels is None else labels, cu_seqlens)
+        given_BS = [labels_BS, *([] if beside is None else [beside])]
 
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
             given = [inputs.split(x).transpose(0, 1) for x in given_BS]  # as the model's hidden states lie
-            processor = ReadOuts(readouts=readouts(*given))
+            counts = None if labels is None else given[0] != IGNORE_INDEX
+            processor = ReadOuts(readouts=readouts(*given), counts=counts, bits=self.settings.bits)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
                 return forward(*inputs.arguments, **inputs.options), None

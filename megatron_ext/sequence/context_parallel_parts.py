@@ -16,6 +16,10 @@ from megatron_ext.sequence.zigzag import (
 )
 
 _REFUSAL = "another rank of cp_group refused its arguments (its own error says which): they must fit on every rank"
+_DIFFERENT = (
+    "another rank of cp_group has logits or hidden states of another number of positions, this one has {}: all ranks "
+    "must have as many; pad the sequence to the same length on every rank before it is split"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,19 @@ class SequenceParts:
         parts = told_parts(x, self.group, dim, fault)
         return self._joined(parts.flatten(dim, dim + 1), dim)
 
+    def gather_in_two_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None, first: int) -> Tensor:
+        """`gather_or_refuse` for ranks that know the number `first`, and each no more than its own positions.
+
+        Positions from `first` on follow in a second all-gather, once it is known that all ranks have as many; where
+        there are any, the host waits for the first one.
+        """
+        held = x.shape[dim]
+        parts = told_parts(x.narrow(dim, 0, first), self.group, dim, fault, held)
+        if held > first:
+            rest = gather_parts(x.narrow(dim, first, held - first), self.group, dim)
+            parts = torch.cat([parts, rest.unflatten(dim, (group_size(self.group), held - first))], dim + 1)
+        return self._joined(parts.flatten(dim, dim + 1), dim)
+
     def _joined(self, parts: Tensor, dim: int) -> Tensor:
         """The whole from all ranks' parts in rank order."""
         ranks = group_size(self.group)
@@ -57,23 +74,32 @@ class SequenceParts:
         return parts.index_select(dim, order.argsort())
 
 
-def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None) -> Tensor:
+def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None, held: int | None = None) -> Tensor:
     """`[..., W, P, ...]`, every rank's `x` `[..., P, ...]`; and whether it has a `fault`, in one more position.
+
+    `held`: how many positions the rank has, of which `x` are the first; all ranks must have as many.
 
     Communicates one all-gather; backward one reduce-scatter.
 
     Raises:
-        ValueError: a rank has a fault: its own there, on the others one that says so.
+        ValueError: a rank has a fault: its own there, on the others one that says so. Ranks have different numbers of
+            positions.
     """
     ranks, positions = group_size(group), x.shape[dim]
+    held = positions if held is None else held
     if ranks > 1:
-        flag = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), float(fault is not None))
+        said = -1.0 if fault is not None else float(held - positions)
+        flag = x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), said)
         x = gather_parts(torch.cat([x, flag], dim), group, dim)
     if fault is not None:
         raise fault
     if ranks == 1:
         return x.unsqueeze(dim)
     told = x.unflatten(dim, (ranks, positions + 1))
-    refused = told.detach().select(dim + 1, positions) != 0
-    demand(~refused.any(), lambda _: _REFUSAL, refused)
+    more = told.detach().select(dim + 1, positions)
+    demand(~(more < 0).any(), lambda _: _REFUSAL, more)
+    same = (more == held - positions).all()
+    if held > positions:
+        same = same.cpu()  # the host waits: ranks that have no more do not take part in what follows
+    demand(same, lambda _: _DIFFERENT.format(held), more)
     return told.narrow(dim + 1, 0, positions)

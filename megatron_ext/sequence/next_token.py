@@ -13,16 +13,16 @@ def next_tokens(
     """For every token the one after it, `ignore_index` where none is.
 
     Args:
-        tokens: `[..., S]`, any integer dtype: whole sequences.
+        tokens: `[..., S]`, any integer dtype: whole sequences. Or weights of tokens, which stay floating.
         cu_seqlens: integers `[documents + 1]`; for packed sequences, where each document's tokens begin. The last
             token of a document has none after it.
         cu_seqlens_padded: the same with the padding that follows each document; None: there is none.
 
     Returns:
-        As `tokens`, in int64. No host synchronisation.
+        As `tokens`, integers in int64. No host synchronisation.
     """
     positions = tokens.shape[-1]
-    labels = tokens.to(torch.int64).roll(-1, -1)
+    labels = (tokens if tokens.is_floating_point() else tokens.to(torch.int64)).roll(-1, -1)
     place = torch.arange(positions, device=tokens.device)
     if cu_seqlens is None:
         return labels.where(place + 1 < positions, ignore_index)

@@ -52,9 +52,9 @@ class PaddedParts:
 
     Args of the methods have the sequence at dim 1. `slices`: of how many ranks' positions each rank's consist.
 
-    A rank with too few positions for `length` raises ValueError. It first takes part in `whole`, sending as many
-    positions as the length needs and the flag of its fault, so that the other ranks raise too. This reaches ranks whose
-    sequences are padded to just that length; those whose sequences are padded further wait for more, and hang.
+    `whole` begins with as many positions of each rank as `length` needs, a number that every rank knows, and with how
+    many each has. So a rank with too few, or with others than the rest, is an error on all of them; where sequences are
+    padded further on every rank alike, what is left follows in a second exchange.
 
     Raises:
         ValueError: the only rank holds fewer positions than there are; `cp_group` does not hold this rank.
@@ -86,19 +86,27 @@ class PaddedParts:
 
     def split(self, x: Tensor, fill: int) -> Tensor:
         """This rank's `[B, P, ...]` of `[B, length, ...]`, `fill` in the padding. Communicates nothing."""
-        ranks, places = group_size(self.cp_group), self.positions
-        if self.fault is not None:
-            unit = math.lcm(2, self.slices)
-            places = -(-self.length // (ranks * unit)) * unit
+        ranks = group_size(self.cp_group)
+        places = self.positions if self.fault is None else self._needed
         padding = places * ranks - self.length
         return SequenceParts(self.cp_group).split(F.pad(x, [0, 0] * (x.dim() - 2) + [0, padding], value=fill), 1)
 
     def whole(self, x: Tensor, fault: ValueError | None = None) -> Tensor:
-        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter.
+        """`[B, length, ...]` from this rank's `[B, P, ...]`. 1 all-gather; backward 1 reduce-scatter. 2 and 2 where the
+        sequences are padded further than `length` needs.
 
-        With a `fault` it is raised: on the other ranks too, after the all-gather.
+        With a `fault` it is raised: on the other ranks too, after the first all-gather.
         """
-        return SequenceParts(self.cp_group).gather_or_refuse(x, 1, self.fault or fault)[:, : self.length]
+        parts, fault = SequenceParts(self.cp_group), self.fault or fault
+        if group_size(self.cp_group) == 1:
+            return parts.gather_or_refuse(x, 1, fault)[:, : self.length]
+        return parts.gather_in_two_or_refuse(x, 1, fault, self._needed)[:, : self.length]
+
+    @property
+    def _needed(self) -> int:
+        """How many positions `length` needs on each rank."""
+        unit = math.lcm(2, self.slices)
+        return -(-self.length // (group_size(self.cp_group) * unit)) * unit
 
 
 class PaddedTargets:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext import cpu_products
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.distributed.symmetric_memory import SymmetricTensor, symmetric_tensor
 from megatron_ext.tensor_parallel._layers.column_parallel import ColumnParallelLinear
@@ -74,7 +75,7 @@ class _InferenceColumn(ColumnParallelLinear):
             if not self.skip_norm_and_all_gather:
                 gathered = memory.all_gather(self._normed(x), self.barrier_before_all_gather)
             assert self.weight is not None
-            output = F.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
+            output = cpu_products.linear(gathered, self.weight, None if self.skip_bias_add else self.bias)
             return output, self.bias if self.skip_bias_add else None
 
 
@@ -168,7 +169,7 @@ class InferenceRowParallelLinear(RowParallelLinear):
             if memory is None:
                 return self._plus(residual, *super().forward(x))
             assert self.weight is not None
-            torch.matmul(x, self.weight.t(), out=memory.tensor)
+            cpu_products.mm(x.flatten(0, -2), self.weight.t(), memory.tensor.flatten(0, -2))
             if self.next_layer_norm_weights is not None:
                 assert residual is not None
                 eps = self.config.layernorm_epsilon

@@ -183,6 +183,14 @@ MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmo
 _MAKERS |= {name: _family(name) for name in (*FAMILIES, *MORE)}
 
 
+def batch(rows=2, tokens=9):
+    """Token ids and labels as transformers takes them, some of which are no target."""
+    ids = torch.randint(2, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[0, :4] = labels[-1, 7:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
 def make(kind, tied=False):
     """The same model on every rank. Biases and norm weights are not left at 0 and 1, which hide errors."""
     torch.manual_seed(1)

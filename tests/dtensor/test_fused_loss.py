@@ -11,18 +11,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
-from tests.dtensor.models import STACKED, VOCAB, check_gradients, error, make, meshes
+from megatron_ext.sequence.next_token import next_tokens
+from tests.batch_invariant_mode import fixed_calls, switched_on
+from tests.dtensor.models import STACKED, VOCAB, batch, check_gradients, error, make, meshes
 from tests.dtensor.test_causal_lm import Largest, Squared, adapted
 from tests.ranks import ranks
-
-
-def batch(rows=2, tokens=9):
-    ids = torch.randint(2, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(3))
-    labels = ids.clone()
-    labels[0, :4] = labels[-1, 7:] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def gradients(model):
@@ -235,3 +231,37 @@ def test_transformers_before_5_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"transformers is 4\.57\.1: .* update it, or call causal_lm_loss"):
         use_fused_loss(model)
     assert model.forward == before
+
+
+def test_bits_of_a_loss_in_the_models_forward():
+    found = []
+    with fixed_calls() as calls:
+        for chunk in (None, 3):
+            model = use_fused_loss(make("llama"), bits="batch", chunk_tokens=chunk)
+            loss = model(**batch()).loss
+            loss.backward()
+            found.append((loss.detach(), *(p.grad for p in model.parameters())))
+        assert len(calls) == 2
+    assert all(map(torch.equal, *found))
+    model = make("llama")
+    hidden = model.model(input_ids=batch()["input_ids"], use_cache=False)[0]
+    targets = next_tokens(batch()["labels"])
+    losses = linear_cross_entropy(hidden, model.lm_head.weight, targets, bits="batch")
+    assert torch.equal(found[0][0], losses.sum() / (targets != -100).sum())
+
+
+def test_bits_are_refused_where_the_models_logits_are_read():
+    """The function of the head is not known; the switch asks for bits too."""
+
+    def loss(**bits):
+        return use_fused_loss(adapted(make("llama")), **bits)(**batch()).loss
+
+    unknown = "and what LlamaForCausalLM does to its logits"
+    for bits in ("batch", "tensor_parallel"):
+        with pytest.raises(ValueError, match=f'bits is "{bits}", {unknown}'):
+            loss(bits=bits)
+    plain = loss()
+    with switched_on():
+        with pytest.raises(ValueError, match=f'bits is "batch", {unknown}'):
+            loss()
+        assert torch.equal(loss(bits="fast"), plain)

@@ -78,6 +78,13 @@ def test_four_ranks(kind, tied, sizes):
 
 
 @ranks(2)
+def test_weights_are_readable_by_those_who_can_read_the_config():
+    folder = shared_folder()
+    save_pretrained(parallelize(make("llama"), mesh_of(tp=2), torch.float32), folder)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
+@ranks(2)
 def test_a_folder_that_cannot_be_written():
     """The rank that writes says why, the other that it did; nobody waits."""
     folder, mesh = shared_folder(), mesh_of(tp=2)

@@ -62,6 +62,7 @@ def check_against_stock(words):
     torch.testing.assert_close(found, stock(words), rtol=2e-6, atol=0)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_two_ranks_train_as_plain_transformers_do():
     check_against_stock("--tensor-parallel-size 2")

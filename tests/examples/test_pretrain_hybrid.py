@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_hybrid.py"
 
 
+@pytest.mark.slow
 def test_without_torchrun():
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext import head, reference
 from tests.fuzz.case import Case
-from tests.fuzz.cross_entropy import as_list, group, logits, results_dtype, slices
+from tests.fuzz.cross_entropy import as_list, bent, group, logits, results_dtype, slices
 from tests.fuzz.draw import Draw, Vocabulary
 
 # From a whole matrix of logits (and a teacher's): results; and the options of the call.
@@ -35,6 +35,17 @@ def _top_k(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, options: d
     def truth(z: Tensor) -> list[Tensor]:
         order = reference.counted(z, vocabulary.size).sort(dim=-1, descending=True, stable=True).indices[..., :k]
         return [reference.counted(z, vocabulary.size).log_softmax(-1).gather(-1, order), order]
+
+    return (k,), truth, [(*lead, k)]
+
+
+def _largest(draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, options: dict[str, Any]):
+    k = draw.one_of("k", 1, min(3, vocabulary.size), vocabulary.size)
+    options.pop("temperature", None)
+
+    def truth(z: Tensor) -> list[Tensor]:
+        order = reference.counted(z, vocabulary.size).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+        return [z.gather(-1, order), order]
 
     return (k,), truth, [(*lead, k)]
 
@@ -95,6 +106,7 @@ def _divergence(kind: str):
 READ_OUTS = {
     "gather": (_gather, head.gather_log_probs, head.linear_gather_log_probs, False),
     "top-k": (_top_k, None, head.linear_topk_log_probs, False),
+    "largest": (_largest, head.vocab_topk, None, False),
     "sampled": (_sampled, head.sampled_log_probs, head.linear_sampled_log_probs, False),
     "logits": (_gathered_logits, head.gather_logits, None, False),
     "softmax": (_softmax, head.vocab_parallel_softmax, None, False),
@@ -160,27 +172,37 @@ def from_hidden(draw: Draw) -> Case:
     options = _options(draw)
     given, true, shapes = make(draw, lead, vocabulary, options)
     temperature = options.get("temperature", 1.0)
+    facts = draw.options(logit_scale=(1.0, 0.5, 2.0), **({"softcap": (None, 30.0)} if dtype == torch.float64 else {}))
+    bias = [draw.normal(vocabulary.columns, dtype=dtype)] if draw.chance(0.3) else []
+    fused = draw.chance(0.2)
+    draw.record |= {"bias": bool(bias), "fused": fused}
 
-    def truth(x: Tensor, w: Tensor) -> list[Tensor]:
-        others = [reference.logits(x.double(), w.double()) for x, w in heads[1:]]
-        return true(*(z / temperature for z in (reference.logits(x, w), *others)))
+    def truth(x: Tensor, w: Tensor, *bias: Tensor) -> list[Tensor]:
+        z = bent(facts.get("logit_scale", 1.0) * reference.logits(x, w, *bias), facts | options)
+        return true(z, *(reference.logits(x.double(), w.double()) / temperature for x, w in heads[1:]))
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        x, w, *bias = mine
+        if fused:
+            w.main_grad = torch.zeros(w.shape, dtype=results_dtype(dtype))
         shared = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **options}
+        shared |= {**facts, "bias": bias[0] if bias else None, "gradient_accumulation_fusion": fused}
         others = [piece for x, w in heads[1:] for piece in (cut(x, rank), vocabulary.rows(w, rank))]
-        return as_list(function(*mine, *others, *given, **shared))
+        return as_list(function(x, w, *others, *given, **shared))
 
     upstream = [draw.upstream(*shape) for shape in shapes]
     x, w = heads[0]
     largest = (x.double() @ w.double().t()).abs().max().item() if x.numel() else 0.0
+    largest = facts.get("logit_scale", 1.0) * (largest + max((b.abs().max().item() for b in bias), default=0.0))
     count = max(1, torch.Size(lead).numel())
     return Case(
         f"{name} of hidden states",
-        [(x, cut), (w, vocabulary.rows)],
+        [(x, cut), (w, vocabulary.rows), *((b, vocabulary.rows) for b in bias)],
         truth,
         ours,
         upstream,
         logit_size=largest / temperature,
         value_dtype=results_dtype(dtype),
         grad_size=64.0 * count / temperature,
+        gradient_of=lambda leaf: leaf.main_grad if hasattr(leaf, "main_grad") else leaf.grad,
     )

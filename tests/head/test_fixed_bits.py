@@ -265,9 +265,9 @@ def test_a_processor_that_does_not_keep_bits_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", differs)
     with pytest.raises(RuntimeError, match='product of 64 equal rows.*only bits="fast"'):
-        products.heights.__wrapped__(16, 24, torch.float32, False, 1)
+        products.heights.__wrapped__(16, 24, torch.float32, False, 1, True)
     monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
-    assert products.heights.__wrapped__(16, 24, torch.float32, False, 1) == (64,)
+    assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)
 
 
 @ranks(2)

@@ -1,7 +1,5 @@
 """Chosen and largest logits of a sharded vocabulary, and their log-probabilities, from logits and hidden states."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +11,6 @@ from megatron_ext.head import (
     gather_log_probs,
     gather_logits,
     linear_gather_log_probs,
-    linear_js_divergence,
-    linear_kl_divergence,
     linear_sampled_log_probs,
     linear_topk_log_probs,
     sampled_log_probs,
@@ -42,42 +38,6 @@ def logits_of(problem, group):
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("options", SIZES)
-def test_from_logits(options):
-    group, problem = dist.group.WORLD, Problem(options=SIZES[options])
-    whole, mine, shard = logits_of(problem, group)
-    z, sent = reference.counted(whole, problem.size), group_size(group) > 1
-    ids = torch.randint(problem.size, (*problem.shape, 6))
-    ids[..., 3] = ids[..., 1]  # an id may be asked for twice
-    upstream = torch.randn(ids.shape)
-    most = min(problem.size, 12)
-    log_p, largest = z.log_softmax(-1), z.topk(most)
-    cases = [
-        (lambda **call: gather_log_probs(mine, ids, **call), log_p.gather(-1, ids), upstream),
-        (
-            lambda **call: gather_log_probs(mine, ids, temperature=0.7, **call),
-            (z / 0.7).log_softmax(-1).gather(-1, ids),
-            upstream,
-        ),
-        (lambda **call: gather_logits(mine, ids, **call), z.gather(-1, ids), upstream),
-        (lambda **call: vocab_topk(mine, most, **call)[0], largest.values, torch.randn(*problem.shape, most)),
-    ]
-    for chunk_tokens in (None, 3):
-        call = {"tp_group": group, "vocab": shard, "chunk_tokens": chunk_tokens}
-        for ours, want, up in cases:
-            with count_collectives() as counts:
-                value = ours(**call)
-            assert counts.total() == sent
-            torch.testing.assert_close(value, want)
-            with count_collectives() as counts:
-                (grad,) = grads_of(value, mine, up)
-            assert not counts
-            (want_grad,) = torch.autograd.grad(want, whole, up.double(), retain_graph=True)
-            torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
-        assert torch.equal(vocab_topk(mine, most, **call)[1], largest.indices)
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("options", SIZES)
 def test_dense(options):
     group, problem = dist.group.WORLD, Problem(options=SIZES[options])
     whole, mine, shard = logits_of(problem, group)
@@ -92,37 +52,6 @@ def test_dense(options):
         (grad,) = grads_of(value, mine, upstream[..., shard.start : shard.stop])
         (want_grad,) = torch.autograd.grad(want, whole, upstream.double())
         torch.testing.assert_close(grad, want_grad[..., shard.start : shard.stop])
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_from_hidden_states(layout):
-    group, problem = dist.group.WORLD, Problem(options={"size": 37})
-    leaves = [x.clone().requires_grad_() for x in (problem.hidden, problem.weight)]
-    log_p = reference.counted(reference.logits(*leaves) / 0.7, problem.size).log_softmax(-1)
-    ids = torch.randint(problem.size, (*problem.shape, 5))
-    upstream = torch.randn(ids.shape)
-    call = {"hidden_layout": layout, "vocab": problem.shard(group), "temperature": 0.7}
-    sent = 0 if group_size(group) == 1 else 1 if layout == "replicated" else 2
-    largest = log_p.topk(5)
-    for chunk_tokens in (None, 3):
-        call["chunk_tokens"] = chunk_tokens
-        for want, ours in (
-            (log_p.gather(-1, ids), lambda *mine: linear_gather_log_probs(*mine, ids, group, **call)),
-            (largest.values, lambda *mine: linear_topk_log_probs(*mine, 5, group, **call)[0]),
-        ):
-            mine = problem.mine(group, layout)[:2]
-            with count_collectives() as counts:
-                value = ours(*mine)
-            assert counts.total() == sent
-            torch.testing.assert_close(value, want)
-            truth = torch.autograd.grad(want, leaves, upstream.double(), retain_graph=True)
-            with count_collectives() as counts:
-                got = grads_of(value, mine, upstream)
-            assert counts.total() == sent
-            for one, other in zip(got, problem.pieces(list(truth), group, layout), strict=True):
-                torch.testing.assert_close(one, other)
-    assert torch.equal(linear_topk_log_probs(*mine, 5, group, **call)[1], largest.indices)
 
 
 @ranks(1, 2, 4)
@@ -269,35 +198,3 @@ def test_a_shard_that_is_masked_whole_has_no_gradient():
         assert grad.isfinite().all()
     (grad,) = torch.autograd.grad(gather_log_probs(mine, ids, group).sum(), mine)
     torch.testing.assert_close(grad, leaf.grad[:, 4 * rank : 4 * rank + 4])
-
-
-def test_bias_scale_and_softcap_go_with_every_function():
-    """Values and gradients of hidden states, weight and bias, beside logits made at once."""
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 4), (11, 4), (11,)))
-    teacher = torch.randn(6, 3).double(), torch.randn(11, 3).double()
-    ids, upstream = torch.randint(11, (6, 5)), torch.randn(6).double()
-    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    z = 2.0 * torch.tanh(1.5 * (hidden @ weight.t() + bias) / 2.0) / 0.7
-    log_p, log_t = z.log_softmax(-1), (teacher[0] @ teacher[1].t() / 0.7).log_softmax(-1)
-    fourth = z.topk(4).values[:, -1:]
-    inside = z.masked_fill(z < fourth, -torch.inf)
-    labels = z.topk(4).indices[:, 2]
-    mixture = torch.logaddexp(log_p, log_t) - math.log(2)
-    call = {"bias": bias, "logit_scale": 1.5, "softcap": 2.0, "temperature": 0.7}
-    for found, want in (
-        (linear_gather_log_probs(hidden, weight, ids, **call).sum(-1), log_p.gather(-1, ids).sum(-1)),
-        (linear_topk_log_probs(hidden, weight, 3, **call)[0].sum(-1), log_p.topk(3).values.sum(-1)),
-        (
-            linear_sampled_log_probs(hidden, weight, labels, 4, **call),
-            inside.log_softmax(-1).gather(-1, labels.unsqueeze(1)).squeeze(1),
-        ),
-        (linear_kl_divergence(hidden, weight, *teacher, **call), (log_t.exp() * (log_t - log_p)).sum(-1)),
-        (
-            linear_js_divergence(hidden, weight, *teacher, **call),
-            ((log_p.exp() * (log_p - mixture) + log_t.exp() * (log_t - mixture)) / 2).sum(-1),
-        ),
-    ):
-        torch.testing.assert_close(found, want)
-        torch.testing.assert_close(
-            torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(want, leaves, upstream, retain_graph=True)
-        )

@@ -170,3 +170,29 @@ def test_label_rows_on_hopper():
         launch.check_spills()
         assert 2 * 32 * launch.arguments["num_warps"] * launch.resources()["REG"] <= 65536, launch.name
         assert max(launch.loads()) == 16, launch.name
+
+
+@compiled
+@pytest.mark.parametrize("columns", [128256, 50257])
+def test_an_engines_softmax_is_summed_by_the_same_threads_on_hopper(columns):
+    """Each reduction has the layout of Megatron's kernel, which decides the order within a block."""
+    pytest.importorskip("megatron.core")
+    from megatron_ext.head.kernels.engine_softmax import write_sums
+    from tests.head.as_on_cuda import cuda_branches
+    from tests.head.engine_kernels import megatrons
+    from tests.head.hopper import recorded
+
+    z, room = torch.zeros(2, columns, dtype=torch.bfloat16), -columns % 16
+    with cuda_branches(), recorded() as found:
+        megatrons().log_softmax(z.float())
+        write_sums(
+            torch.zeros(2, columns + room, dtype=z.dtype)[:, :columns], torch.zeros(3, 2), None, columns, None, 1.0
+        )
+    layouts = []
+    for launch in found:
+        text = launch.compiled.asm["ttgir"]
+        names = set(re.findall(r"tensor<1024xf32, (#\w+)>\) -> f32", text))
+        layouts.append({re.search(rf"^{name} = (.*)", text, re.M)[1] for name in names})
+        launch.check_spills()
+    assert len(found) == 2
+    assert layouts[0] == layouts[1] != set()

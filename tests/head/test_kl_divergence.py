@@ -57,44 +57,6 @@ def test_from_logits(kind):
             torch.testing.assert_close(grad, want_grad.nan_to_num(0.0)[..., shard.start : shard.stop])
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
-@pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_from_hidden_states(direction, layout):
-    """Student and teacher of other hidden sizes; `main_grad`; a number of collectives that chunks do not change."""
-    group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
-    hidden, weight = torch.randn(4, 3, 6, dtype=torch.float64), torch.randn(20, 6, dtype=torch.float64)
-    teacher_hidden, teacher_weight = torch.randn(4, 3, 9).double(), torch.randn(20, 9).double()
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    upstream = torch.randn(4, 3).double()
-    want = truth(direction, reference.logits(*leaves), reference.logits(teacher_hidden, teacher_weight))
-    dx, dw = torch.autograd.grad(want, leaves, upstream)
-    rows = slice(rank * 4 // size, (rank + 1) * 4 // size) if layout == "sequence" else slice(None)
-    own = slice(rank * 20 // size, (rank + 1) * 20 // size)
-    for chunk_tokens, fused in ((None, False), (5, True)):
-        mine = [x.clone().requires_grad_() for x in (hidden[rows], weight[own])]
-        mine[1].main_grad = torch.full_like(mine[1], 0.5).detach()
-        with count_collectives() as counts:
-            found = linear_kl_divergence(
-                *mine,
-                teacher_hidden[rows],
-                teacher_weight[own],
-                direction,
-                group,
-                layout,
-                chunk_tokens=chunk_tokens,
-                gradient_accumulation_fusion=fused,
-            )
-        sent = 0 if size == 1 else 1 if layout == "replicated" else 2
-        assert counts.total() == sent
-        torch.testing.assert_close(found, want)
-        with count_collectives() as counts:
-            found.backward(upstream)
-        assert counts.total() == sent
-        torch.testing.assert_close(mine[0].grad, dx[rows])
-        torch.testing.assert_close(mine[1].main_grad - 0.5 if fused else mine[1].grad, dw[own])
-
-
 @ranks(2)
 def test_a_teacher_of_another_dtype_in_slices():
     """Hidden states of 3 and 5 columns, in 4 and 2 bytes each, gathered by one collective."""

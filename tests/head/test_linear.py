@@ -1,4 +1,3 @@
-import itertools
 import os
 
 import pytest
@@ -22,7 +21,6 @@ EVERY_PAIR = [(c, n, (i + j) % 2 == 1) for i, c in enumerate(CACHES) for j, n in
 # Where kernels are interpreted a case takes seconds: each cache, in one chunk and in several.
 INTERPRETED = [(0, 7, True), (0.5, None, False), (1, 7, False)]
 PAIRS = INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else EVERY_PAIR
-OTHERS = [case for case in itertools.product(CACHES, CHUNKS, [False, True]) if case not in EVERY_PAIR]
 
 
 def compare(what, options, layout, cases):
@@ -44,24 +42,6 @@ def compare(what, options, layout, cases):
 def test_values_and_gradients(what, options, layout):
     """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
     compare(what, options, layout, PAIRS)
-
-
-@ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", ["empty shard", "all"])
-@pytest.mark.parametrize("what", ["loss", "log_probs"])
-def test_values_and_gradients_at_four(what, options, layout):
-    compare(what, options, layout, EVERY_PAIR)
-
-
-@pytest.mark.slow
-@ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("what", ["loss", "log_probs"])
-def test_every_other_case(what, options, layout):
-    """What the pairs above leave out, at four ranks, which one and two have in part."""
-    compare(what, options, layout, OTHERS)
 
 
 @ranks(1, 2)

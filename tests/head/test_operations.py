@@ -17,7 +17,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("source, most", [("hidden states", 120), ("logits", 100)])
+@pytest.mark.parametrize("source, most", [("hidden states", 100), ("logits", 94)])
 def test_a_forward_and_backward_on_one_rank_on_the_cpu(source, most):
     labels = torch.randint(V, (T,))
     hidden, weight, logits = (torch.randn(*shape, requires_grad=True) for shape in ((T, D), (V, D), (T, V)))

@@ -1,4 +1,5 @@
-"""Random heads, random sets of read-outs, layouts and ranks, beside fp64 without shards or chunks: values, gradients.
+"""Random heads, random sets of read-outs, layouts and ranks, beside fp64 without shards or chunks: values, gradients,
+`main_grad`, and how many collectives a call takes, whatever its chunks.
 
 `python -m tests.head.test_read SEED` prints one case again.
 """
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import (
     KL,
@@ -38,6 +40,9 @@ from tests.ranks import ranks
 
 # Of all sums in a case the largest error relative to the largest entry, by dtype.
 LIMITS = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+# These exchange more than the statistics of one pass forward.
+SEND_MORE = {"top-p", "js", "total variation", "accepted"}
 
 
 def log_softmax(z):
@@ -90,13 +95,14 @@ class Case:
         g = torch.Generator().manual_seed(seed)
         self.dtype = pick([torch.float64, torch.float32])
         self.shape = (ranks_ * self.draw.randint(1, 4), *([self.draw.randint(1, 3)] if pick([0, 1]) else []))
-        self.width, self.columns = self.draw.randint(1, 9), self.draw.randint(max(3, ranks_), 40)
+        self.width, self.columns = self.draw.randint(1, 9), self.draw.randint(max(4, ranks_), 40)
         self.equal = pick([True, False])
         if self.equal:
             self.columns += -self.columns % ranks_
         cuts = sorted(self.draw.randint(0, self.columns) for _ in range(ranks_ - 1))
         if self.equal:
             cuts = [self.columns // ranks_ * i for i in range(1, ranks_)]
+            self.columns -= pick([0, 0, 1])  # the last rank's may be fewer
         self.ends = [0, *cuts, self.columns]
         self.size = self.draw.randint(3, self.columns)
 
@@ -130,6 +136,7 @@ class Case:
         self.only = self.counts if pick([0, 0, 1]) and "top-p" not in self.names else None
         self.graded = [pick([True, True, True, False]) for _ in self.names]
         self.upstream = randn(64, *self.shape)
+        self.fused = pick([False, False, True])
 
     def makers(self):
         """The name of each read-out: what makes it, and what it should give of whole logits `z` and the teacher's."""
@@ -236,7 +243,9 @@ class Case:
             teacher = (self.teacher[0].double() @ self.teacher[1].double().t()).to(self.dtype)[..., mine]
             teacher = Logits(teacher, group_, vocab=shard, softcap=self.teacher_softcap)
             readouts = [self.makers()[name][0](teacher) for name in self.names]
-            found, leaves = Logits(z, group_, vocab=shard, **facts).read(*readouts), [z]
+            with count_collectives() as forward:
+                found = Logits(z, group_, vocab=shard, **facts).read(*readouts)
+            leaves = [z]
         else:
             part = self.layout == "sequence"
 
@@ -246,16 +255,34 @@ class Case:
             hidden = cut(self.hidden).clone().requires_grad_()
             weight = self.weight[mine].clone().requires_grad_()
             bias = None if self.bias is None else self.bias[mine].clone().requires_grad_()
-            head = LmHead(weight, group_, self.layout, bias=bias, vocab=shard, cache=self.cache, **facts)
+            weight.main_grad = torch.full_like(weight, 0.5)
+            facts |= {"bias": bias, "cache": self.cache, "gradient_accumulation_fusion": self.fused}
+            head = LmHead(weight, group_, self.layout, vocab=shard, **facts)
             softcap = self.teacher_softcap
             theirs = LmHead(self.teacher[1][mine].clone(), group_, self.layout, vocab=shard, softcap=softcap)
             teacher = Teacher(theirs, cut(self.teacher[0]).clone())
             readouts = [self.makers()[name][0](teacher) for name in self.names]
-            found = head.read(hidden, *readouts, counts=self.only)
+            with count_collectives() as forward:
+                found = head.read(hidden, *readouts, counts=self.only)
+                with pytest.raises(ValueError, match="do not have the same labels"):  # and nothing is sent
+                    head.read(hidden, *readouts, LogProbs(self.labels), IsArgmax(self.labels.clone()))
             leaves = [hidden, weight] + ([] if bias is None else [bias])
         found = found if len(self.names) > 1 else (found,)
-        results, grads = self._with_gradients(found, leaves)
+        with count_collectives() as backward:
+            results, grads = self._with_gradients(found, leaves)
+        if self.only is None or self.only.any():  # where no token counts all ranks know it, and may send nothing
+            self._check_collectives(from_logits, found, forward.total(), backward.total())
+        if self.fused and not from_logits:
+            grads[1] = weight.main_grad - 0.5
         return results, grads, mine, rank
+
+    def _check_collectives(self, from_logits, found, forward, backward):
+        """One forward and one backward, none backward of logits; with the sequence layout twice as many."""
+        sent = 0 if self.ranks == 1 else 1 if from_logits or self.layout == "replicated" else 2
+        assert forward == sent or (sent and forward > sent and SEND_MORE & {*self.names}), (self.names, forward)
+        first = [x[0] if isinstance(x, tuple) else x for x in found]
+        asked = any(graded and x.requires_grad for graded, x in zip(self.graded, first, strict=True))
+        assert backward == (sent if asked and not from_logits else 0), (self.names, backward)
 
     def check(self, from_logits: bool, group):
         wanted, wanted_grads = self.truth(from_logits)

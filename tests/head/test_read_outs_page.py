@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import KL, Entropy, LmHead, Logits, LogProbs
+from megatron_ext.head import KL, CrossEntropy, Entropy, Gather, IsArgmax, LmHead, Logits, LogProbs
 from tests.pages import DOCS, python_blocks
 from tests.ranks import ranks
 
@@ -97,7 +98,6 @@ def test_what_is_refused():
     for readouts, message in (
         ((), "readouts are none"),
         ((labels,), "each must be a read-out"),
-        ((LogProbs(labels), LogProbs(labels.clone())), "pass the same one, or ask for the others by Gather"),
         ((Entropy(labels),), "counts is torch.int64"),
         ((LogProbs(labels + 9),), r"outside \[0, 9\)"),
     ):
@@ -107,6 +107,33 @@ def test_what_is_refused():
         LmHead.of(torch.nn.Dropout())
     with pytest.raises(ValueError, match="logit_scale is 0"):
         LmHead(torch.randn(9, 4), logit_scale=0)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_two_tensors_of_labels_are_refused_on_every_rank(layout):
+    """Before anything is sent; and what the message advises gives the log-probabilities of both."""
+    torch.manual_seed(3)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    hidden, weight, labels = torch.randn(4, 6), torch.randn(8, 6), torch.randint(8, (4,))
+    others = labels.roll(1).index_fill(0, torch.tensor([2]), -100)
+    own = hidden.chunk(size)[rank] if layout == "sequence" else hidden
+    head = LmHead(weight.chunk(size)[rank], dist.group.WORLD, layout)
+    with count_collectives() as counts:
+        for both in (
+            (LogProbs(labels), LogProbs(others)),
+            (CrossEntropy(labels), IsArgmax(others)),
+            (LogProbs(labels), LogProbs(labels, ignore_index=-1)),
+        ):
+            with pytest.raises(ValueError, match=r"do not have the same labels.*Gather\(labels\.clamp\(min=0\)"):
+                head.read(own, *both)
+    assert not counts
+    ids = others.clamp(min=0).unsqueeze(-1)
+    found, gathered = head.read(own, LogProbs(labels), Gather(ids))
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    torch.testing.assert_close(found, log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=1e-5, atol=1e-5)
+    second, truth = (x.squeeze(-1).where(others >= 0, 0.0) for x in (gathered, log_p.gather(-1, ids)))
+    torch.testing.assert_close(second, truth, rtol=1e-5, atol=1e-5)
 
 
 def test_a_call_is_freed_without_the_garbage_collector():

@@ -164,48 +164,6 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
             sampled_log_probs(mine, labels.clamp(min=0) + 99 * rank, top_k, 1.0, 1.0, group)
 
 
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", ["replicated", "sequence"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_from_hidden_states(layout, fused):
-    """The last rank has fewer columns than the others."""
-    group, size, rank = dist.group.WORLD, group_size(dist.group.WORLD), dist.get_rank()
-    hidden, weight = torch.randn(8, 3, 6, dtype=torch.float64), torch.randn(39, 6, dtype=torch.float64)
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    z = reference.logits(*leaves)
-    labels, upstream = torch.randint(39, (8, 3)), torch.randn(8, 3)
-    labels[:, 0], labels[2, 2] = z.argmax(-1)[:, 0], -100
-    rows = slice(rank * 8 // size, (rank + 1) * 8 // size) if layout == "sequence" else slice(None)
-    own = slice(rank * 40 // size, min((rank + 1) * 40 // size, 39))
-    for top_k, top_p in ((5, 0.8), (None, 0.8), (None, 1.0)):
-        want, dz = truth(z.detach(), labels, top_k, top_p, upstream)
-        dx, dw = torch.autograd.grad(z, leaves, dz, retain_graph=True)
-        mine = [x.clone().requires_grad_() for x in (hidden[rows], weight[own])]
-        mine[1].main_grad, mine[1].grad_added_to_main_grad = torch.full_like(mine[1], 0.5).detach(), False
-        for chunk_tokens in (None, 5):
-            found = linear_sampled_log_probs(
-                *mine,
-                labels,
-                top_k,
-                top_p,
-                TEMPERATURE,
-                group,
-                layout,
-                vocab=VocabShard(own.start, own.stop, 39),
-                chunk_tokens=chunk_tokens,
-                gradient_accumulation_fusion=fused,
-            )
-            torch.testing.assert_close(found, want)
-            got = torch.autograd.grad(found, mine, upstream.double())
-            torch.testing.assert_close(got[0], dx[rows])
-            if fused:
-                assert mine[1].grad_added_to_main_grad
-                torch.testing.assert_close(mine[1].main_grad, dw[own] + 0.5)
-                mine[1].main_grad.fill_(0.5)
-            else:
-                torch.testing.assert_close(got[1], dw[own])
-
-
 @pytest.mark.slow
 def test_bytes():
     """Beyond logits and gradient at most a tenth of the logits, in chunks. Each filter alone: tests/model_utils."""

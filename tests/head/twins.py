@@ -157,6 +157,7 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
             assert found[1][untouched].equal(out[untouched])
 
     product, scale, weight = draw(tokens, width), draw(tokens), draw(rows, width, to=dtype)
+    value = value.masked_fill(target < 0, 0.0)
     offset = draw(tokens) if smoothed else None
     results = []
     for side in (plain_terms, twin_terms):

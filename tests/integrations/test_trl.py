@@ -20,6 +20,11 @@ KNOWN = {
     "_ChunkedLogProbFunction": [
         "hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs"
     ],
+    "ChunkedDivergenceFunction": [
+        "student_hidden, student_weight, student_bias, teacher_hidden, teacher_weight, teacher_bias, beta, "
+        "temperature, student_logit_scale, student_final_logit_softcapping, "
+        "teacher_logit_scale, teacher_final_logit_softcapping"
+    ],
 }
 
 
@@ -231,6 +236,60 @@ def test_the_fused_head_in_its_place(utils, outputs):
     check_fused_head(utils._ChunkedLogProbFunction.apply, 5.0, 0.5, outputs)
 
 
+def check_divergence(apply, beta, softcap, scale):
+    """The teacher is wider, and has a scale and a cap of its own."""
+    shapes = ((7, 16), (50, 16), (50,), (7, 24), (50, 24), (50,))
+    leaves = [torch.randn(*shape, requires_grad=i < 3) for i, shape in enumerate(shapes)]
+    doubles = [x.detach().double().requires_grad_(x.requires_grad) for x in leaves]
+    sides = ((doubles[:3], scale, softcap), (doubles[3:], 0.5, 3.0))
+    student, teacher = (
+        (z if cap is None else cap * (z / cap).tanh()).div(0.7).log_softmax(-1)
+        for z, cap in ((nn.functional.linear(*side) * scale, cap) for side, scale, cap in sides)
+    )
+    if beta in (0, 1):
+        of, to = (teacher, student) if beta == 0 else (student, teacher)
+        wanted = (of.exp() * (of - to)).sum(-1)
+    else:
+        mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
+        wanted = (1 - beta) * (student.exp() * (student - mixture)).sum(-1)
+        wanted = wanted + beta * (teacher.exp() * (teacher - mixture)).sum(-1)
+    found, entropy = apply(*leaves, beta, 0.7, scale, softcap, 0.5, 3.0)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(student.exp() * student).sum(-1), rtol=0, atol=1e-5)
+    assert not entropy.requires_grad
+    upstream = torch.randn(7)
+    grads = torch.autograd.grad(found, leaves[:3], upstream)
+    for grad, want in zip(grads, torch.autograd.grad(wanted, doubles[:3], upstream.double()), strict=True):
+        torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("beta, softcap, scale", [(0.0, None, 1.0), (0.3, 5.0, 0.25), (1.0, 5.0, 1.0)])
+def test_divergence(beta, softcap, scale):
+    check_divergence(ours._fused_divergence(None).apply, beta, softcap, scale)
+
+
+def test_a_divergence_that_is_left_to_theirs():
+    calls = []
+    made = ours._fused_divergence(SimpleNamespace(apply=lambda *given: calls.append(given)))
+    side = torch.randn(7, 16), torch.randn(50, 16), None
+    given = (*side, *side, 0.5, 1.0, 1.0, None, 0.0, None)
+    with pytest.warns(UserWarning, match=r"own fused divergence runs, .* logits are multiplied by 0\.0"):
+        made.apply(*given)
+    assert calls == [given]
+
+
+@with_trl
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_divergence_in_its_place(utils, beta):
+    """Theirs meets the same expectations."""
+    from trl.kernels import chunked_divergence
+
+    check_divergence(chunked_divergence.ChunkedDivergenceFunction.apply, beta, 5.0, 0.5)
+    ours.apply()
+    check_divergence(chunked_divergence.ChunkedDivergenceFunction.apply, beta, 5.0, 0.5)
+    assert [row.calls for row in ours.report().replaced if "Divergence" in row.name] == [1]
+
+
 def _parts(folder):
     """A tokenizer of words and a model of two layers, which lies in the folder: reference models are read there."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -341,6 +400,27 @@ def test_online_steps(kind, options, tmp_path, monkeypatch):
         rows = Dataset.from_dict({"prompt": PROMPTS[:2] * 4})
         return getattr(trl, f"{kind}Trainer")(
             model=model, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=rows
+        )
+
+    _same_steps(make, model, monkeypatch)
+
+
+@with_trl
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_distillation_steps(beta, tmp_path, monkeypatch):
+    """Of a student on its own answers."""
+    import trl
+    from datasets import Dataset
+
+    model, tokenizer = _parts(tmp_path)
+    torch.manual_seed(5)
+    teacher = type(model)(model.config)
+
+    def make(model):
+        config = _arguments(trl.DistillationConfig, tmp_path, beta=beta, max_completion_length=6, temperature=0.9)
+        rows = Dataset.from_dict({"prompt": PROMPTS * 2})
+        return trl.DistillationTrainer(
+            model=model, teacher_model=teacher, args=config, processing_class=tokenizer, train_dataset=rows
         )
 
     _same_steps(make, model, monkeypatch)

@@ -5,8 +5,10 @@ VERL_SRC=/path/to/verl python -m pytest tests/integrations/test_verl.py
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.integrations import substitution, verl
-from tests.gpt import model_parallel
+from tests.gpt import causal_mask, model_parallel
 from tests.integrations.stand_ins import standing_in_for
+from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
+from tests.megatron.patching import batch as megatron_batch
 from tests.ranks import ranks
 
 SOURCE = os.environ.get("VERL_SRC")
@@ -25,6 +29,8 @@ KNOWN = {
     "linear_cross_entropy": "hidden, weight, labels, temperature, reduction, dist_process_group",
     "FusedLinearForPPO": "hidden_states, vocab_weights, input_ids, temperature",
     "logprobs_from_logits": "logits, labels, inplace_backward",
+    "entropy_from_logits": "logits",
+    "entropy_from_logits_with_chunking": "logits, chunk_size",
     "vocab_parallel_log_probs_from_logits": "logits, labels",
     "vocab_parallel_entropy": "vocab_parallel_logits",
     "vocab_parallel_entropy_with_chunking": "vocab_parallel_logits, chunk_size",
@@ -133,6 +139,11 @@ def test_the_fsdp_path(shape):
     before = z.detach().clone()
     of_logits.sum().backward()
     assert torch.equal(z.detach(), before)
+    for entropy in (verl.entropy_from_logits, partial(verl.entropy_from_logits_with_chunking, chunk_size=3)):
+        wanted = truth(z, labels)[1]
+        found = torch.utils.checkpoint.checkpoint(entropy, z, use_reentrant=False)  # as verl calls it
+        same(found.detach(), wanted.detach())
+        same(torch.autograd.grad(found, z, upstream[1]), torch.autograd.grad(wanted, z, upstream[1]))
 
 
 @contextlib.contextmanager
@@ -168,13 +179,15 @@ def test_their_own_source():
         leaves = [x.clone().requires_grad_() for x in (hidden[:, 0], weight)]
         whole = (hidden.flatten(0, 1) @ weight.t()).requires_grad_()
         fused = theirs["FusedLinearForPPO"].FusedLinearForPPO()(*leaves, labels[0], temperature=0.7)
-        megatron = theirs["vocab_parallel_entropy"]
+        megatron, fsdp = theirs["vocab_parallel_entropy"], theirs["entropy_from_logits"]
         made = {
             "fused log-probs": (fused[0], leaves),
             "fused entropy": (fused[1], leaves),
             "fsdp log-probs": (theirs["logprobs_from_logits"].logprobs_from_logits(whole, labels[0]), [whole]),
             "entropy": (megatron.vocab_parallel_entropy(z.clone()), [z]),
             "log-probs": (megatron.vocab_parallel_log_probs_from_logits(z.clone(), labels[0]), [z]),
+            "fsdp entropy": (fsdp.entropy_from_logits(whole), [whole]),
+            "fsdp entropy in chunks": (fsdp.entropy_from_logits_with_chunking(whole, 3), [whole]),
         }
         found = {
             name: [value.detach(), *torch.autograd.grad(value, of, upstream, retain_graph=True)]
@@ -241,3 +254,36 @@ def test_their_importers_and_a_models_forward():
             verl.restore()
         for name, module in modules.items():
             assert getattr(module, IMPORTERS[name]) is originals[name]
+
+
+@pytest.mark.skipif(SOURCE is None, reason="VERL_SRC names no source of verl")
+@ranks(1, 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_multi_token_prediction_in_their_fused_path(sequence_parallel):
+    """Their output processor in a patched model: no logits, those of the further predictions neither."""
+    world = dist.get_world_size()
+    with model_parallel(tp=world), source():
+        from megatron.core.models.gpt import GPTModel
+
+        if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
+            pytest.skip("this Megatron-Core has no output processors: verl leaves the further predictions out")
+        verl.apply()
+        try:
+            fused = importlib.import_module("verl.models.mcore.model_forward_fused")
+            model = one_gpt(mtp_num_layers=2, sequence_parallel=sequence_parallel and world > 1)
+            tokens, labels, positions = megatron_batch(1)  # verl packs: its batch is one row
+            mask, upstream = torch.ones(tokens.shape), torch.rand(tokens.shape)
+            mask[0, :3] = 0
+            given = {"labels": labels, "loss_mask": mask}
+            losses = model(tokens, positions, causal_mask(SEQ), **given)
+            stock = grads_of(model, losses, -upstream)
+            given["output_processor"] = fused.fused_output_processor
+            given["output_processor_context"] = fused.FusedOutputProcessorContext(temperature=1.0)
+            with patched(), counting_logits(model.output_layer) as made:
+                found = model(tokens, positions, causal_mask(SEQ), **given)
+                log_probs = found.log_probs.view(1, SEQ)
+                assert_same(grads_of(model, log_probs, upstream), stock)
+            assert made == []
+            torch.testing.assert_close(log_probs, -losses, rtol=1e-6, atol=2e-6)
+        finally:
+            verl.restore()

@@ -327,3 +327,32 @@ def test_a_teachers_weight_is_read_with_the_students_bits(ids_of, monkeypatch):
     TopKDistillationLoss().with_teacher(hidden, student, teacher_hidden, teacher_weight, K, ids_of)
     assert len(found) >= 2
     assert set(found) == {"batch"}
+
+
+def test_a_teacher_with_a_temperature_of_its_own_is_refused():
+    """Which was dropped in silence."""
+    (hidden, weight), (teacher_hidden, teacher_weight), _ = heads()
+    teacher = LmHead(teacher_weight, temperature=1.7)
+    said = "head with temperature 1.7: the student's, 2.0, divides the logits of both"
+    with pytest.raises(ValueError, match=said):
+        TopKDistillationLoss(temperature=2.0).with_teacher(hidden, weight, teacher_hidden, teacher, K)
+    with pytest.raises(ValueError, match=said):
+        DistillationLoss(temperature=2.0)(hidden, weight, teacher_hidden, teacher)
+    same = LmHead(teacher_weight, temperature=2.0)
+    found, want = (
+        TopKDistillationLoss(temperature=2.0).with_teacher(hidden, weight, teacher_hidden, each, K)[0]
+        for each in (same, teacher_weight)
+    )
+    assert torch.equal(found, want)
+
+
+def test_a_bucket_beside_repeated_ids_is_refused():
+    """Where the token counts: padding may have any ids."""
+    x, w, ids = torch.randn(4, 3), torch.randn(10, 3), torch.tensor([[0, 1], [2, 2], [3, 4], [5, 6]])
+    log_probs = torch.full((4, 2), 0.25).log()
+    loss, mask = TopKDistillationLoss(bucket=True), torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="teacher_topk_indices has an id twice"):
+        loss(x, w, log_probs, ids)
+    found, want = (loss(x, w, log_probs, each, mask)[0] for each in (ids, ids.where(ids != 2, torch.tensor([7, 8]))))
+    assert torch.equal(found, want)
+    TopKDistillationLoss()(x, w, log_probs, ids)

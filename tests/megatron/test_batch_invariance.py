@@ -1,51 +1,31 @@
-"""Megatron's `batch_invariant_mode`: the fused head in a model takes "batch" by itself."""
-
-import sys
-import types
-from contextlib import contextmanager
-from unittest import mock
+"""Megatron's `batch_invariant_mode`: the fused head takes "batch" by itself; other bits where they are asked for."""
 
 import pytest
 import torch
 
-from megatron_ext import linear_cross_entropy
-from megatron_ext.head.fixed_bits.linear import FixedHead
-from megatron_ext.megatron import fusion_report
-from megatron_ext.megatron.fused_loss import batch_invariance
+from megatron_ext import linear_cross_entropy, linear_log_probs
+from megatron_ext.head import LmHead
+from megatron_ext.integrations import trl, verl
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.output_processors import NextTokenLogProbs
+from tests.batch_invariant_mode import fixed_calls, switch, switched_on
 from tests.gpt import model_parallel
 from tests.megatron.patching import batch, one_gpt, patched, run
 from tests.ranks import ranks
 
 
-@contextmanager
-def fixed_calls():
-    """A list that grows with each forward of the head with fixed bits; nothing has been said yet."""
-    calls, forward, said = [], FixedHead.forward, fusion_report._said
-
-    def counted(*arguments):
-        calls.append(1)
-        return forward(*arguments)
-
-    FixedHead.forward, fusion_report._said = staticmethod(counted), set()
-    try:
-        yield calls
-    finally:
-        FixedHead.forward, fusion_report._said = staticmethod(forward), said
-
-
 @ranks(1)
 @pytest.mark.parametrize("by", ["config", "global switch"])
 def test_the_fused_head_takes_batch_and_says_so(by):
-    kernels = types.SimpleNamespace(is_batch_invariant_mode_enabled=lambda: by == "global switch")
     with model_parallel(1), patched(), fixed_calls() as calls:
         model, (tokens, labels, _), seen = one_gpt(), batch(), []
         model.decoder.register_forward_hook(lambda module, inputs, found: seen.append(found.detach()))
         run(model, labels, tokens)
         assert not calls, "off"
         model.config.batch_invariant_mode = by == "config"
-        with mock.patch.dict(sys.modules, {batch_invariance._KERNELS: kernels}):
-            with pytest.warns(UserWarning, match='batch_invariant_mode is on: the fused head takes bits="batch"'):
-                loss = run(model, labels, tokens)
+        said = 'batch_invariant_mode is on: the fused head takes bits="batch"'
+        with switch(by == "global switch"), pytest.warns(UserWarning, match=said):
+            loss = run(model, labels, tokens)
         assert len(calls) == 1
         weight = model.shared_embedding_or_output_weight().detach()
         alone = [
@@ -54,3 +34,71 @@ def test_the_fused_head_takes_batch_and_says_so(by):
             for i in range(labels.shape[1])
         ]
         assert torch.equal(loss.detach().flatten(), torch.stack(alone))
+
+
+@ranks(1)
+def test_bits_are_an_option_of_the_patch_and_of_output_processors():
+    """What is asked for goes before the mode."""
+    with model_parallel(1), fixed_calls() as calls:
+        model, (tokens, labels, _) = one_gpt(), batch()
+        for bits, fixed in (("tensor_parallel", 1), ("batch", 1), ("fast", 0), (None, 0)):
+            with patched(bits=bits):
+                run(model, labels, tokens)
+                assert len(calls) == fixed, bits
+                calls.clear()
+        with switched_on(), patched(bits="fast"):
+            run(model, labels, tokens)
+            assert not calls
+            for bits, fixed in (("fast", 0), ("batch", 1), (None, 1)):
+                run(model, None, tokens, output_processor=NextTokenLogProbs(bits=bits))
+                assert len(calls) == fixed, bits
+                calls.clear()
+    with pytest.raises(ValueError, match="bits is 'exact': it must be one of"):
+        HeadSettings(bits="exact")
+
+
+def reads_logits(module, inputs, outputs):
+    outputs[0].sum()
+
+
+@ranks(1)
+def test_bits_are_refused_where_megatron_makes_the_logits():
+    """A hook that reads them, a layer whose loss is left to Megatron; "fast" leaves both as they are."""
+    with model_parallel(1):
+        model, (tokens, labels, _) = one_gpt(), batch()
+        stock = run(model, labels, tokens)
+        layer = model.output_layer
+        hooks = {
+            "the loss of GPTModel is taken from logits that Megatron made": (layer.register_forward_hook, reads_logits),
+            "and cannot go into GPTModel: its output layer has backward hooks": (
+                layer.register_full_backward_hook,
+                lambda module, before, after: None,
+            ),
+        }
+        for said, (register, hook) in hooks.items():
+            handle = register(hook)
+            with patched(bits="batch"), pytest.raises(ValueError, match=said):
+                run(model, labels, tokens)
+            with patched(bits="fast"):
+                torch.testing.assert_close(run(model, labels, tokens), stock)
+            handle.remove()
+
+
+def test_the_global_switch_reaches_every_head():
+    """Functions, losses and adapters that say nothing of bits: their head is an `LmHead`."""
+    hidden, weight = torch.randn(5, 8), torch.randn(16, 8)
+    labels = torch.arange(5)
+    with switched_on(), fixed_calls() as calls:
+        together = linear_log_probs(hidden, weight, labels)
+        alone = [linear_log_probs(hidden[i : i + 1], weight, labels[i : i + 1]) for i in range(5)]
+        assert torch.equal(together, torch.cat(alone))
+        assert len(calls) == 6
+        linear_log_probs(hidden, weight, labels, bits="fast")
+        assert len(calls) == 6
+        log_probs, _ = verl.linear_cross_entropy(hidden, weight, labels)
+        assert torch.equal(log_probs, together)
+        (log_probs, _) = verl.FusedLinearForPPO()(hidden, weight, labels)
+        assert torch.equal(log_probs, together)
+        log_probs, *_ = trl._per_token(LmHead(weight), hidden, labels, ("log_probs",))
+        assert torch.equal(log_probs, together)
+        assert len(calls) == 9

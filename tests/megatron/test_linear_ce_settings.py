@@ -269,6 +269,10 @@ def test_refusals():
                 HeadSettings(**{name: wrong})
             with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
                 with_fused_head(model.transformer_layer_spec, **{name: wrong})
+        with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
+            with_fused_head(model.transformer_layer_spec, chunk_size=8)
+        with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):
+            patch(z_los=0.1)
         with pytest.raises(ValueError, match="spec is <function reference .* it must be a layer spec object"):
             with_fused_head(reference)
 

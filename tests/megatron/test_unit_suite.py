@@ -13,17 +13,24 @@ from tests.ranks import TIMEOUT_S
 PROGRAM = Path(__file__).with_name("unit_suite.py")
 TESTS = """
 import os
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+TRIES = []
 
 def test_either_way():
     assert torch.cuda.is_available() and ColumnParallelLinear
 
 def test_stock_alone():
     assert ColumnParallelLinear.__module__.startswith("megatron.core")
+
+@pytest.mark.flaky(reruns=1)
+def test_flaky():
+    TRIES.append(RANK)
+    assert len(TRIES) == 2
 
 def test_neither_way():
     raise ValueError("no kernel")
@@ -77,6 +84,7 @@ def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
     assert found == {
         "either_way": (1, "passed", "passed"),
         "stock_alone": (1, "passed", "failed"),
+        "flaky": (1, "passed", "passed"),
         "neither_way": (1, "failed", None),
         "on_two": (2, "passed", "passed"),
         "that_ends_the_process": (1, "died", None),
@@ -85,7 +93,7 @@ def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
         "that_passes_by_what_others_left": (1, "passed", "passed"),
         "that_fails_and_leaves_something": (1, "failed", None),
     }, done.stderr
-    assert "| toys | 9 | 5 | 4 |" in done.stdout
+    assert "| toys | 10 | 6 | 5 |" in done.stdout
     assert "1 tests pass with Megatron's own modules and not with ours" in done.stdout
     assert "test_stock_alone on 1: failed" in done.stdout
     assert done.returncode == 1

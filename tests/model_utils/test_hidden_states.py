@@ -12,6 +12,7 @@ from megatron_ext.model_utils import (
     from_parallel_hidden_states_to_logprobs,
 )
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
+from tests.batch_invariant_mode import fixed_calls
 from tests.model_utils.sharded import Grid, finite, grids, next_log_probs, same, sampled
 from tests.model_utils.test_packed import LENGTHS, LONGEST, cumulative, places, rows
 from tests.ranks import ranks
@@ -146,6 +147,29 @@ def test_packed(layout):
             unpacked_seqlen=LONGEST,
             cu_seqlens=cumulative(LENGTHS),
         )
+
+
+@ranks(1, 2)
+def test_bits_and_targets_that_are_left_out():
+    """Bit by bit the same in other chunks, and without the targets of -100."""
+    hidden, weight, tokens = problem(dtype=torch.float32)
+    tokens[0, 3:9] = -100
+    for grid in grids():
+        for params in (SOFTER, TrainingSamplingParams(5, 0.9, 0.7)):
+
+            def call(grid=grid, params=params, **options):
+                with torch.no_grad():
+                    mine = Mine(grid, "sequence", hidden, weight)
+                    return mine.call(tokens, sampling_params=params, **options)
+
+            with fixed_calls() as calls:
+                found = [call(bits="batch", chunk_size=3), call(bits="batch", skip_ignored=True)]
+                found.append(call(bits="batch", skip_ignored=tokens.numel()))
+                assert len(calls) == (3 if params is SOFTER else 0)  # a filter reads logits
+            whole = call(bits="batch")
+            assert all(torch.equal(x, whole) for x in found)
+            assert whole[0, 2:8].eq(0).all()
+            torch.testing.assert_close(call(skip_ignored=True), whole)
 
 
 @ranks(1, 2)

@@ -272,6 +272,47 @@ def test_logits_that_do_not_fit_on_one_context_parallel_rank():
 
 
 @ranks(2, 4)
+@pytest.mark.parametrize("own, others", [(6, 4), (4, 6), (8, 6), (2, 6), (5, 8)], ids=str)
+def test_parts_padded_to_different_lengths_are_refused_on_every_rank(own, others):
+    """One rank's positions, and those of the others, for sequences of 8 tokens a pair: nobody waits for more."""
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        logits, tokens = problem(length=4 * grid.cp)
+        odd = grid.cp_rank == grid.cp - 1
+        columns = grid.columns(logits)[:, :1].repeat(1, own if odd else others, 1)
+        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        said = "target has .* positions" if odd and own in (2, 5) else "another rank of cp_group"
+        with pytest.raises(ValueError, match=said):
+            from_parallel_logits_to_logprobs(columns, tokens, **grid.vocab(24), **groups)
+        found = from_parallel_logits_to_logprobs(grid.columns(grid.part(logits)), tokens, **grid.vocab(24), **groups)
+        same(found, next_log_probs(logits, tokens))  # every rank is still here
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("more", [2, 6])
+def test_parts_padded_further_than_the_length_needs(more):
+    """Values and gradients of the whole, by 1 exchange more each way."""
+    for grid in grids():
+        if grid.cp == 1:
+            continue
+        logits, tokens = problem(length=4 * grid.cp)
+        true = logits.detach().requires_grad_()
+        next_log_probs(true, tokens).square().sum().backward()
+        leaf = logits.detach().requires_grad_()
+        padded = torch.nn.functional.pad(leaf, (0, 0, 0, more * grid.cp), value=7.0)
+        mine = grid.columns(grid.part(padded))
+        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        with count_collectives() as counts:
+            found = from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups)
+        assert counts.total() == int(grid.tp > 1) + 2
+        same(found, next_log_probs(logits, tokens))
+        found.square().sum().backward()
+        dist.all_reduce(leaf.grad)
+        same(leaf.grad / grid.cp, true.grad)
+
+
+@ranks(2, 4)
 @pytest.mark.parametrize(
     "sampling",
     [None, TrainingSamplingParams(top_k=3), TrainingSamplingParams(top_p=0.9)],

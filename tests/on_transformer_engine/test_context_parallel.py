@@ -11,7 +11,9 @@ from tests.ranks import ranks
 
 @ranks(2)
 @pytest.mark.parametrize("how", ["p2p", "all_gather", "a2a"])
-@pytest.mark.parametrize("overrides", [{}, {"num_query_groups": 2}], ids=["mha", "gqa"])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param({}, marks=pytest.mark.slow), {"num_query_groups": 2}], ids=["mha", "gqa"]
+)
 def test_trains_as_on_one_rank(how, overrides):
     batches = tiny_batches(2)
     with model_parallel():  # two data-parallel ranks

@@ -19,7 +19,13 @@ FUSED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_grouped_gem
 @ranks(1)
 @pytest.mark.parametrize(
     "only_te",
-    [{}, {"moe_grouped_gemm": True}, {"moe_permute_fusion": True}, {"moe_router_fusion": True}, FUSED],
+    [
+        {},
+        pytest.param({"moe_grouped_gemm": True}, marks=pytest.mark.slow),
+        pytest.param({"moe_permute_fusion": True}, marks=pytest.mark.slow),
+        pytest.param({"moe_router_fusion": True}, marks=pytest.mark.slow),
+        FUSED,
+    ],
     ids=["sequential", "grouped", "permutation", "router", "all"],
 )
 def test_one_rank(only_te):
@@ -42,6 +48,6 @@ def test_routers(router):
 
 
 @ranks(2)
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", pytest.param("allgather", marks=pytest.mark.slow)])
 def test_expert_parallel(dispatcher):
     assert_te_is_local({"ep": 2}, FUSED, **MOE | {"moe_token_dispatcher_type": dispatcher})

@@ -53,7 +53,9 @@ def gradients(patched=False, **overrides):
 
 
 @ranks(2)
-@pytest.mark.parametrize("accumulated", [False, True], ids=["copied", "accumulated"])
+@pytest.mark.parametrize(
+    "accumulated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["copied", "accumulated"]
+)
 def test_overlapped_and_delayed_is_plain(accumulated):
     fused = {"gradient_accumulation_fusion": accumulated}
     overlap = fused | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}

@@ -38,7 +38,7 @@ def run(number, tracker, before_step, **overrides):
 
 
 @ranks(2)
-@pytest.mark.parametrize("tracker", [False, True], ids=["megatrons", "te"])
+@pytest.mark.parametrize("tracker", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["megatrons", "te"])
 def test_a_resumed_run_draws_the_dropout_that_it_would_have_drawn(tracker, tmp_path):
     def save(step, model, optimizer):
         if step == SAVED_AT:

@@ -148,6 +148,7 @@ def test_weights_are_freed_when_vllm_fails(method):
     assert open_now == []
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""

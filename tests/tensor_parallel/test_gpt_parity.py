@@ -16,6 +16,7 @@ LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]}
 SEQUENCE = {"sequence_parallel": True}
+ON_DEVICE = {"use_cpu_initialization": False}  # Megatron's default
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -71,6 +72,7 @@ def test_one_rank():
         pytest.param(FULL, id="full", marks=pytest.mark.slow),
         pytest.param(SEQUENCE | FULL, id="sequence-full", marks=pytest.mark.slow),
         pytest.param({"tied": False}, id="untied", marks=pytest.mark.slow),
+        pytest.param(ON_DEVICE | {"tied": False}, id="on-device"),
     ],
 )
 def test_tensor_parallel_2(options):
@@ -85,8 +87,9 @@ def test_pipeline_parallel_2(options):
 
 @ranks(2)
 @pytest.mark.slow
-def test_expert_parallel_2():
-    check({"ep": 2}, **EXPERTS)
+@pytest.mark.parametrize("where", [{}, ON_DEVICE], ids=["on-cpu", "on-device"])
+def test_expert_parallel_2(where):
+    check({"ep": 2}, **EXPERTS, **where)
 
 
 @ranks(4)
@@ -102,4 +105,6 @@ def test_tensor_parallel_4(options):
 @pytest.mark.slow
 def test_tensor_pipeline_and_expert_parallel():
     check({"tp": 2, "pp": 2}, **SEQUENCE, **FULL)
-    check({"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, **SEQUENCE, **EXPERTS, expert_tensor_parallel_size=1)
+    whole_experts = EXPERTS | {"expert_tensor_parallel_size": 1}
+    check({"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, **SEQUENCE, **whole_experts)
+    check({"tp": 2, "ep": 2, "expert_tensor_parallel_size": 1}, **SEQUENCE, **whole_experts, **ON_DEVICE)

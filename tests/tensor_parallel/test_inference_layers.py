@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext import cpu_products
 from megatron_ext.distributed import collectives, symmetric_memory
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
 from megatron_ext.tensor_parallel.inference_layers import _te_rms_norm_kernel
 from tests.ranks import ranks
+from tests.sixteen_bit_products import SixteenBitProducts
 
 S, B, H, F = 8, 2, 16, 32
 EPS = 1e-3
@@ -159,8 +161,8 @@ class Kernels:
 class Memory:
     """Megatron's symmetric memory, with room for one hidden state."""
 
-    def __init__(self, elements=S * B * H):
-        self.memory = torch.full((elements,), torch.nan, dtype=torch.float64)
+    def __init__(self, elements=S * B * H, dtype=torch.float64):
+        self.memory = torch.full((elements,), torch.nan, dtype=dtype)
 
     def maybe_get_tensor(self, shape, dtype):
         elements = torch.Size(shape).numel()
@@ -208,6 +210,34 @@ def test_symmetric_memory_gives_the_same_results(case, calls):
             close(got, own(stream, 0))
             close(got_output, own(output, -1))
     assert kernels.calls == 2 * calls
+
+
+@ranks(2)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "tiles"])
+def test_products_in_symmetric_memory_are_made_as_the_processor_has_them(native):
+    """Where it has none of 16 bits, torch is not asked for one."""
+    row, column = (layer.eval() for layer in build(config(params_dtype=torch.bfloat16)))
+    stream, output = unsharded(column.double())
+    column.bfloat16()
+    x, residual = (own(t, dim).bfloat16() for t, dim in zip(inputs(), (-1, 0), strict=True))
+    memory = Memory(dtype=torch.bfloat16)
+    state = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda check_initialized: dist.group.WORLD,
+        _GLOBAL_SYMMETRIC_MEMORY_BUFFER=memory,
+    )
+    with (
+        patch.object(symmetric_memory, "parallel_state", lambda: state),
+        patch.object(symmetric_memory, "_kernels_take", lambda shape, dtype, device: True),
+        patch.dict(sys.modules, {symmetric_memory._KERNELS: Kernels()}),
+        cpu_products.sixteen_bit_products(native),
+        SixteenBitProducts() as products,
+    ):
+        got, _ = row(x, residual)
+        assert not memory.memory.isnan().any()
+        got_output, _ = column(got)
+    assert len(products.found) == (2 if native else 0)
+    for mine, true in ((got, own(stream, 0)), (got_output, own(output, -1))):
+        assert (mine.double() - true).norm() <= 2**-7 * true.norm()
 
 
 def test_kernels_take_hoppers_bf16_only():

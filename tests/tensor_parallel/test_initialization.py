@@ -1,4 +1,4 @@
-"""First weights: Megatron's to the bit on CPU, and the same full weight at every tensor-parallel size everywhere."""
+"""First weights: Megatron's to the bit, on CPU and on the device."""
 
 import copy
 
@@ -50,21 +50,19 @@ def seed_tracker(rank, seed=11):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("where", ["cpu", "device", "device without tracker"])
+@pytest.mark.parametrize("where", ["cpu", "device without tracker"])
 def test_the_same_full_weight_at_every_size(where, dtype, stride):
     """Each rank also builds the layers for itself alone: that is TP 1."""
     config = Config(use_cpu_initialization=where == "cpu", params_dtype=dtype)
 
-    def build(rank, group):
+    def build(group):
         with no_tracker():
             torch.manual_seed(5)
-            if where == "device":
-                seed_tracker(rank)
             return [whole(layer, group) for layer in layers(config, group, stride=stride)]
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     try:
-        for shared, single in zip(build(dist.get_rank(), world()), build(0, alone[dist.get_rank()]), strict=True):
+        for shared, single in zip(build(world()), build(alone[dist.get_rank()]), strict=True):
             assert shared.dtype == dtype
             assert torch.equal(shared, single)
             assert not torch.isnan(shared).any()
@@ -87,80 +85,27 @@ def test_weights_are_all_different_and_follow_the_seed():
 
 
 @ranks(1, 2)
-def test_the_stream_moves_on_as_if_each_rank_had_drawn_its_shard():
-    """What is drawn after initialisation, dropout masks for instance, is what Megatron draws there."""
-    with no_tracker():
-        config = Config(use_cpu_initialization=False)
-        seed_tracker(dist.get_rank())
-        shards = [(layer.weight.shape, layer.weight.dtype) for layer in layers(config, world())]
-        tracker = get_cuda_rng_tracker()
-        with tracker.fork():
-            after = torch.rand(7)
-        default = torch.rand(7)
-        seed_tracker(dist.get_rank())
-        tracker = get_cuda_rng_tracker()
-        with tracker.fork():
-            for shape, dtype in shards:
-                torch.nn.init.xavier_normal_(torch.empty(shape, dtype=dtype))
-            assert torch.equal(torch.rand(7), after)
-        assert torch.equal(torch.rand(7), default)
-
-
-@ranks(2)
-def test_numbers_drawn_before_are_not_drawn_again():
-    """Megatron's own embedding may have taken the start of the stream: our weights must not repeat it."""
-    with no_tracker():
-        seed_tracker(dist.get_rank())
-        with get_cuda_rng_tracker().fork():
-            before = torch.randn(N // 2 * D)
-        config = Config(use_cpu_initialization=False)
-        layer = ColumnParallelLinear(D, N, config=config, init_method=torch.nn.init.normal_, tp_group=world())
-        full = whole(layer, world())
-    assert not set(before.tolist()) & set(full.flatten().tolist())
-    other = all_gather(full.unsqueeze(0), world())
-    assert torch.equal(other[0], other[1])
-
-
-@ranks(2)
-def test_experts_have_a_stream_of_their_own():
-    with model_parallel(tp=2, expert_tensor_parallel_size=2), no_tracker():
-        from megatron.core import parallel_state
-
-        config = Config(use_cpu_initialization=False)
-        group = parallel_state.get_expert_tensor_parallel_group()
-        options = {"config": config, "init_method": torch.nn.init.normal_}
-        model_parallel_cuda_manual_seed(3)
-        dense = ColumnParallelLinear(D, N, **options)
-        model_parallel_cuda_manual_seed(3)
-        expert = ColumnParallelLinear(D, N, is_expert=True, **options)
-        full = whole(expert, group)
-        assert not torch.equal(whole(dense, group), full)
-        generator = torch.Generator().manual_seed(3 + 1024)
-        assert torch.equal(full, torch.randn(N, D, generator=generator))
-
-
-@ranks(1, 2)
-def test_the_tracker_of_megatron_where_only_that_was_seeded():
-    """Our layers in a program that seeds by Megatron's own function."""
-    with model_parallel(tp=dist.get_world_size()), no_tracker():
+@pytest.mark.parametrize("is_expert", [False, True], ids=["dense", "expert"])
+def test_the_tracker_of_megatron_where_only_that_was_seeded(is_expert):
+    """Our layers in a program that seeds by Megatron's own function: each rank draws from its own stream."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with model_parallel(tp=size, expert_tensor_parallel_size=size), no_tracker():
         from megatron.core.tensor_parallel import random as megatron_random
 
         if not megatron_random.__name__.startswith("megatron.core"):
             return
         megatron_random.model_parallel_cuda_manual_seed(3)
-        config = Config(use_cpu_initialization=False)
-        layer = ColumnParallelLinear(D, N, config=config, init_method=torch.nn.init.normal_)
-        generator = torch.Generator().manual_seed(3 + 2718)
-        assert torch.equal(whole(layer, world()), torch.randn(N, D, generator=generator))
+        options = {"config": Config(use_cpu_initialization=False), "init_method": torch.nn.init.normal_}
+        layer = ColumnParallelLinear(D, N, is_expert=is_expert, **options)
+        generator = torch.Generator().manual_seed(3 + (1024 if is_expert else 2718) + rank)
+        assert torch.equal(layer.weight, torch.randn(N // size, D, generator=generator))
 
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_megatrons_own_weights(stride, on_cpu):
-    """To the bit; on the device where nothing is sharded (Megatron's full weight depends on the TP size there)."""
-    if not on_cpu and dist.get_world_size() > 1:
-        return
+    """To the bit; and random numbers go on alike, each rank's own and those of all."""
     with model_parallel(tp=dist.get_world_size()), no_tracker():
         from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.tensor_parallel import layers as stock
@@ -175,13 +120,17 @@ def test_megatrons_own_weights(stride, on_cpu):
             torch.manual_seed(3)
             stock_random.model_parallel_cuda_manual_seed(3)
             built.append(layers(config, world(), classes, stride))
-            built[-1].append(torch.rand(5))  # and the random numbers go on alike
-        *ours, next_ours = built[0]
-        *theirs, next_theirs = built[1]
+            with stock_random.get_cuda_rng_tracker().fork():
+                own = torch.rand(5, device="cuda")
+            built[-1] += [own, torch.rand(5, device="cuda"), torch.rand(5)]
+        *ours, own_ours, shared_ours, next_ours = built[0]
+        *theirs, own_theirs, shared_theirs, next_theirs = built[1]
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a.weight, b.weight)
             marks = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
             assert [getattr(a.weight, m, None) for m in marks] == [getattr(b.weight, m, None) for m in marks]
+        assert torch.equal(own_ours, own_theirs)
+        assert torch.equal(shared_ours, shared_theirs)
         assert torch.equal(next_ours, next_theirs)
 
 
@@ -212,9 +161,9 @@ def test_megatrons_functions():
         assert weight.tensor_model_parallel
         assert weight.partition_dim == dim
         again = torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))
-        torch.manual_seed(5)
         with no_tracker():
-            _initialize_affine_weight_gpu(again, init, dim, tp_group=world())
+            seed_tracker(rank)
+            _initialize_affine_weight_gpu(again, init, dim)
         assert again.tensor_model_parallel
         assert not torch.isnan(again).any()
         with pytest.raises(ValueError, match="per_partition_size is 5"):

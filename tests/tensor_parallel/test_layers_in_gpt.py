@@ -4,10 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megatron_ext.distributed.collectives import all_gather
-from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, seed_ranks, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
 
@@ -97,32 +95,3 @@ def test_deferred_gradients_while_another_model_is_patched():
             unpatch(model=other)
     assert guarded_loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(guarded_grads, grads, rtol=1e-5, atol=1e-7)
-
-
-@ranks(2)
-def test_device_initialisation_gives_one_model_at_every_size():
-    """The full weights of a model built on the device at TP 2 are those at TP 1, which are Megatron's own."""
-
-    def weights(ours, tp):
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-        with ours_everywhere() if ours else nullcontext():
-            seed_ranks(5)
-            spec = gpt_block_spec if ours else stock_spec
-            (model,) = tiny_gpt(spec, tied=False, weights="init", use_cpu_initialization=False)
-        full = {}
-        for name, parameter in model.named_parameters():
-            weight, dim = parameter.detach(), getattr(parameter, "partition_dim", -1)
-            if tp > 1 and dim >= 0:
-                weight = torch.cat(list(all_gather(weight.unsqueeze(0), dist.group.WORLD)), dim)
-            full[name] = weight
-        return full
-
-    with model_parallel(tp=1):
-        stock, alone = weights(False, 1), weights(True, 1)
-    with model_parallel(tp=2):
-        shared = weights(True, 2)
-    assert stock.keys() == alone.keys() == shared.keys()
-    for name, weight in stock.items():
-        assert torch.equal(alone[name], weight), name
-        assert torch.equal(shared[name], weight), name

@@ -55,7 +55,6 @@ ON_PURPOSE = {
     "layers.custom_bwd": IMPORT,
     "layers.dist_all_gather_func": IMPORT,
     "layers.dist_reduce_scatter_func": IMPORT,
-    "layers._initialize_affine_weight_gpu": "the same full weight at every tensor-parallel size needs the group",
     "layers.LinearWithFrozenWeight.forward": OLDER,
     "layers.LinearWithGradAccumulationAndAsyncCommunication.forward": OLDER,
     "layers._linear_forward": INNER_STEP,

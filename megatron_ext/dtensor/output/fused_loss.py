@@ -16,8 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import import_transformers, output_head_path
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of
-from megatron_ext.dtensor.output.hidden_states_or_logits import Read, is_registered, read_hidden, rule_of, say_once
+from megatron_ext.dtensor.output.hidden_states_or_logits import (
+    Read,
+    is_registered,
+    read_hidden,
+    refuse_bits,
+    rule_of,
+    say_once,
+)
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
+from megatron_ext.head.validation.option_checks import Bits
 from megatron_ext.sequence.next_token import next_tokens
 
 _FUSED = "_megatron_ext_fused_loss"
@@ -25,10 +33,11 @@ _OF_THE_LOSS = ("labels", "num_items_in_batch", "shift_labels", "ignore_index") 
 
 
 class _Fused(NamedTuple):
-    """The head's function for a model's losses, and whether it is for eval mode too."""
+    """The head's function for a model's losses, whether it is for eval mode too, and which bits are the same."""
 
     losses: Callable[..., Tensor]
     in_eval: bool
+    bits: Bits | None = None
 
 
 def use_fused_loss(
@@ -40,6 +49,7 @@ def use_fused_loss(
     skip_ignored: bool | int = False,
     cache: Any = "bounded",
     chunk_tokens: int | None = None,
+    bits: Bits | None = None,
 ) -> nn.Module:
     """Let `model(input_ids, labels=labels)` compute its loss without logits; in place, and returned.
 
@@ -52,7 +62,7 @@ def use_fused_loss(
             DDP or FSDP2 will wrap; or what `parallelize` made, without context parallelism (there call
             `causal_lm_loss`).
         in_eval: leave logits out in eval mode as well, where metrics may want them.
-        label_smoothing, z_loss, skip_ignored, cache, chunk_tokens: as for `megatron_ext.linear_cross_entropy`.
+        label_smoothing, z_loss, skip_ignored, cache, chunk_tokens, bits: as for `megatron_ext.linear_cross_entropy`.
             `skip_ignored` saves the work for prompts that are masked.
 
     Communicates: what the model does; with tensor parallelism what `linear_cross_entropy` does.
@@ -87,7 +97,7 @@ def use_fused_loss(
         cache=cache,
         chunk_tokens=chunk_tokens,
     )
-    inside.__dict__[_FUSED] = _Fused(losses, in_eval)
+    inside.__dict__[_FUSED] = _Fused(losses, in_eval, bits)
     return model
 
 
@@ -104,6 +114,7 @@ def _fused_forward(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         rule, reason = _rule_or_reason(self)
         if rule is None:
+            refuse_bits(fused.bits, reason)
             say_once(reason)
             return own(self, *args, **kwargs)
         return _answer(self, own, rule, given)
@@ -138,7 +149,9 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     head = _Catch()
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
-    read = Read(1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy)
+    read = Read(
+        1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy, bits=fused.bits
+    )
     count = given.get("num_items_in_batch")
     if count is None:
         count = (targets != ignore).sum()

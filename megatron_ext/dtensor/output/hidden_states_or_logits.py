@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.dtensor.decoder import output_head_path, text_model
 from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked
+from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.validation.option_checks import Bits
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
@@ -29,7 +31,8 @@ class Read(NamedTuple):
     """A function of the fused head, and the same of logits; both take a temperature.
 
     After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    `results` tensors, each a number of a position, or `columns` numbers.
+    `results` tensors, each a number of a position, or `columns` numbers. `bits`: as in `LmHead`; of logits that a model
+    makes none but "fast" can be had.
     """
 
     temperature: float
@@ -37,6 +40,7 @@ class Read(NamedTuple):
     logits: Callable[..., Any]
     results: int = 1
     columns: tuple[int, ...] = ()
+    bits: Bits | None = None
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
         """That of the results together."""
@@ -81,11 +85,21 @@ def read_out(
     elif is_hooked(model):
         reason = f"{name} or its head has hooks"
     if reason is not None and fused != LOGITS:
+        refuse_bits(read.bits, reason)
         say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
         return _through_logits(model, read, tokens_BP, given_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     return through_head(rule, read, tokens_BP, given_BP, **inputs)
+
+
+def refuse_bits(asked: Bits | None, reason: str) -> None:
+    """Raises ValueError if bits that a model's own logits do not have were asked for, by Megatron's mode too."""
+    if (bits := bits_or_mode(asked)) != "fast":
+        raise ValueError(
+            f'bits is "{bits}", and {reason}: its log-probabilities come through logits that the model makes, whose '
+            f'bits may depend on the batch; pass bits="fast", or use a model whose head is read from hidden states'
+        )
 
 
 @functools.cache
@@ -148,6 +162,7 @@ def read_hidden(
                 bias=None if head.bias is None else local_shard(head.bias, 0)[0],
                 vocab=vocab,
                 **rule.facts(read.temperature),
+                bits=read.bits,
             )
         ),
         read.shape(given_BP[0]),

@@ -149,6 +149,9 @@ class _Files:
         config.save_pretrained(self.folder)
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(self.folder)
+        mode = (self.folder / "config.json").stat().st_mode & 0o777
+        for file in self.waiting:  # safetensors leaves them to their owner alone
+            (self.folder / file).chmod(mode)
 
     def _unfinished(self, file: str) -> Path:
         return self.folder / f"{file}.unfinished"

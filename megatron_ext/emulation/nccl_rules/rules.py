@@ -18,7 +18,7 @@ class NcclRules:
     need them (0).
 
     `order`: what happens where two ranks launched operations of two communicators in different orders, without waiting
-    in between: "raise", "warn" or "ignore".
+    in between, or orders of more communicators go round: "raise", "warn" or "ignore".
 
     `device_is_set`: the job has called `torch.cuda.set_device`, without which object collectives are refused.
     """

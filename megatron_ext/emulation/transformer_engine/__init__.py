@@ -5,6 +5,7 @@
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -33,7 +34,13 @@ def check() -> None:
         raise ModuleNotFoundError(
             "megatron_on_cpu(transformer_engine=True) runs the Python part of Transformer Engine, which is not "
             "installed: pip install --no-deps 'transformer_engine>=2.9,<2.12' onnx onnxscript onnx_ir ml_dtypes "
-            "importlib-metadata zipp"
+            "importlib-metadata zipp; Megatron-Core 0.19 and newer take 'transformer_engine==2.20.2'"
+        )
+    if not ((2, 9) <= _version() <= (2, 11) or _version() == (2, 20)):
+        raise RuntimeError(
+            f"transformer_engine {importlib.metadata.version('transformer_engine')} is installed: "
+            "megatron_on_cpu(transformer_engine=True) emulates the compiled modules of 2.9 to 2.11 and of "
+            "2.20; install one of these"
         )
     layers = sys.modules.get("megatron.core.extensions.transformer_engine")
     if layers is not None and not layers.HAVE_TE:
@@ -43,10 +50,16 @@ def check() -> None:
         )
 
 
+def _version() -> tuple[int, int]:
+    """Major and minor of the Python part."""
+    major, minor = importlib.metadata.version("transformer_engine").split(".")[:2]
+    return int(major), int(minor)
+
+
 def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields (owner, {name: replacement}). The stand-ins for compiled modules stay: what imported them holds them."""
     if compiled_module.NAME not in sys.modules:
-        sys.modules[compiled_module.NAME] = compiled_module.compiled_module()
+        sys.modules[compiled_module.NAME] = compiled_module.compiled_module(_version())
     for name in apex.MODULES:
         if name not in sys.modules:
             sys.modules[name] = apex.compiled_module(name)

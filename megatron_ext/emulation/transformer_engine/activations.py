@@ -34,13 +34,13 @@ def _gated(activation: _Function) -> _Function:
     return apply
 
 
-def _clamped(limit: float, alpha: float) -> _Function:
-    """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by 1."""
+def _clamped(limit: float, alpha: float, offset: float = 1.0) -> _Function:
+    """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by `offset`."""
 
     def apply(x: Tensor) -> Tensor:
         gate, linear = x.chunk(2, dim=-1)
         gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (linear + 1)
+        return gate * torch.sigmoid(alpha * gate) * (linear + offset)
 
     return apply
 
@@ -84,8 +84,33 @@ def clamped_dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, limit: floa
     return _backward_of(_clamped(limit, alpha))(grad, fwd_input, quantizer)
 
 
-def functions() -> dict[str, Callable[..., Any]]:
-    """By the names of the compiled module."""
+def _since_2_20() -> dict[str, Callable[..., Any]]:
+    def clamped_swiglu(
+        input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+    ) -> Any:
+        return _forward_of(_clamped(limit, alpha, glu_linear_offset))(input, quantizer)
+
+    def clamped_dswiglu(
+        grad: Tensor,
+        fwd_input: Tensor,
+        quantizer: Any,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> Any:
+        return _backward_of(_clamped(limit, alpha, glu_linear_offset))(grad, fwd_input, quantizer)
+
+    glu = _gated(torch.sigmoid)
+    return {
+        "glu": _forward_of(glu),
+        "dglu": _backward_of(glu),
+        "clamped_swiglu": clamped_swiglu,
+        "clamped_dswiglu": clamped_dswiglu,
+    }
+
+
+def functions(version: tuple[int, int]) -> dict[str, Callable[..., Any]]:
+    """By the names of the compiled module of this version."""
     all_functions = _PLAIN | {name: _gated(_PLAIN[gate]) for name, gate in _GATED.items()}
     found: dict[str, Callable[..., Any]] = {
         "clamped_swiglu": clamped_swiglu,
@@ -96,4 +121,4 @@ def functions() -> dict[str, Callable[..., Any]]:
         found["d" + name] = _backward_of(function)
     for name in _WITH_BIAS:
         found["dbias_d" + name] = _backward_with_bias(_PLAIN[name])
-    return found
+    return found | _since_2_20() if version >= (2, 20) else found

@@ -5,7 +5,7 @@ The device is said to be of compute capability 9.0 there. FP8 recipes that ask f
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from megatron_ext.emulation.megatron_modules import Modules, Replacements
 from megatron_ext.emulation.transformer_engine import cross_entropy
 from megatron_ext.emulation.transformer_engine.experts import permutation_by_mask
+from megatron_ext.emulation.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 
 _CPU = torch.device("cpu")
 
@@ -69,11 +70,32 @@ def _fused_attention(module: ModuleType) -> Replacements:
     yield module.FusedAttention, {"forward": of_any_dtype}
 
 
-def _by_name(source: ModuleType) -> Any:
-    def replace(module: ModuleType) -> Iterator[tuple[Any, dict[str, Any]]]:
-        yield module, {name: value for name, value in vars(source).items() if name in vars(module) and callable(value)}
+def _permutation(module: ModuleType) -> Replacements:
+    """Since 2.20 the places of padding come before the numbers of tokens and experts; here none are padded."""
+    names = {name: value for name, value in vars(permutation_by_mask).items() if name in vars(module)}
+    for name, ours in names.items():
+        if callable(ours) and "pad_offsets" in inspect.signature(vars(module)[name]).parameters:
+            names[name] = _without_padding(ours, list(inspect.signature(vars(module)[name]).parameters))
+    yield module, {name: value for name, value in names.items() if callable(value)}
 
-    return replace
+
+def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        if given.pop("pad_offsets") is not None:
+            raise NotImplementedError(
+                "pad_offsets is given: the CPU emulation of Transformer Engine permutes tokens without padding; turn "
+                "moe_router_padding_for_quantization off"
+            )
+        return function(**given)
+
+    return call
+
+
+def _cross_entropy(module: ModuleType) -> Replacements:
+    since_2_20 = "overwrite_input" in inspect.signature(module.cross_entropy_forward).parameters
+    source = cross_entropy_since_2_20 if since_2_20 else cross_entropy
+    yield module, {name: vars(source)[name] for name in ("cross_entropy_forward", "cross_entropy_backward")}
 
 
 MODULES: Modules = {
@@ -83,6 +105,6 @@ MODULES: Modules = {
     "transformer_engine.pytorch.quantization": _quantization,
     "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,
     "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,
-    "transformer_engine.pytorch.triton.permutation": _by_name(permutation_by_mask),
-    "transformer_engine.pytorch.triton.cross_entropy": _by_name(cross_entropy),
+    "transformer_engine.pytorch.triton.permutation": _permutation,
+    "transformer_engine.pytorch.triton.cross_entropy": _cross_entropy,
 }

@@ -27,6 +27,7 @@ class Call:
         bits: "fast", "batch" or "tensor_parallel": which other numbers a token's bits may depend on, see `LmHead`.
         mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
             logits times their probabilities, and whether the label has the largest logit.
+        rounds: logits are rounded to the hidden states' 16 bits before anything else is done with them.
         chosen: int64, rising: the columns of this rank whose logits are made; None: all.
     """
 
@@ -43,6 +44,7 @@ class Call:
     logit_scale: float = 1.0
     largest: float | None = None
     bits: Bits = "fast"
+    rounds: bool = False
     chosen: Tensor | None = None
 
     @property

@@ -45,6 +45,7 @@ class Rule(NamedTuple):
     bias_V: Tensor | None = None
     softcap: float | None = None
     scale: float = 1.0
+    rounds: bool = False  # whether the product is rounded to the operands' 16 bits
     fixed: bool = False  # whether logits have the same bits whatever other tokens there are
 
     @property
@@ -116,12 +117,11 @@ class FromHidden(torch.autograd.Function):
     """The results of `plan`'s read-outs from hidden states `[T, D]`, weight `[V, D]` and bias `[V]`, one after the
     other.
 
-    `rules`: softcap and scale of these logits and of each teacher's. `teachers`: hidden states, weight and bias of each
-    read-out's teacher, without a gradient. Never holds more than a
-    chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none), beside
-    those of teachers; of what `kept_gradient.py` keeps none. Weight
-    gradients add up in fp32. `sizes`: with the sequence layout, where hidden states are this rank's slice, the number
-    of each rank's tokens; else None. `keep`: a backward may follow.
+    `rules`: softcap and scale of these logits, and whether they are rounded, and of each teacher's. `teachers`: hidden
+    states, weight and bias of each read-out's teacher, without a gradient. Never holds more than a chunk of logits of
+    each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none), beside those of teachers;
+    of what `kept_gradient.py` keeps none. Weight gradients add up in fp32. `sizes`: with the sequence layout, where
+    hidden states are this rank's slice, the number of each rank's tokens; else None. `keep`: a backward may follow.
 
     Communicates, at several ranks: forward what the exchange does, backward one all-reduce of dx. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective, and dx is reduce-scattered.
@@ -134,7 +134,7 @@ class FromHidden(torch.autograd.Function):
         w_VD: Tensor,
         bias_V: Tensor | None,
         plan: Plan,
-        rules: Sequence[tuple[float | None, float]],
+        rules: Sequence[tuple[float | None, float, bool]],
         sizes: list[int] | None,
         keep: bool,
         *teachers: Tensor | None,
@@ -256,7 +256,7 @@ class _Product:
         if not self.rule.fixed:
             kept_TV = self.memory_TV
             out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV)
+            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
         z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
         products.logits(self.x_TD[rows], self.w_VD, z_tV)
         return z_tV
@@ -267,7 +267,7 @@ def _given(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Any]:
 
 
 def _products(
-    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float]], call: Call, sizes: list[int] | None
+    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
 ) -> list[Any]:
     """The student's, and the teachers', with all tokens' hidden states."""
     hidden, weights, biases = [*inputs[::3]], [*inputs[1::3]], [*inputs[2::3]]

@@ -25,13 +25,14 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
     cached = cached_columns(call, tokens, columns, hidden_TD, later) if keep else 0
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
-    in_place = cached == columns and not matmul.widens(hidden_TD)  # logits turn into what is kept of them
+    in_place = cached == columns and not matmul.widens(hidden_TD, call.rounds)  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
             kept = part_of(exp_TV, rows) if cached else None
             out_TV = kept if in_place else None
-            z_TV = matmul.logits(part_of(x_TD, slice(rows.start - span.start, rows.stop - span.start)), w_VD, out_TV)
+            x_tD = part_of(x_TD, slice(rows.start - span.start, rows.stop - span.start))
+            z_TV = matmul.logits(x_tD, w_VD, out_TV, call.rounds)
             if kept is not None and _keeps_logits(call, x_TD):
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
@@ -72,7 +73,7 @@ def _keeps_logits(call, x_TD) -> bool:
     exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
     rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains.
     """
-    return call.softcap is not None and (not matmul.widens(x_TD) or call.softcap < 16)
+    return call.softcap is not None and (not matmul.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
 def backward_bytes(weight_VD, tokens, call) -> int:
@@ -92,7 +93,7 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, call) -> Ten
     room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
         out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]
-        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV)
+        source_TV = exp_TV[rows, block] if kept else matmul.logits(x_TD[rows], w_VD[block], out_TV, call.rounds)
         row_gradient(
             source_TV,
             kept and not _keeps_logits(call, x_TD),

@@ -63,16 +63,19 @@ class Plan:
             self.target_T = torch.full((tokens,), -1, device=device)
         else:
             own_T = call.vocab.owns(labels.labels_T) & labels.counts_T
-            self.target_T = (labels.labels_T - call.vocab.start).masked_fill(~own_T, -1)
+            column_T = labels.labels_T - call.vocab.start if call.vocab.start else labels.labels_T
+            self.target_T = column_T.masked_fill(~own_T, -1)
         self.ids = self._ids()
-        asked = (r.labels_T for r in self.readouts if r.labels_T is not None)
-        self.asked: Tensor = next(asked, self.target_T[:1])
-        bits = {} if call.bits == "fast" else {"bits": call.bits}
+        asked = [r.labels_T for r in self.readouts if r.labels_T is not None]
+        self.asked: Tensor = asked[0] if asked else self.target_T[:1]
+        unusual: dict[str, Any] = {} if call.bits == "fast" else {"bits": call.bits}
+        if call.rounds:
+            unusual["logit_dtype"] = "16 bits"
         self._more_words = {
             "softcap": call.softcap,
             "temperature": call.temperature,
             "logit_scale": call.logit_scale,
-            **bits,
+            **unusual,
         }
         self.kept_T = self._kept(tokens, device)
         for r in self.readouts:

@@ -65,8 +65,7 @@ def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.de
     """`[K, T + 1]`: room for the shared rows and `more`, and the column that says whose it is."""
     shared = shared_rows(call)
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
-    if call.ranks == 1:  # nothing is sent
-        stats_KT[:, -1].zero_()
+    if call.ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
     stats_KT[:shared].zero_()  # not all of them are written
     if more:

@@ -46,8 +46,8 @@ class WeightGradient:
     ):
         self._out_VD, self._x_TD, self._scale_T = out_VD, x_TD, scale_T
         self._target_T, self._value_T, self._counted_V = target_T, value_T, counted_V
-        self._offset_D = scale_T.new_zeros(x_TD.shape[1])
         if offset_T is not None:
+            self._offset_D = scale_T.new_zeros(x_TD.shape[1])
             for at in pieces(x_TD):
                 self._offset_D += (x_TD[at] * offset_T[at].unsqueeze(1)).sum(0)
         self._accumulate = accumulate

@@ -27,7 +27,7 @@ from megatron_ext.head.engine.autograd import (
     kept_from_forward,
 )
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits import engine_order, products
 from megatron_ext.head.fixed_bits.gradient import Gradient
 from megatron_ext.head.fixed_bits.leaves import TreeSum, sum_of_ranks
 from megatron_ext.head.fixed_bits.source import Source, part_kept
@@ -61,6 +61,8 @@ class FixedHead(torch.autograd.Function):
             own_KT = _of_this_rank(stats_LKT, plan)
             stats_RKT = plan.exchange(own_KT)
             stats = statistics.combine(stats_RKT, stats_LKT.amax(0), call, shift_LT[0])
+            if engine_order.applies(call, source.x_TD):
+                stats = engine_order.rounded(stats, stats_RKT)
             results, saved = plan.results(stats, stats_RKT, own_KT)
         ctx.sizes = sizes
         # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
@@ -111,6 +113,8 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
                 call.expected,
                 call.hits,
             )
+            if engine_order.applies(call, source.x_TD):
+                engine_order.write_sums(z_tV, found[at][:, rows], source.biases[at], leaf.vocab.counted, call)
             if call.softcap is not None and not source.on_gpu:
                 slope_t = _slope_at(target_t, z_tV, source.biases[at], call.softcap, source.dtype)
                 found[at][statistics.own_rows(call) - 1, rows] = slope_t

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext import cpu_products
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.readable_values import has_values
 
@@ -83,10 +84,11 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
     for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
         g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
         for block in column_blocks(g_TV.shape[1]):
-            if total_VD.dtype == g_TV.dtype:
-                total_VD[block].addmm_(g_tV[:, block].t(), x_tD)
+            total = total_VD[block]
+            if total.dtype == g_TV.dtype:
+                cpu_products.mm(g_tV[:, block].t(), x_tD, total, added=total)
             else:
-                total_VD[block] += torch.mm(g_tV[:, block].t(), x_tD)
+                total += cpu_products.mm(g_tV[:, block].t(), x_tD)
 
 
 def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
@@ -121,9 +123,9 @@ def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
     rows = a_MK.shape[0]
     for tile in _tiles(rows, _heights_of(a_MK, b_KN)):
         if tile.stop <= rows:
-            torch.mm(a_MK[tile], b_KN, out=out_MN[tile])
+            cpu_products.mm(a_MK[tile], b_KN, out_MN[tile])
         else:
-            out_MN[tile.start :] = torch.mm(_padded(a_MK[tile.start :], TILE), b_KN)[: rows - tile.start]
+            out_MN[tile.start :] = cpu_products.mm(_padded(a_MK[tile.start :], TILE), b_KN)[: rows - tile.start]
 
 
 def _padded(x_MK: Tensor, rows: int) -> Tensor:
@@ -148,11 +150,12 @@ def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
         return (*_TALLER, TILE)
     check_functions(torch.get_num_threads())
     transposed = b_KN.stride(0) == 1 and b_KN.shape[1] != 1
-    return heights(*b_KN.shape, a_MK.dtype, transposed, torch.get_num_threads())
+    by_torch = a_MK.dtype not in cpu_products.QUESTIONS or cpu_products.has_sixteen_bit_products(a_MK.dtype)
+    return heights(*b_KN.shape, a_MK.dtype, transposed, torch.get_num_threads(), by_torch)
 
 
 @functools.cache
-def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int) -> tuple[int, ...]:
+def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, by_torch: bool) -> tuple[int, ...]:
     """The numbers of rows, falling to 64, that products with `[k, n]` may have: a row has the same bits in all.
 
     Raises:
@@ -162,10 +165,10 @@ def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int) 
         own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
         row_K = torch.randn(k, generator=own).to(dtype)
         b_KN = (torch.randn(n, k, generator=own).t() if transposed else torch.randn(k, n, generator=own)).to(dtype)
-        first_N = torch.mm(_repeated(row_K, TILE), b_KN)[0].clone()
+        first_N = cpu_products.mm(_repeated(row_K, TILE), b_KN)[0].clone()
 
         def keeps(height: int) -> bool:
-            return bool((torch.mm(_repeated(row_K, height), b_KN) == first_N).all())
+            return bool((cpu_products.mm(_repeated(row_K, height), b_KN) == first_N).all())
 
         if not keeps(TILE):
             raise RuntimeError(

@@ -33,6 +33,7 @@ class Source:
         wide_V = None if bias_V is None else bias_V.to(self.dtype)
         self.biases = [None if wide_V is None else leaf.cut(wide_V) for leaf in self.leaves]
         self.columns = sum(leaf.width for leaf in self.leaves)
+        self._logit_dtype = x_TD.dtype if call.rounds else self.dtype  # on CUDA
         self.keeps_exp = call.softcap is None and not call.expected
         self._whole: Tensor | None = None
 
@@ -42,7 +43,7 @@ class Source:
         if not self.on_gpu:
             kept = tokens if share >= 1 else int(tokens * share) // TOKENS * TOKENS
             return [products.new_rows(x_TD, kept, leaf.width) for leaf in self.leaves]
-        dtype = x_TD.dtype if self.keeps_exp else self.dtype
+        dtype = x_TD.dtype if self.keeps_exp else self._logit_dtype
         share = share * x_TD.element_size() / dtype.itemsize
         widths = [leaf.width if share >= 1 else int(leaf.width * share) // _STEP * _STEP for leaf in self.leaves]
         return [matmul.new_matrix(x_TD, tokens, width, dtype) for width in widths]
@@ -73,9 +74,9 @@ class Source:
         return [(slice(0, tokens), blocks)]
 
     def logits(self, rows: slice, at: int, block: slice, out_tV: Tensor | None = None) -> Tensor:
-        """Those of a block of leaf `at`, `[t, V]`: new and in fp32 on CUDA, on a CPU in `out`."""
+        """Those of a block of leaf `at`, `[t, V]`: new on CUDA, in fp32 or rounded, on a CPU in `out`."""
         if self.on_gpu:
-            out_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, block.stop - block.start, self.dtype)
+            out_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, block.stop - block.start, self._logit_dtype)
         assert out_tV is not None
         products.logits(self.x_TD[rows], self.weights[at][block], out_tV)
         return out_tV

@@ -56,7 +56,7 @@ class Kept:
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        if rule.changes or matmul.widens(self._source.x_TD):
+        if rule.changes or matmul.widens(self._source.x_TD, rule.rounds):
             self.unit_TV[rows] = out_tV
 
 

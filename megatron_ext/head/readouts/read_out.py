@@ -13,7 +13,6 @@ Tensors that need a gradient are never hidden in a read-out: those of labels, id
 Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K rows of statistics or columns, R ranks.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -103,6 +102,13 @@ class ReadOut:
     call: Call
     parts: list[slice]  # how all ranks cut the tokens
     masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
+    _names: tuple[str, ...] = ()  # of the attributes that it has itself
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes the name: before torch 2.13 `torch.compile` traces neither `vars` nor `copy.copy` of an object."""
+        if name not in self._names:
+            object.__setattr__(self, "_names", (*self._names, name))
+        object.__setattr__(self, name, value)
 
     def per_token(self) -> tuple[str, Tensor] | None:
         """The name and the value of an argument that has one entry for each token of all ranks."""
@@ -110,7 +116,9 @@ class ReadOut:
 
     def bind(self, call: Call, flat: Flatten) -> Self:
         """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
-        bound = copy.copy(self)
+        bound = object.__new__(type(self))
+        for name in self._names:
+            setattr(bound, name, getattr(self, name))
         bound.call = call
         bound.flatten(flat)
         return bound
@@ -121,7 +129,8 @@ class ReadOut:
     def options(self) -> dict[str, Any]:
         """Its numbers and names: all ranks must pass the same."""
         plain = int | float | str | bool | None
-        return {name: x for name, x in sorted(vars(self).items()) if isinstance(x, plain) and name != "labels"}
+        own = {name: getattr(self, name) for name in sorted(self._names) if name != "labels"}
+        return {name: x for name, x in own.items() if isinstance(x, plain)}
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         """Raises what every rank sees wrong with its arguments, returns what this rank alone may see.

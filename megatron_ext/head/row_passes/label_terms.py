@@ -43,10 +43,10 @@ def add_label_rows(
         out, x = (out_VD, x_TD) if wide else (out_VD[:, part], x_TD[:, part])
         sum_VD = out if wide else out.to(dtype)
         for at in _tokens(target_T, x):
-            row, value = target_T[at], value_T[at]
+            row, value = (target_T, value_T) if at is None else (target_T[at], value_T[at])
             if isinstance(at, slice):  # all tokens, and some of them may have no row
                 row, value = row.clamp(min=0), value.where(row >= 0, 0.0)
-            term = x[at] * value.unsqueeze(1)
+            term = (x if at is None else x[at]) * value.unsqueeze(1)
             if out_VD.is_cuda:  # there `index_add_` sums in another order in each run
                 sum_VD.index_put_((row,), term.to(dtype), accumulate=True)
             else:
@@ -72,11 +72,11 @@ def finish_dx(
     Args:
         out_TD: written. It may be `product_TD`, or in another dtype lie in the first half of its memory.
         product_TD: any floating dtype.
-        scale_T, value_T, offset_T: fp32 (fp64 for fp64).
+        scale_T, value_T, offset_T: fp32 (fp64 for fp64); value 0 where a token has no row of W.
         target_T: int64, the token's row of W, -1: none.
         common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
     """
-    value_T1, target_T = value_T.masked_fill(target_T < 0, 0.0).unsqueeze(1), target_T.clamp(min=0)
+    value_T1, target_T = value_T.unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
         dx_TD = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows)
         dx_TD.addcmul_(part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1))
@@ -85,11 +85,14 @@ def finish_dx(
         part_of(out_TD, rows).copy_(dx_TD)
 
 
-def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor]:
-    """The tokens with a row in pieces; all of them where their number is not known or the host would wait for it."""
+def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor | None]:
+    """The tokens with a row in pieces, None: all at once; all of them where their number is not known or the host would
+    wait for it."""
     if target_T.is_cuda or not has_values(target_T):
         return pieces(x_TD)
-    found_N, most = (target_T >= 0).nonzero().squeeze(1), pieces(x_TD)[0].stop if len(x_TD) else 1
-    if len(found_N) <= most:
-        return [found_N] if len(found_N) else []
-    return found_N.split(most)
+    found_N1, most = (target_T >= 0).nonzero(), pieces(x_TD)[0].stop if len(x_TD) else 1
+    if len(found_N1) > most:
+        return found_N1.squeeze(1).split(most)
+    if len(found_N1) == len(target_T):
+        return [None]
+    return [found_N1.squeeze(1)] if len(found_N1) else []

@@ -96,16 +96,17 @@ def row_statistics(
         else:
             work = part_of(scratch_TV, slice(0, rows.stop - rows.start))
         z = transformed(part_of(z_TV, rows, counted), bias_V, softcap, temperature, dtype, work)
+        peak = part_of(stats_KT[MAX], rows)
         if with_hits:
-            peak, first = z.max(1)
+            largest, first = z.max(1)
+            peak.copy_(largest)
             stats_KT[3 + 2 * with_mean + with_entropy, rows] = first == target_T[rows]
         else:
-            peak = z.amax(1)
-        part_of(stats_KT[MAX], rows).copy_(peak)
+            torch.amax(z, 1, out=peak)
         if shift_T is not None:
-            part_of(shift_T, rows).copy_(peak.nan_to_num(0.0, torch.inf, 0.0))
+            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=part_of(shift_T, rows))
         # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
-        far = torch.sub(z, peak.clamp_(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
+        far = torch.sub(z, peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
             stats_KT[3, rows], stats_KT[4, rows] = _sums(far.where(finite, 0.0)), finite.sum(1)

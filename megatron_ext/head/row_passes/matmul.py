@@ -27,28 +27,30 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
     """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
 
     On CPU by one cache line: rows a power of two apart, as vocabularies make them, fall into the same places of the
-    cache, and at 32768 columns the three fp32 matmuls then take 10 % longer. The extra elements are zero: on processors
-    with AMX oneDNN's bf16 matmul reads past the end of a row and multiplies what it finds there by zero, which is NaN
-    where that is NaN or infinite. On CUDA up to a multiple of 16 elements, which nothing writes.
+    cache, and at 32768 columns the three fp32 matmuls then take 10 % longer. 16-bit extra elements are zero: on
+    processors with AMX oneDNN's bf16 matmul reads past the end of a row and multiplies what it finds there by zero,
+    which is NaN where that is NaN or infinite. On CUDA up to a multiple of 16 elements, which nothing writes.
     """
     # Not where torch compiles, which takes no `out` with gaps; nor one column: before 2.11 torch.mm read such an `out`.
     more, dtype = 0, dtype or like.dtype
     if columns != 1 and not torch.compiler.is_compiling():
         more = -columns % _CUDA_MULTIPLE if like.is_cuda else _LINE_BYTES // dtype.itemsize
     matrix = like.new_empty(tokens, columns + more, dtype=dtype)
-    if more and not like.is_cuda:
+    if more and not like.is_cuda and dtype.itemsize == 2:
         matrix[:, columns:].zero_()
     return matrix[:, :columns]
 
 
-def widens(x_TD: Tensor) -> bool:
-    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA."""
-    return on_tensor_cores(x_TD)
+def widens(x_TD: Tensor, rounds: bool = False) -> bool:
+    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless logits are
+    to be rounded."""
+    return on_tensor_cores(x_TD) and not rounds
 
 
-def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None) -> Tensor:
-    """`x @ W.T`: fp32 on CUDA for 16-bit operands, else in their dtype, and then in `out_TV`'s memory if given."""
-    if widens(x_TD):
+def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
+    """`x @ W.T`: fp32 on CUDA for 16-bit operands, if they are not to be rounded; else in their dtype, and then in
+    `out_TV`'s memory if given."""
+    if widens(x_TD, rounds):
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
     out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0]) if out_TV is None else out_TV

@@ -4,10 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
+
 HiddenLayout = Literal["replicated", "sequence"]
 Reduction = Literal["none", "sum", "mean"]
 Bits = Literal["fast", "batch", "tensor_parallel"]
 Cache = float | Literal["bounded", "auto"]
+
+LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
 
@@ -48,6 +52,30 @@ def check_softcap(value: Any) -> None:
     """Raises ValueError unless it is None or a bound of logits."""
     if value is not None:
         check_number("softcap", value, "above 0 and finite", _positive, "None turns it off")
+
+
+def check_logit_dtype(value: Any) -> None:
+    """Raises ValueError unless it is None or a dtype that logits may be rounded to."""
+    if not any(value is allowed for allowed in LOGIT_DTYPES):
+        raise ValueError(
+            f"logit_dtype is {value!r}: it must be None or torch.float32 for logits as they are summed, or "
+            f"torch.bfloat16 or torch.float16 for logits rounded as inference engines round them"
+        )
+
+
+def rounds(logit_dtype: torch.dtype | None) -> bool:
+    """Whether logits are rounded to 16 bits."""
+    return logit_dtype is not None and logit_dtype.itemsize == 2
+
+
+def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, name: str) -> ValueError | None:
+    """What is wrong with a dtype of logits where products have operands of `computed`."""
+    if not rounds(logit_dtype) or logit_dtype == computed:
+        return None
+    return ValueError(
+        f"logit_dtype is {logit_dtype} and {name} is multiplied in {computed}: logits are rounded to the dtype that "
+        f"the model computes in; pass {computed if computed.itemsize == 2 else None}"
+    )
 
 
 def check_cache(value: Any) -> None:

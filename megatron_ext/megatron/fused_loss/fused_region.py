@@ -14,6 +14,7 @@ from megatron_ext.head.training_loss import (
     linear_training_loss,
     training_loss_of_logits,
 )
+from megatron_ext.head.validation.option_checks import Bits
 from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -32,16 +33,16 @@ def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
     """Whether the model keeps Megatron's own loss, which a warning says once.
 
     Raises:
-        ValueError: it does, and `settings` ask for another loss; or neither loss would be right.
+        ValueError: it does, and `settings` ask for another loss or other bits; or neither loss would be right.
     """
     patch_points.check_supported(model)
     reason, counters = patch_points.why_not_fused(model), counters_of(model)
     counters.left_to_megatron = reason
     if reason is None:
         return False
-    if settings.changed_loss() is not None:
+    if (asked := settings.beyond_megatron()) is not None:
         raise ValueError(
-            f"the fused head was asked for {settings.changed_loss()}, and cannot go into {type(model).__name__}: "
+            f"the fused head was asked for {asked}, and cannot go into {type(model).__name__}: "
             f"{reason}; leave these options at their defaults for Megatron's own loss"
         )
     counters.stock_losses += 1
@@ -114,6 +115,8 @@ class Region:
         """The model's `compute_language_model_loss`: `[B, S]`, fp32."""
         try:
             made = _made(logits)
+            if made is not None:
+                _check_bits_of_made(self.settings.bits, type(self.model).__name__)
         except ValueError as fault:
             return self.refused(fault, labels)
         if made is not None:
@@ -156,7 +159,13 @@ class Region:
 
     def asked_of_loss(self, hits: bool) -> LossSettings:
         settings = self.settings
-        return LossSettings(IGNORE_INDEX, settings.label_smoothing, z_loss=settings.z_loss, hits=hits)
+        return LossSettings(
+            IGNORE_INDEX,
+            settings.label_smoothing,
+            z_loss=settings.z_loss,
+            hits=hits,
+            skip_ignored=settings.skip_ignored,
+        )
 
     def asked(self, terms: Terms) -> None:
         """Somebody wants real logits: say who, and what they cost."""
@@ -183,6 +192,15 @@ def _made(logits: Tensor) -> Tensor | None:
         return logits
     logits.check_own()
     return None if logits.terms.made is None else logits.logits()
+
+
+def _check_bits_of_made(bits: Bits | None, model: str) -> None:
+    """Raises ValueError if bits were asked for that logits which Megatron makes do not have."""
+    if bits not in (None, "fast"):
+        raise ValueError(
+            f'bits is "{bits}", and the loss of {model} is taken from logits that Megatron made, whose bits may depend '
+            f'on the batch: see in fusion_report() who asked for them, and leave them out, or pass bits="fast"'
+        )
 
 
 def _batch_first(found: TrainingLoss) -> TrainingLoss:

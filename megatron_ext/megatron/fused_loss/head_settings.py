@@ -1,18 +1,19 @@
 """Options of the fused head inside Megatron, in one frozen dataclass for the patch, the launcher and the layer spec."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Self, get_args
 
+import torch
 from torch import Tensor
 
+from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.validation import option_checks
-from megatron_ext.head.validation.option_checks import Cache
-from megatron_ext.megatron.fused_loss.batch_invariance import bits_of
+from megatron_ext.head.validation.option_checks import Bits, Cache
 from megatron_ext.megatron.fused_loss.promised_logits import Terms, tp_group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """The options of the fused head, checked when they are made.
 
@@ -21,15 +22,24 @@ class HeadSettings:
         cache: how much of forward's work is kept for backward, as in `linear_cross_entropy`: 1 is fastest, 0 takes
             least memory, "bounded" no more than the weight and its fp32 gradient, "auto" looks at what is
             free, under Megatron's `deterministic_mode` it is "bounded".
+        logit_dtype: the dtype of the hidden states, if that has 16 bits, for logits that are rounded to it, as in
+            `LmHead`; torch.float32: not rounded; None: as Megatron's own setting of that name says, else not rounded.
         z_loss: factor of `lse^2` in the loss that gradients are of. The losses that the model returns are without it,
             as Megatron's lm loss is without those of experts and of multi-token prediction: see `z_loss_log`.
         label_smoothing: e of `(1 - e) nll - e mean_log_prob`, in [0, 1), as in `torch.nn.functional.cross_entropy`.
         softcap: logits become `softcap * tanh(logits / softcap)` in the loss; None: they stay. An output layer that
             softcaps by itself needs none here.
         temperature: logits are divided by it in the loss, after the softcap.
+        skip_ignored: tokens with a label of -100, and those that a `loss_mask` given to the model's forward leaves
+            out, take no part in the head's products; their losses are 0. True: their number is read, one host sync a
+            loss. An int: no more than so many count (with sequence parallelism in each rank's slice), and neither syncs
+            nor shapes that change; see `at_most` of `LmHead.read`. For multi-token prediction add one for each row and
+            layer: Megatron rolls labels of 0 in. False: all tokens are computed.
+        bits: which bits are the same, as in `LmHead`; None: "batch" where Megatron's `batch_invariant_mode` is on, by
+            the model's config or by the global switch, else "fast".
         nemo_rl_chunk_size: what NeMo-RL's patch calls `chunk_size`: as `chunk_tokens`, in sequence positions.
 
-    The four before the last change the loss alone: without labels a model returns the logits that Megatron makes.
+    `z_loss` to `temperature` change the loss alone: without labels a model returns the logits that Megatron makes.
 
     Raises:
         ValueError: a value breaks its rule; the message says which, and the fix.
@@ -37,13 +47,34 @@ class HeadSettings:
 
     chunk_tokens: int | None = None
     cache: Cache = "bounded"
+    logit_dtype: torch.dtype | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     softcap: float | None = None
     temperature: float = 1.0
+    skip_ignored: bool | int = False
+    bits: Bits | None = None
     nemo_rl_chunk_size: int | None = None
 
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """Those that a user gave by name.
+
+        Raises:
+            TypeError: a name is none of theirs; the message lists them.
+            ValueError: as for the class.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            listed, hint = ", ".join(name for name in names if name != "nemo_rl_chunk_size"), ""
+            if "chunk_size" in unknown:
+                hint = "; chunk_tokens counts tokens: pass chunk_size times the batch size"
+            raise TypeError(f"{', '.join(unknown)}: the fused head has no such setting. It has {listed}{hint}")
+        return cls(**given)
+
     def __post_init__(self) -> None:
+        option_checks.check_logit_dtype(self.logit_dtype)
         chunk_size = self.nemo_rl_chunk_size
         for name, value, unit in (
             ("chunk_tokens", self.chunk_tokens, "tokens"),
@@ -60,6 +91,9 @@ class HeadSettings:
             )
         for check in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
             getattr(option_checks, f"check_{check}")(getattr(self, check))
+        option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
+        if self.bits is not None:
+            option_checks.one_of("bits", self.bits, get_args(Bits))
 
     def lm_head(self, terms: Terms, weight: Tensor, config: Any = None, batch_size: int = 1) -> LmHead:
         """The head whose logits are those of `terms` under these settings, with the layer's weight, gathered or cast.
@@ -82,10 +116,11 @@ class HeadSettings:
             # The model's scale stands behind the layer's softcap: s c tanh(z / c) = (s c) tanh(s z / (s c)).
             softcap=self.softcap if own is None else own * terms.scale,
             temperature=self.temperature,
+            logit_dtype=self.logit_dtype,
             cache="bounded" if repeatable else self.cache,
             chunk_tokens=self._chunk(batch_size),
             gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
-            bits=bits_of(config),
+            bits=bits_or_mode(self.bits, config),
         )
 
     def of_made(self, logits: Tensor, layer: Any) -> Logits:
@@ -101,6 +136,11 @@ class HeadSettings:
     def _chunk(self, batch_size: int) -> int | None:
         """Tokens per chunk."""
         return self.chunk_tokens if self.nemo_rl_chunk_size is None else self.nemo_rl_chunk_size * batch_size
+
+    def beyond_megatron(self) -> str | None:
+        """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""
+        bits = None if self.bits in (None, "fast") else f"bits={self.bits!r}"
+        return ", ".join(filter(None, (self.changed_loss(), bits))) or None
 
     def changed_loss(self) -> str | None:
         """The options that make the loss another one than Megatron's, as "z_loss=0.0001", or None."""

@@ -41,8 +41,8 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
         tokens_BS = whole_tokens(given.arguments, parts)
         labels_BS = shifted(tokens_BS, given.arguments, parts, IGNORE_INDEX)
         given.arguments["labels"] = labels_BS
-        if self.config.mtp_num_layers:
-            mask_BS = given.arguments.get("loss_mask")
+        mask_BS = given.arguments.get("loss_mask")
+        if self.config.mtp_num_layers or (settings.skip_ignored and mask_BS is not None):
             if mask_BS is None:
                 mask_BS = (labels_BS != IGNORE_INDEX).to(labels_BS.dtype)
             else:
@@ -99,6 +99,16 @@ def shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill:
     if packed is not None:
         lengths, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     return parts.split(next_tokens(whole_BS, lengths, padded, ignore_index=fill), 1)
+
+
+def masked(labels: Tensor, loss_mask: Tensor) -> Tensor:
+    """Labels with `IGNORE_INDEX` where the mask is 0; rolled on by multi-token prediction, both stay together."""
+    if loss_mask.shape != labels.shape:
+        raise ValueError(
+            f"loss_mask has shape {tuple(loss_mask.shape)}, labels {tuple(labels.shape)}: with skip_ignored they must "
+            f"have the same; pass a number for each label"
+        )
+    return labels.masked_fill(loss_mask == 0, IGNORE_INDEX)
 
 
 def with_argument(signature: inspect.Signature, name: str, default: Any) -> inspect.Signature:

@@ -147,8 +147,8 @@ def why_not_linear(layer: Any) -> str | None:
     rounded, operands = getattr(layer, "output_dtype", None), layer_dtype(layer)
     if rounded not in (None, operands, torch.float32):
         return (
-            f"its output layer rounds logits to {rounded} (logit_dtype), and the fused head takes its loss from those "
-            f"of {operands} operands in fp32; for the fused head set logit_dtype to None or float32"
+            f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
+            f"head rounds to the operands' dtype or not at all; for the fused head set logit_dtype to None or float32"
         )
     if FORWARD in vars(layer):
         return "its output layer has a forward of its own, put there by somebody else"

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_ext.distributed import collectives
+from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
@@ -190,10 +191,10 @@ def check_model(model: Any) -> None:
                 f"{type(model).__name__} has no {name}: only models as GPTModel and HybridModel can share their "
                 f"vocabulary over pipeline stages"
             )
-    changed = function_wrapping.settings_of(model, patch_points.region(type(model))).changed_loss()
-    if changed is not None:
+    asked = function_wrapping.settings_of(model, patch_points.region(type(model))).beyond_megatron()
+    if asked is not None:
         raise ValueError(
-            f"the fused head was asked for {changed}: over a vocabulary shared by pipeline stages the loss is the "
+            f"the fused head was asked for {asked}: over a vocabulary shared by pipeline stages the loss is the "
             f"plain cross entropy; leave these options at their defaults"
         )
 
@@ -213,6 +214,10 @@ def output_layer_fault(model: Any) -> ValueError | None:
     reason = patch_points.why_not_fused(model)
     if reason is None and is_bent(layer):
         reason = "its output layer has a bias, or caps its logits"
+    asked = function_wrapping.settings_of(model, patch_points.region(type(model))).logit_dtype
+    rounded = getattr(layer, "output_dtype", None) if asked is None else asked
+    if reason is None and rounds(rounded):
+        reason = f"its logits are rounded to {rounded} (logit_dtype)"
     if reason is None:
         return None
     return ValueError(

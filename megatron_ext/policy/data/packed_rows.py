@@ -53,6 +53,15 @@ class Rows:
         laid_TK[self.place_BS[self.inside_BS]] = x_BSK[self.inside_BS]
         return laid_TK[None]
 
+    def labels_that_count(self, data: Mapping[str, Any]) -> Tensor:
+        """`tokens`, with -100 outside the rows and where `token_mask` `[B, S]` or `sample_mask` `[B]` is 0."""
+        counts_BS = self.inside_BS
+        if (tokens := data.get("token_mask")) is not None:
+            counts_BS = counts_BS & (tokens != 0)
+        if (rows := data.get("sample_mask")) is not None:
+            counts_BS = counts_BS & (rows != 0)[:, None]
+        return self.tokens.masked_fill(self.laid(counts_BS[..., None])[..., 0].logical_not(), -100)
+
     def at_positions(self, found: Tensor) -> Tensor:
         """`[B, S, ...]` of `found`, one for each of `tokens`; 0 outside the rows."""
         rows = found if self.place_BS is None else found[0][self.place_BS]

@@ -57,8 +57,12 @@ class Backend(ABC):
         readouts: Callable[..., Sequence[ReadOut]],
         columns: int,
         beside: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`."""
+        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`.
+
+        `labels`: the tokens, -100 where one does not count: such take no part in the head's products.
+        """
 
     @abstractmethod
     def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:

@@ -207,7 +207,8 @@ class Scoring(Backend):
             return [*kept, plain] if with_plain or not filters else kept
 
         rows = self._rows(micro_batch)
-        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain)
+        labels = rows.labels_that_count(micro_batch) if settings.skip_masked_tokens else None
+        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, labels=labels)
         if filters:
             found = found.where(found > -torch.inf, 0.0)
         return rows.at_tokens(found if with_plain else found[..., 0])
@@ -228,5 +229,10 @@ class Scoring(Backend):
     def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
         """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them
         all. 0 behind a row's end."""
+        if (bits := self.settings.bits) not in (None, "fast"):
+            raise ValueError(
+                f'bits is "{bits}", by that key or by batch_invariant_mode, and logits are asked for, which the model '
+                f"makes and whose bits may depend on the batch: take a loss of log-probabilities, or leave the key out"
+            )
         rows = self._rows(micro_batch)
         return rows.at_positions(self._whole_logits(rows.tokens, rows.cu_seqlens, columns))

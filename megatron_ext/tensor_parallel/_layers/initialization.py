@@ -1,29 +1,21 @@
-"""Initialization of sharded weights: the same full weight for every tensor-parallel size.
+"""First values of sharded weights: those that Megatron draws, to the bit.
 
-`init_method` is always given a tensor of the full shape (it may look at fan-in and fan-out), and each rank keeps its
-pieces. Where the random numbers come from:
+- On CPU (`use_cpu_initialization`): `init_method` fills the full weight in fp32 from torch's default CPU generator,
+  which ranks seed alike, and each rank keeps its pieces. The same full weight at every tensor-parallel size.
+- On the device: `init_method` fills each rank's shard from that rank's own stream of the RNG tracker, experts from the
+  experts' stream. The full weight depends on the tensor-parallel size.
+- On the device without an initialised tracker, where Megatron draws nothing: the full weight from the device's default
+  generator, which ranks seed alike.
 
-- On CPU (`use_cpu_initialization`): the full weight is drawn in fp32 from torch's default CPU generator, on every rank;
-  ranks seed that alike. The same weights as Megatron's, to the bit.
-- On the device, alone (TP 1): from the RNG tracker's stream, as in Megatron. The same weights as Megatron's.
-- On the device, shared (TP > 1): each rank's stream has a seed of its own (first rank's + its rank), so that dropout
-  masks differ between them. The full weight comes from another one, that of the first rank as it would be alone: every
-  rank replays it under the name `<stream>/full-weights`. Then each rank draws its shard's worth from its own stream and
-  throws it away, so that what is drawn after that, dropout masks say, is drawn as in Megatron.
-- Without an initialised tracker: the full weight from the device's default generator, which ranks seed alike.
-
-So the weights are those of TP 1 where a model's layers are built right after seeding. Where other code has drawn from
-the stream before (Megatron's own layers in the same model), they are still the same at every TP size above 1, drawn
-from a seed of their own lest they repeat those numbers. Nothing is communicated.
+Nothing is communicated.
 """
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from megatron_ext.distributed.groups import (
     Group,
@@ -39,8 +31,6 @@ from megatron_ext.tensor_parallel._random.process_tracker import Process
 from megatron_ext.tensor_parallel._random.rng_tracker import EXPERT_PARALLEL, MODEL_PARALLEL
 
 InitMethod = Callable[[Tensor], Any]
-
-_APART = 1 << 31  # far from the seeds of all streams, and within the 32 bits that CPU generators look at
 
 
 def device_for_parameters(use_cpu_initialization: bool) -> torch.device:
@@ -83,28 +73,26 @@ def initialize_on_cpu(
 def initialize_on_device(
     weight: Tensor, init_method: InitMethod, dim: int, stride: int, group: Group, *, is_expert: bool = False
 ) -> None:
-    """Fill the shard `weight` from a full weight drawn on its device, from the stream described above.
+    """Fill the shard `weight` on its device, from where the top of this file says.
 
     A weight without values (meta, fake) is left as it is, and the streams too.
+
+    Raises:
+        ValueError: the tracker has been seeded, but has no stream of this weight's kind; or there is none, and which of
+            several ranks share the weight is unknown.
     """
     if not has_values(weight):
         return
-    ranks = group_size(group)
     tracker = _initialized_tracker()
-    name = EXPERT_PARALLEL if is_expert else MODEL_PARALLEL
-    fork = nullcontext if tracker is None else tracker.fork
-    if ranks > 1:
-        full = weight.new_empty(_full_shape(weight, dim, ranks))
-        stream = () if tracker is None else (_full_weight_stream(tracker, name, group_rank(group)),)
-        with fork(*stream):
-            init_method(full)
-        if tracker is not None:
-            with fork(name):
-                init_method(weight)
-        weight.copy_(piece_of(full, dim, stride, group_rank(group), ranks))
-    else:
-        with fork(*(() if tracker is None else (name,))):
+    if tracker is not None:
+        with tracker.fork(EXPERT_PARALLEL if is_expert else MODEL_PARALLEL):
             init_method(weight)
+        return
+    group = require_tensor_parallel_group(group, expert=is_expert)
+    ranks = group_size(group)
+    full = weight.new_empty(_full_shape(weight, dim, ranks))
+    init_method(full)
+    weight.copy_(piece_of(full, dim, stride, group_rank(group), ranks))
 
 
 def _full_shape(weight: Tensor, dim: int, ranks: int) -> list[int]:
@@ -118,42 +106,16 @@ def _initialized_tracker() -> Any:
     return next((tracker for tracker in trackers if tracker is not None and tracker.get_states()), None)
 
 
-def _full_weight_stream(tracker: Any, name: str, rank: int) -> str:
-    """The stream that replays the first rank's `name`, started when it is first asked for after seeding."""
-    full = f"{name}/full-weights"
-    states = tracker.get_states()
-    if full not in states:
-        if name not in states:
-            raise ValueError(
-                f"the RNG tracker has the streams {sorted(states)}, none named {name!r} to draw weights from: "
-                f"call model_parallel_cuda_manual_seed(seed) first"
-            )
-        own = states[name]
-        graph_safe = isinstance(own, Generator)
-        generator = own.clone_state() if graph_safe else Generator(generator_of().device)
-        if not graph_safe:
-            generator.set_state(own)
-        seed, now = generator.initial_seed(), generator.get_state()
-        untouched = torch.equal(generator.manual_seed(seed).get_state(), now)
-        generator.manual_seed(seed - rank if untouched else seed - rank + _APART)
-        states[full] = generator if graph_safe else generator.get_state()
-        tracker.set_states(states)
-    return full
-
-
 def _initialize_affine_weight_gpu(
     weight: Tensor,
     init_method: InitMethod,
     partition_dim: int,
     stride: int = 1,
     is_expert: bool = False,
-    *,
-    tp_group: Group = None,
 ) -> None:
     """Initialise a shard on its device and say how it is sharded. Megatron's name for it."""
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
-    group = require_tensor_parallel_group(tp_group, expert=is_expert)
-    initialize_on_device(weight, init_method, partition_dim, stride, group, is_expert=is_expert)
+    initialize_on_device(weight, init_method, partition_dim, stride, None, is_expert=is_expert)
 
 
 def _initialize_affine_weight_cpu(

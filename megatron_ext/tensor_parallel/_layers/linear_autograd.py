@@ -221,7 +221,7 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: tor
     """`x @ w + bias`, in `dtype` if it is given: a wider one than the operands' keeps what the matmul accumulated."""
     dtype = dtype or x_TD.dtype
     if dtype == x_TD.dtype:
-        return cpu_products.mm(x_TD, w_DN, bias_N=None if bias is None else bias.to(dtype))
+        return cpu_products.mm(x_TD, w_DN, added=None if bias is None else bias.to(dtype))
     if x_TD.is_cuda and dtype == torch.float32:
         y_TN = torch.mm(x_TD, w_DN, out_dtype=dtype)
     else:

@@ -71,6 +71,62 @@ def test_what_was_waited_for_is_no_hazard():
         dist.all_reduce(torch.ones(2), group=group)
 
 
+def three_in_a_circle(*, wait=False):
+    """Each rank launches on the communicator with the next rank, then on that with the one before; a pair has one."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+    mine = [groups[rank], groups[rank - 1]]
+    for group in groups:
+        if group in mine:
+            dist.barrier(group)
+    works = []
+    for group in mine:
+        works.append(dist.all_reduce(torch.ones(2), group=group, async_op=True))
+        if wait and rank == 1:
+            works.pop().wait()
+    for work in works:
+        work.wait()
+    dist.barrier()
+    dist.barrier()
+
+
+@ranks(3, rules=NcclRules(order="raise"))
+def test_a_circle_of_three_communicators_is_told():
+    with pytest.raises(LaunchOrderHazard, match="goes round") as told:
+        three_in_a_circle()
+    for rank in range(3):
+        assert f"rank {rank} launched all_reduce" in str(told.value)
+    assert str(told.value).count("test_launch_order.py:") >= 6
+
+
+@ranks(3, rules=NcclRules(order="raise", eager=True))
+def test_a_circle_of_three_communicators_is_told_with_eager_initialisation():
+    with pytest.raises(LaunchOrderHazard, match="goes round"):
+        three_in_a_circle()
+
+
+@ranks(3, rules=NcclRules(order="raise"))
+def test_a_circle_with_a_wait_in_it_is_no_hazard():
+    three_in_a_circle(wait=True)
+
+
+@ranks(3, rules=NcclRules(order="raise"))
+def test_a_ring_of_messages_is_no_hazard():
+    rank = dist.get_rank()
+    for pair in ([0, 1], [1, 2], [0, 2]):  # the communicators of the pairs are made
+        if rank in pair:
+            dist.send(torch.ones(1), pair[1]) if rank == pair[0] else dist.recv(torch.ones(1), pair[0])
+    works = [
+        dist.isend(torch.full((1,), rank), (rank + 1) % 3),
+        dist.irecv(found := torch.ones(1).long(), (rank - 1) % 3),
+    ]
+    for work in works:
+        work.wait()
+    assert found.item() == (rank - 1) % 3
+    dist.barrier()
+    dist.barrier()
+
+
 def a_message_and_a_collective():
     if dist.get_rank() == 0:
         message = dist.isend(torch.ones(1), 1)

@@ -15,7 +15,7 @@ from megatron_ext.emulation.transformer_engine.enums import (
     NVTE_Softmax_Type,
 )
 
-tex = compiled_module()
+tex = compiled_module((2, 11))
 B, H, G, D = 2, 4, 2, 8
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_ext.emulation.transformer_engine.compiled_module import compiled_module
 from megatron_ext.emulation.transformer_engine.enums import DType
 
-tex = compiled_module()
+tex = compiled_module((2, 11))
 BF16, FP32 = torch.bfloat16, torch.float32
 TE = {BF16: DType.kBFloat16, FP32: DType.kFloat32}
 

@@ -50,7 +50,7 @@ class Engine:
         self._ended: set[int] = set()
         self._question = 0
         self._states: dict[int, hangs.State] = {}
-        self._order = LaunchOrder(rules.order)
+        self._order = LaunchOrder(rules.order, rank)
         with self._lock:
             self._transport = Transport(store, rank, size, self._lock, self._receive, self._peer_ended)
 
@@ -76,7 +76,7 @@ class Engine:
             launch.number, self._launches = self._launches, self._launches + 1
             communicator.number(launch)
             communicator.queue.append(launch)
-            self._order.launched(launch)
+            self._tell_hazard(self._order.launched(launch))
             for part in parts:
                 for peer, (header, _) in self._arrived.get((communicator.name, part.theirs, part.number), {}).items():
                     self._look_at_order(peer, header, part)
@@ -164,6 +164,7 @@ class Engine:
                     "expects": part.expects[peer],
                     "what": launch.describe(),
                     "before": launch.before.get(peer, []),
+                    "news": self._order.news(peer),
                 }
                 if peer == self.rank:
                     self._receive(peer, header, memoryview(payload))
@@ -228,6 +229,7 @@ class Engine:
     def _receive_part(self, peer: int, header: Header, payload: memoryview) -> None:
         name, channel, number = header["communicator"], header["channel"], header["number"]
         communicator = self._communicators.get(name)
+        self._tell_hazard(self._order.heard(peer, header))
         if communicator is not None and number < communicator.finished.get(channel, 0):
             return  # a buffered send was complete before its receiver came
         self._progress += 1
@@ -270,9 +272,11 @@ class Engine:
         self._fail(failure)
 
     def _look_at_order(self, peer: int, header: Header, part: Part) -> None:
-        found = self._order.compare(self.rank, peer, header, part.name)
-        if found is not None:
-            self._tell_failure(found)
+        self._tell_hazard(self._order.compare(peer, header, part.name))
+
+    def _tell_hazard(self, hazard: LaunchOrderHazard | None) -> None:
+        if hazard is not None:
+            self._tell_failure(hazard)
 
     def _look_for_hang(self) -> None:
         """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time."""

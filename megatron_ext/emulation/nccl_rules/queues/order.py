@@ -1,20 +1,22 @@
-"""Whether two ranks launch operations of two communicators in the same order.
+"""Whether ranks launch operations of several communicators in the same order.
 
 Kernels of two communicators that run at once may each hold what the other needs. Their order has to be the same on
-every rank they share, unless the program waits for the first before it launches the second.
+every rank they share, unless the program waits for the first before it launches the second; and orders of more than
+two communicators must not go round.
 """
 
 import warnings
 from typing import Any
 
-from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Launch, Part
+from megatron_ext.emulation.nccl_rules.queues.circles import LaunchCircles, Step, in_words, operation
+from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Communicator, Launch, Part
 
 _KEPT = 4096  # parts whose launch is remembered
 _UNDER_WAY = 64  # launches that are not waited for, likewise
 
 
 class LaunchOrderHazard(RuntimeError):
-    """Two ranks launched operations of two communicators in different orders; on GPUs they may wait for each other."""
+    """Ranks launched operations of communicators in different orders; on GPUs they may wait for each other."""
 
 
 class LaunchOrderWarning(UserWarning):
@@ -22,23 +24,26 @@ class LaunchOrderWarning(UserWarning):
 
 
 class LaunchOrder:
-    """What this rank has launched, and in which order; `mode` is "raise", "warn" or "ignore"."""
+    """What rank `rank` has launched, and in which order; `mode` is "raise", "warn" or "ignore"."""
 
-    def __init__(self, mode: str):
-        self._mode = mode
+    def __init__(self, mode: str, rank: int):
+        self._mode, self._rank = mode, rank
+        self._circles = LaunchCircles(rank)
         self._under_way: dict[int, Launch] = {}  # not waited for, by number
         self._numbers: dict[str, tuple[int, str]] = {}  # of each part: its launch's number and description
-        self._told: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, ...]] = set()
 
-    def launched(self, launch: Launch) -> None:
+    def launched(self, launch: Launch) -> LaunchOrderHazard | None:
+        """Returns the hazard where it is to be raised, as do all of these methods."""
         if self._mode == "ignore" or launch.parts[0].mine == MADE:
-            return
+            return None
         for other in self._under_way.values():
             if other.communicator is launch.communicator:
                 continue
             for part in other.parts:
                 for peer in sorted(part.sends.keys() & {peer for mine in launch.parts for peer in mine.sends}):
                     launch.before.setdefault(peer, []).append((_name(other, part), other.describe()))
+        steps = self._steps(launch)
         self._under_way[launch.number] = launch
         if len(self._under_way) > _UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
@@ -46,6 +51,31 @@ class LaunchOrder:
             self._numbers[_name(launch, part)] = (launch.number, launch.describe())
         while len(self._numbers) > _KEPT:
             del self._numbers[next(iter(self._numbers))]
+        return self._learn(self._rank, steps)
+
+    def news(self, peer: int) -> list[Step]:
+        """What the next message to `peer` tells it of orders."""
+        return self._circles.news(peer)
+
+    def heard(self, peer: int, header: dict[str, Any]) -> LaunchOrderHazard | None:
+        """The news in a message of `peer`."""
+        return self._learn(peer, [Step(*step) for step in header["news"]])
+
+    def _steps(self, launch: Launch) -> list[Step]:
+        """From what is under way to `launch`: of each communicator the last launch, as the others are before it."""
+        last: dict[Communicator, Launch] = {other.communicator: other for other in self._under_way.values()}
+        return [
+            Step(self._rank, _name(other, part), _name(launch, mine), other.describe(), launch.describe())
+            for other in last.values()
+            for part in other.parts
+            for mine in launch.parts
+        ]
+
+    def _learn(self, source: int, steps: list[Step]) -> LaunchOrderHazard | None:
+        circle = self._circles.learn(source, steps)
+        if circle is None:
+            return None
+        return self._hazard(in_words(circle), tuple(sorted(step.then_described for step in circle)))
 
     def waited_for(self, launch: Launch) -> None:
         """It is over for the program, and with it all that was launched before on the same communicator."""
@@ -57,8 +87,8 @@ class LaunchOrder:
         for number in over:
             del self._under_way[number]
 
-    def compare(self, rank: int, peer: int, header: dict[str, Any], part_name: str) -> LaunchOrderHazard | None:
-        """`header` is of a part that both ranks have launched. Returns the hazard where it is to be raised."""
+    def compare(self, peer: int, header: dict[str, Any], part_name: str) -> LaunchOrderHazard | None:
+        """`header` is of a part that both ranks have launched."""
         here = self._numbers.get(f"{header['communicator']} {part_name}")
         for name, theirs in header["before"] if here is not None else ():
             assert here is not None
@@ -67,18 +97,23 @@ class LaunchOrder:
                 continue
             text = (
                 f"launch order of two communicators: rank {peer} launched {theirs} and, without waiting for it, "
-                f"{header['what']}; rank {rank} launched first {here[1]}"
+                f"{header['what']}; rank {self._rank} launched first {here[1]}"
                 + (f" and then {earlier[1]}" if earlier is not None else ", and the other one not yet")
                 + ". On GPUs each may hold what the other needs."
             )
-            if self._mode == "raise":
-                return LaunchOrderHazard(text)
-            lines = (theirs, here[1])
-            if lines not in self._told:
-                self._told.add(lines)
-                warnings.warn(text, LaunchOrderWarning, stacklevel=2)
+            if (hazard := self._hazard(text, (theirs, here[1]))) is not None:
+                return hazard
+        return None
+
+    def _hazard(self, text: str, lines: tuple[str, ...]) -> LaunchOrderHazard | None:
+        """Warns once of the same lines, where it is not to be raised."""
+        if self._mode == "raise":
+            return LaunchOrderHazard(text)
+        if lines not in self._told:
+            self._told.add(lines)
+            warnings.warn(text, LaunchOrderWarning, stacklevel=2)
         return None
 
 
 def _name(launch: Launch, part: Part) -> str:
-    return f"{launch.communicator.name} {part.name}"
+    return operation(launch.communicator.name, part.name)

@@ -21,8 +21,8 @@ _BLOCK, _MX = 128, 32
 
 
 def compact(tensor: Any) -> bool:
-    """Whether scales and columns are laid out for an all-gather of rows, not for a product."""
-    return tensor._data_format == Float8BlockScaleTensorFormat.COMPACT
+    """Whether scales and columns are laid out for an all-gather of rows, not for a product; 2.20 has none such."""
+    return getattr(tensor, "_data_format", None) == Float8BlockScaleTensorFormat.COMPACT
 
 
 def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor,
     scale = scale_of_amax(amax, torch.finfo(number).max, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
     data = cast_to_fp8(x * _spread(scale, height, _BLOCK, x.shape), number)
     scale_inv = 1 / scale
-    small = quantizer.block_scaling_dim == 1 and quantizer.all_gather_usage
+    small = quantizer.block_scaling_dim == 1 and getattr(quantizer, "all_gather_usage", False)
     if columnwise and small:
         data = data.t()
     shape = (x.shape[0], *tensor.shape[:-1]) if columnwise and not small else tensor.shape

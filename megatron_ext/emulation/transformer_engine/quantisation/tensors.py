@@ -139,47 +139,53 @@ def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
     }[type(quantizer).__name__]
     if quantizer.internal:
         cls = getattr(importlib.import_module(f"{_TENSORS}.storage.{module}_storage"), storage)
-        return cls(quantizer=quantizer, **held)
+        stands_for = {"fake_dtype": tensor.dtype} if _since_2_20(quantizer) else {}
+        return cls(quantizer=quantizer, **stands_for, **held)
     cls = getattr(importlib.import_module(f"{_TENSORS}.{module}"), whole)
     return cls(shape=tensor.shape, dtype=tensor.dtype, quantizer=quantizer, **held)
 
 
-def _of_one_scale(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
+def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, Any]:
     number = TORCH_DTYPES[quantizer.dtype]
-    data = cast_to_fp8(tensor.float() * quantizer.scale, number)
+    data = cast_to_fp8(tensor.float() * scale, number)
     turned = data.movedim(-1, 0).contiguous() if quantizer.columnwise_usage and data.dim() else None
     return {
         "data": data if quantizer.rowwise_usage else None,
         "transpose": turned,
         "transpose_invalid": turned is None,
-        "scale_inv": (1 / quantizer.scale).view(1),
+        "scale_inv": (1 / scale).view(1),
         "fp8_dtype": quantizer.dtype,
     }
 
 
 def _delayed(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    held = _of_one_scale(tensor, quantizer)
+    held = _of_one_scale(tensor, quantizer.scale, quantizer)
     if tensor.numel():
         quantizer.amax.copy_(torch.maximum(quantizer.amax, tensor.float().abs().max()))
     return held
 
 
 def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    if not quantizer.use_existing_amax:
-        quantizer.amax.fill_(tensor.float().abs().max() if tensor.numel() else 0.0)
+    """Before 2.20 its quantiser kept the amax and the scale."""
+    keeps = hasattr(quantizer, "use_existing_amax")
+    if keeps and quantizer.use_existing_amax:
+        amax = quantizer.amax
+    else:
+        amax = tensor.float().abs().max().view(1) if tensor.numel() else torch.zeros(1)
     if quantizer.with_amax_reduction:
-        group = quantizer._canonicalized_amax_reduction_group()
-        quantizer.amax.copy_(all_reduce(quantizer.amax, group, op="max"))
+        amax = all_reduce(amax, quantizer._canonicalized_amax_reduction_group(), op="max")
     largest = torch.finfo(TORCH_DTYPES[quantizer.dtype]).max
-    scale = scale_of_amax(quantizer.amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
-    quantizer.scale.copy_(scale)
-    return _of_one_scale(tensor, quantizer)
+    scale = scale_of_amax(amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
+    if keeps:
+        quantizer.amax.copy_(amax)
+        quantizer.scale.copy_(scale)
+    return _of_one_scale(tensor, scale, quantizer)
 
 
 def _blockwise(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     held: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
-    all_gather = quantizer.all_gather_usage
-    held["data_format"] = Float8BlockScaleTensorFormat(int(all_gather))
+    if hasattr(quantizer, "all_gather_usage"):
+        held["data_format"] = Float8BlockScaleTensorFormat(int(quantizer.all_gather_usage))
     for side, wanted in ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage):
         found = blocks_of(tensor, quantizer, side == "columnwise") if wanted else (None, None)
         held[side + "_data"], held[side + "_scale_inv"] = found
@@ -187,12 +193,25 @@ def _blockwise(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _mx(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
+    """Scales lie in the order of the rows, whatever order a GPU's products ask for."""
     held: dict[str, Any] = {"fp8_dtype": quantizer.dtype}
+    if _since_2_20(quantizer):
+        held["with_gemm_swizzled_scales"] = False
+        if quantizer.with_2d_quantization:
+            raise NotImplementedError(
+                "with_2d_quantization is True: the CPU emulation of Transformer Engine has MXFP8 of blocks of 32 "
+                "numbers in a row or column; leave it False"
+            )
     for side, wanted in ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage):
         number = TORCH_DTYPES[quantizer.dtype]
         found = mx_blocks_of(tensor, number, side == "columnwise") if wanted else (None, None)
         held[side + "_data"], held[side + "_scale_inv"] = found
     return held
+
+
+def _since_2_20(quantizer: Any) -> bool:
+    """There its tensors tell the dtype that they stand for, and know how MXFP8's scales lie."""
+    return hasattr(quantizer, "storage_metadata")
 
 
 _KINDS = {

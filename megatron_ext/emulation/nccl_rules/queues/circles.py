@@ -1,0 +1,102 @@
+"""Circles of three and more communicators, in the order in which ranks launch operations of them.
+
+Rank 0 launches A and then B, rank 1 B and then C, rank 2 C and then A, and none waits in between: no two ranks differ
+in what both launch, and still each kernel may hold what the next one needs. Each rank tells the others what it launched
+behind what, in the headers of its later messages, and passes on what it was told; whoever knows all steps of a circle
+finds it. That is at the latest when an operation of all ranks follows.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_KEPT = 512  # steps that are remembered
+
+
+class Step(NamedTuple):
+    """A rank launched one operation while another one that it had not waited for was under way."""
+
+    rank: int
+    first: str  # the operations: the communicator, the channel and the number in it
+    then: str
+    first_described: str
+    then_described: str
+
+
+class LaunchCircles:
+    """The steps that rank `rank` knows of."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self._steps: deque[tuple[int, Step]] = deque()  # with the rank that told it, the oldest first
+        self._forgotten = 0
+        self._told: dict[int, int] = {}  # by peer: how many steps were looked at for it
+        self._after: dict[str, dict[str, Step]] = {}  # by the first operation, then by the second
+
+    def news(self, peer: int) -> list[Step]:
+        """What `peer` may not know, the first time that this is asked."""
+        start = max(self._told.get(peer, 0) - self._forgotten, 0)
+        self._told[peer] = self._forgotten + len(self._steps)
+        new = [self._steps[at] for at in range(start, len(self._steps))]
+        return [step for source, step in new if peer not in (source, step.rank)]
+
+    def learn(self, source: int, steps: Iterable[Step]) -> list[Step] | None:
+        """The circle of at least three communicators that one of these steps, told by rank `source`, closes.
+
+        A circle of messages alone is none: each rank sends to the next one before it receives, as rings do.
+        """
+        found = None
+        for step in steps:
+            if step.then in self._after.get(step.first, {}):
+                continue
+            self._keep(source, step)
+            way = self._way(step.then, step.first)
+            if way is not None and _is_hazard(way):
+                found = found or [step, *way]
+        return found
+
+    def _keep(self, source: int, step: Step) -> None:
+        self._steps.append((source, step))
+        self._after.setdefault(step.first, {})[step.then] = step
+        if len(self._steps) > _KEPT:
+            _, old = self._steps.popleft()
+            self._forgotten += 1
+            del self._after[old.first][old.then]
+            if not self._after[old.first]:
+                del self._after[old.first]
+
+    def _way(self, start: str, end: str) -> list[Step] | None:
+        """The fewest steps that lead from operation `start` to `end`."""
+        came_by: dict[str, Step] = {}
+        reached = deque([start] if start in self._after else [])
+        while reached and end not in came_by:
+            for then, step in self._after.get(reached.popleft(), {}).items():
+                if then not in came_by:
+                    came_by[then] = step
+                    reached.append(then)
+        if end not in came_by:
+            return None
+        way = [came_by[end]]
+        while way[0].first != start:
+            way.insert(0, came_by[way[0].first])
+        return way
+
+
+def operation(communicator: str, part: str) -> str:
+    """The name that an operation has on each of its ranks; `part` is "all 3", or "0>1 3" of a message."""
+    return f"{communicator} {part}"
+
+
+def _is_hazard(way: list[Step]) -> bool:
+    """Of a way that one step closes: the operations are those on the way."""
+    names = [way[0].first, *(step.then for step in way)]
+    communicators, channels, _ = zip(*(name.rsplit(" ", 2) for name in names), strict=True)
+    return len(set(communicators)) > 2 and "all" in channels
+
+
+def in_words(circle: list[Step]) -> str:
+    steps = "; ".join(
+        f"rank {step.rank} launched {step.first_described} and, without waiting for it, {step.then_described}"
+        for step in circle
+    )
+    return f"launch order of communicators goes round: {steps}. On GPUs each may hold what the next one needs."

@@ -1,0 +1,158 @@
+"""Attention as 2.20 of Transformer Engine calls it, in terms of what 2.11 has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.emulation.transformer_engine.attention import fused, packed_sequences
+from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES, NVTE_Bias_Type, NVTE_Mask_Type
+from megatron_ext.emulation.transformer_engine.since_2_20.enums import NVTE_Fused_Attn_Backend
+
+
+def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
+    """(the backend, why there is none) for TE's `FusedAttentionParams`."""
+    params = fused_attn_params
+    found = fused.get_fused_attn_backend(
+        *(params.is_training, params.qkv_dtype, params.qkv_dtype, params.qkv_layout, params.bias_type),
+        *(params.attn_mask_type, params.softmax_type, params.dropout, params.num_attn_heads, params.num_gqa_groups),
+        *(params.max_seqlen_q, params.max_seqlen_kv, params.head_dim_qk, params.head_dim_v, params.window_size_left),
+        *(params.window_size_right, params.return_max_logit, params.cuda_graph),
+    )
+    found = NVTE_Fused_Attn_Backend(int(found))
+    none = found == NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return found, "the CPU emulation has neither attention in FP8 nor paged caches" if none else ""
+
+
+def fused_attn_fwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    is_training: bool,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    qkv_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    fake_dtype: torch.dtype,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    page_table_k: Tensor | None,
+    page_table_v: Tensor | None,
+    s_quantizer: Any,
+    o_quantizer: Any,
+    Bias: Tensor | None,
+    SoftmaxOffset: Tensor | None,
+    rng_gen: torch.Generator | None,
+    rng_elts_per_thread: int,
+    return_max_logit: bool,
+    cuda_graph: bool,
+) -> list[Any]:
+    """[output, log-sum-exp, with `return_max_logit` the largest score of each row, seed, ...]."""
+    _refuse_other_diagonal(bottom_right_diagonal, attn_mask_type, window_size, bias_type, max_seqlen_q, max_seqlen_kv)
+    before: tuple[Any, ...] = (
+        *(max_seqlen_q, max_seqlen_kv, is_training, attn_scale, p_dropout, set_zero, qkv_layout, bias_type),
+        *(attn_mask_type, softmax_type, window_size, cu_seqlens_q, cu_seqlens_kv, Q, K, V, fake_dtype),
+        *(cu_seqlens_q_padded, cu_seqlens_kv_padded, page_table_k, page_table_v, s_quantizer, o_quantizer),
+        *(Bias, SoftmaxOffset, rng_gen, rng_elts_per_thread, return_max_logit, cuda_graph),
+    )
+    found = fused.fused_attn_fwd(*before)
+    if return_max_logit:
+        largest, total = found[1:3]
+        found[1:3] = [largest + total.log(), largest]
+    return found
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_scale: float,
+    p_dropout: float,
+    set_zero: bool,
+    qkv_layout: Any,
+    o_format: Any,
+    do_format: Any,
+    dqkv_layout: Any,
+    qkv_scale_inv_format: Any,
+    do_scale_inv_format: Any,
+    bias_type: Any,
+    attn_mask_type: Any,
+    softmax_type: Any,
+    window_size: Any,
+    bottom_right_diagonal: bool,
+    deterministic: bool,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,
+    dO: Tensor,
+    fake_dtype: torch.dtype,
+    Aux_CTX_Tensors: list[Tensor],
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+    s_quantizer: Any,
+    dp_quantizer: Any,
+    dqkv_quantizer: Any,
+    cuda_graph: bool,
+) -> list[Any]:
+    """As before; gradients have the dtype that Q, K and V stand for."""
+    _refuse_other_diagonal(bottom_right_diagonal, attn_mask_type, window_size, bias_type, max_seqlen_q, max_seqlen_kv)
+    (dqkv_type,) = (number for number, dtype in TORCH_DTYPES.items() if dtype == fake_dtype)
+    before: tuple[Any, ...] = (
+        *(max_seqlen_q, max_seqlen_kv, attn_scale, p_dropout, set_zero, qkv_layout, bias_type, attn_mask_type),
+        *(softmax_type, window_size, deterministic, cu_seqlens_q, cu_seqlens_kv, Q, K, V, O, dO, fake_dtype),
+        *(dqkv_type, Aux_CTX_Tensors, cu_seqlens_q_padded, cu_seqlens_kv_padded),
+        *(s_quantizer, dp_quantizer, dqkv_quantizer, cuda_graph),
+    )
+    return fused.fused_attn_bwd(*before)
+
+
+def thd_out_correction(
+    out: Tensor,
+    out_per_step: Tensor,
+    old_lse: Tensor,
+    lse: Tensor,
+    lse_per_step: Tensor,
+    cu_seqlens: Tensor,
+    only_second_half: bool,
+    lse_packed: bool,
+) -> None:
+    """Adds the output of a step, `[T, H, D]`, to that of the steps before, in place, each weighted by its log-sum-exp.
+
+    In 2.11 what was there before had its weight already.
+    """
+    before, before_lse = out, old_lse
+    if only_second_half:
+        before = packed_sequences.thd_read_half_tensor(out, cu_seqlens, 1)
+        before_lse = packed_sequences.thd_read_second_half_lse(old_lse, cu_seqlens, lse_packed, lse_per_step.shape[-1])
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for part, part_lse in (before, before_lse), (out_per_step, lse_per_step):
+        packed_sequences.thd_out_correction(total, part, lse, part_lse, cu_seqlens, only_second_half, lse_packed)
+    if only_second_half:
+        second = packed_sequences.thd_read_half_tensor(total, cu_seqlens, 1)
+        packed_sequences.thd_grad_correction(out, second, cu_seqlens, "none", "copy")
+    else:
+        packed_sequences.thd_grad_correction(out, total, cu_seqlens, "copy", "copy")
+
+
+def _refuse_other_diagonal(bottom_right: bool, mask: Any, window: Any, bias_type: Any, queries: int, keys: int) -> None:
+    """A diagonal counts in windows and in ALiBi; that of causal masks goes with the mask."""
+    counts = tuple(window) != (-1, -1) or bias_type == NVTE_Bias_Type.NVTE_ALIBI
+    elsewhere = mask == NVTE_Mask_Type.NVTE_PADDING_MASK or (mask == NVTE_Mask_Type.NVTE_NO_MASK and queries != keys)
+    if bottom_right and counts and elsewhere:
+        raise NotImplementedError(
+            "bottom_right_diagonal is True with a window or ALiBi and no causal mask: the CPU emulation of "
+            "Transformer Engine aligns these at the top left; use a causal mask or bottom_right_diagonal=False"
+        )

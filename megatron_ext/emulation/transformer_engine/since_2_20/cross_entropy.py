@@ -1,0 +1,46 @@
+"""Cross entropy of logits as 2.20 of Transformer Engine calls it: a mean is over the tokens that are not ignored."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ext.distributed.groups import group_rank, group_size
+from megatron_ext.emulation.transformer_engine import cross_entropy
+
+
+def cross_entropy_forward(
+    _input: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    dist_process_group: dist.ProcessGroup | None,
+    ignore_idx: int,
+    overwrite_input: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int]:
+    """(losses or their mean, what backward needs, nothing, labels, how many are not ignored, rank, ranks).
+
+    The kernels keep the logits for backward, here it is their gradients; the logits stay, whatever `overwrite_input`.
+    """
+    loss, grad = cross_entropy.cross_entropy_forward(
+        _input, target, label_smoothing, False, dist_process_group, ignore_idx
+    )
+    count = (target != ignore_idx).sum().clamp(min=1).view(1) if reduce_loss else None
+    loss = loss if count is None else (loss.sum() / count).squeeze()
+    return loss, grad, torch.empty(0), target, count, group_rank(dist_process_group), group_size(dist_process_group)
+
+
+def cross_entropy_backward(
+    saved_input: Tensor,
+    stats: Tensor,
+    target: Tensor,
+    n_non_ignore: Tensor | None,
+    grad_output: Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    rank: int,
+    world_size: int,
+    ignore_idx: int,
+) -> Tensor:
+    """The gradients of the logits, multiplied by those of the losses."""
+    factor = grad_output if n_non_ignore is None else grad_output / n_non_ignore
+    return cross_entropy.cross_entropy_backward(saved_input, factor)

@@ -1,0 +1,108 @@
+"""The softmax's sums in the order of inference engines' batch-invariant kernels, which Megatron-Core has too.
+
+That order is: the row's maximum; exponentials below it in blocks of 1024 columns, each summed by one program of 4 warps
+and added to those before, in fp32; the logarithm of the sum. It is that of batch_invariant_ops (Thinking Machines Lab),
+from which vLLM's and Megatron's kernels come. It errs more than the head's own, by one rounding for each block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_ext.head.kernels.logits import logits, rowwise
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
+
+_BLOCK = tl.constexpr(1024)
+
+
+@triton.jit
+def _sums_kernel(
+    z_ptr,
+    bias_ptr,
+    peak_ptr,
+    sum_ptr,
+    z_stride,
+    peak_stride,
+    sum_stride,
+    counted,
+    softcap: tl.float64,
+    temperature: tl.float64,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
+):
+    """Sums of exponentials of one token's logits. Neighbouring columns belong to neighbouring threads, as in those
+    kernels: it decides the order within a block."""
+    softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
+    token = tl.program_id(0).to(tl.int64)
+    z_ptr += token * z_stride
+    peak = tl.load(peak_ptr + token * peak_stride)
+    peak = tl.where(peak > float("-inf"), peak, 0.0)
+    total = 0.0
+    for start in range(0, counted, _BLOCK):
+        columns = tl.max_contiguous(start + tl.arange(0, _BLOCK), 1)
+        z = logits(
+            z_ptr,
+            bias_ptr,
+            columns,
+            counted,
+            softcap,
+            temperature,
+            True,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            HAS_TEMPERATURE,
+            tl.float32,
+        )
+        total += tl.sum(tl.exp(z - peak), 0)
+    tl.store(sum_ptr + token * sum_stride, total)
+
+
+@triton.jit
+def _log_kernel(out_ptr, x_ptr, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=1.0)
+    tl.store(out_ptr + at, tl.log(x), mask=at < count)
+
+
+def write_sums(
+    z_TV: Tensor,
+    stats_KT: Tensor,
+    bias_V: Tensor | None,
+    counted: int,
+    softcap: float | None,
+    temperature: float,
+) -> None:
+    """Write the sums of exponentials below the maxima in `stats_KT`, over those that are there. Arguments as for
+    `row_statistics`, in fp32."""
+    tokens = z_TV.shape[0]
+    if tokens == 0 or counted == 0:
+        return
+    z_TV, peak_T, sum_T = rowwise(z_TV), stats_KT[MAX], stats_KT[SUM_EXP]
+    with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
+        _sums_kernel[(tokens,)](
+            z_TV,
+            peak_T if bias_V is None else bias_V.contiguous(),
+            peak_T,
+            sum_T,
+            z_TV.stride(0),
+            peak_T.stride(0),
+            sum_T.stride(0),
+            counted,
+            1.0 if softcap is None else softcap,
+            temperature,
+            HAS_BIAS=bias_V is not None,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_TEMPERATURE=temperature != 1.0,
+            num_warps=4,
+        )
+
+
+def log(x_T: Tensor) -> Tensor:
+    """The natural logarithm, in fp32, as Triton has it."""
+    x_T, out_T = x_T.contiguous(), torch.empty_like(x_T, memory_format=torch.contiguous_format)
+    if x_T.numel():
+        with torch.cuda.device_of(x_T):
+            _log_kernel[(triton.cdiv(x_T.numel(), 256),)](out_T, x_T, x_T.numel(), BLOCK=256)
+    return out_T

@@ -1,0 +1,41 @@
+"""Megatron's global switch of batch-invariant kernels, and the calls of the head that has fixed bits."""
+
+import sys
+import types
+import warnings
+from contextlib import contextmanager
+from unittest import mock
+
+from megatron_ext.head import batch_invariance
+from megatron_ext.head.fixed_bits.linear import FixedHead
+
+
+@contextmanager
+def fixed_calls():
+    """A list that grows with each forward of the head with fixed bits; nothing has been said yet."""
+    calls, forward = [], FixedHead.forward
+
+    def counted(*arguments):
+        calls.append(1)
+        return forward(*arguments)
+
+    FixedHead.forward = staticmethod(counted)
+    batch_invariance.say_once.cache_clear()
+    try:
+        yield calls
+    finally:
+        FixedHead.forward = staticmethod(forward)
+
+
+def switch(on):
+    """Megatron's module of kernels with its switch on or off, and without its kernels, while this lasts."""
+    kernels = types.SimpleNamespace(is_batch_invariant_mode_enabled=lambda: on)
+    return mock.patch.dict(sys.modules, {batch_invariance.KERNELS: kernels})
+
+
+@contextmanager
+def switched_on():
+    """The same, on, and nothing is said of it."""
+    with switch(True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        yield

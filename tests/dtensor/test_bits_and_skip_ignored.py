@@ -1,0 +1,93 @@
+"""`bits` and `skip_ignored` of losses and log-probabilities of transformers' models."""
+
+import pytest
+import torch
+
+from megatron_ext import linear_cross_entropy, linear_log_probs
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss
+from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
+from megatron_ext.head import linear_sampled_log_probs
+from megatron_ext.sequence.next_token import next_tokens
+from tests.batch_invariant_mode import fixed_calls, switched_on
+from tests.dtensor.models import batch, make
+from tests.dtensor.test_causal_lm import adapted
+
+READS = {
+    "loss": (causal_lm_loss, linear_cross_entropy, {"z_loss": 0.01}),
+    "log-probabilities": (causal_lm_log_probs, linear_log_probs, {"return_entropy": True}),
+}
+
+
+def same(found, expected):
+    """Bit by bit."""
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_bits_are_those_of_the_head_in_any_chunks(kind):
+    read, of_head, options = READS[kind]
+    model, given = make("llama"), batch()
+    hidden = model.model(input_ids=given["input_ids"], use_cache=False)[0]
+    targets = next_tokens(given["labels"])
+    expected = of_head(hidden, model.lm_head.weight, targets, bits="batch", **options)
+    with fixed_calls() as calls:
+        for chunk in (None, 3):
+            assert same(read(model, **tokens(given), bits="batch", chunk_tokens=chunk, **options), expected)
+        assert len(calls) == 2
+        read(model, **tokens(given), **options)
+        read(model, **tokens(given), bits="fast", **options)
+        assert len(calls) == 2
+        with switched_on():
+            assert same(read(model, **tokens(given), **options), expected)
+        assert len(calls) == 3
+
+
+def tokens(given):
+    """A batch under the names of our functions."""
+    return {"tokens_BS": given["input_ids"], "labels": given["labels"]}
+
+
+def test_bits_under_sampling():
+    model, ids = make("llama"), batch()["input_ids"]
+    hidden = model.model(input_ids=ids, use_cache=False)[0]
+    expected = linear_sampled_log_probs(hidden, model.lm_head.weight, next_tokens(ids), 5, 0.9, bits="batch")
+    found, plain = causal_lm_sampled_log_probs(model, ids, top_k=5, top_p=0.9, with_plain=True, bits="batch")
+    assert torch.equal(found, expected)
+    assert torch.equal(plain, linear_log_probs(hidden, model.lm_head.weight, next_tokens(ids), bits="batch"))
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_tokens_that_do_not_count_are_left_out(kind):
+    read, _, options = READS[kind]
+    found, given = [], batch()
+    for skip in (False, True, 12):
+        model = make("llama")
+        value = read(model, **tokens(given), skip_ignored=skip, **options)
+        value = torch.stack(value) if isinstance(value, tuple) else value[None]
+        value[:, next_tokens(given["labels"]) != -100].sum().backward()
+        found.append((value.detach(), *(p.grad for p in model.parameters())))
+    for skipped in found[1:]:
+        for x, expected in zip(skipped, found[0], strict=True):
+            torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="at_most, or skip_ignored, is 4, and more"):
+        read(make("llama"), **tokens(given), skip_ignored=4, **options)
+
+
+def test_bits_are_refused_where_the_models_logits_are_read():
+    """The function of a head that is not known; the switch asks for bits too."""
+    model, given = adapted(make("llama")), batch()
+    calls = {
+        "loss": lambda **bits: causal_lm_loss(model, **tokens(given), **bits),
+        "log-probabilities": lambda **bits: causal_lm_log_probs(model, **tokens(given), **bits),
+        "sampled": lambda **bits: causal_lm_sampled_log_probs(model, given["input_ids"], top_k=5, top_p=0.9, **bits)[0],
+    }
+    for call in calls.values():
+        for bits in ("batch", "tensor_parallel"):
+            with pytest.raises(ValueError, match=f'bits is "{bits}", and what LlamaForCausalLM does to its logits'):
+                call(bits=bits)
+        plain = call()
+        with switched_on():
+            with pytest.raises(ValueError, match='bits is "batch", and what LlamaForCausalLM does to its logits'):
+                call()
+            assert torch.equal(call(bits="fast"), plain)

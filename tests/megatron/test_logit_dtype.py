@@ -1,0 +1,41 @@
+"""Megatron's `logit_dtype` and the patch's: the fused head rounds logits where one of them says so."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_ext.head import LmHead
+from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.pipeline.vocabulary_sharing import output_layer_fault
+from tests.gpt import model_parallel
+from tests.megatron.patching import batch, one_gpt, patched, run
+from tests.ranks import ranks
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "layers, patchs, rounds",
+    [(None, None, False), (FP32, None, False), (BF16, None, True), (None, BF16, True), (BF16, FP32, False)],
+)
+def test_the_patchs_dtype_goes_before_the_output_layers(layers, patchs, rounds):
+    calls, call = [], LmHead.call
+    with model_parallel(1):
+        model, labels = one_gpt().bfloat16(), batch()[1]
+        model.config.params_dtype = BF16
+        model.output_layer.output_dtype = layers
+        with (
+            patched(logit_dtype=patchs),
+            mock.patch.object(LmHead, "call", lambda head: calls.append(call(head)) or calls[-1]),
+        ):
+            run(model, labels)
+            fault = output_layer_fault(model)
+        assert [each.rounds for each in calls] == [rounds]
+        assert ("logits are rounded to torch.bfloat16" in str(fault)) is rounds
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(ValueError, match="logit_dtype is 'bf16': it must be None or torch.float32"):
+        HeadSettings(logit_dtype="bf16")

@@ -1,0 +1,70 @@
+"""`bits` and NeMo-RL's `batch_invariant_mode` in a worker's configuration."""
+
+import pytest
+import torch
+
+from megatron_ext.policy import DTensorPolicyWorker, LossInputType, MegatronPolicyWorker
+from megatron_ext.policy.config import read_config
+from megatron_ext.policy.losses import ClippedPGLoss
+from tests.batch_invariant_mode import fixed_calls
+from tests.policy.problems import plain_log_probs, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.ranks import ranks
+
+MODEL = tiny_model(vocab_size=98)
+MODE = {"batch_invariant_mode": True}
+
+
+def test_keys():
+    for key in ("dtensor_cfg", "megatron_cfg"):
+        for given, bits in (
+            ({}, None),
+            ({"bits": "tensor_parallel"}, "tensor_parallel"),
+            ({key: MODE}, "batch"),
+            ({key: {"batch_invariant_mode": False}}, None),
+            ({key: MODE, "bits": "fast"}, "fast"),
+        ):
+            assert read_config(tiny_config(MODEL) | given, key).bits == bits
+        with pytest.raises(ValueError, match="bits is 'exact': it must be one of 'fast', 'batch', 'tensor_parallel'"):
+            read_config(tiny_config(MODEL, bits="exact"), key)
+
+
+@pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
+@ranks(1)
+def test_every_pass_has_these_bits(backend):
+    """Scores and steps: "batch" however it is asked for, "fast" where nothing is."""
+    key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
+    data = tiny_batch(8)
+    with torch.no_grad():
+        expected = plain_log_probs(plain_model(MODEL), data)
+    for given, fixed in (({}, False), ({"bits": "batch"}, True), ({key: MODE}, True)):
+        worker = backend(tiny_config(MODEL) | given, init_reference_model=False)
+        try:
+            mine = shard(data, worker)
+            with fixed_calls() as calls:
+                found = worker.get_logprobs(mine)["logprobs"]
+                assert len(calls) == (2 if fixed else 0)  # micro-batches of 4 rows
+                worker.train(mine, ClippedPGLoss())
+                assert len(calls) == (2 + 4 if fixed else 0)  # of 2
+        finally:
+            worker.shutdown()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class OfLogits:
+    """A loss that reads logits."""
+
+    input_type = LossInputType.LOGIT
+
+    def __call__(self, logits, data, global_valid_seqs, global_valid_toks):
+        raise AssertionError("no logits are made")
+
+
+@pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
+@ranks(1)
+def test_bits_are_refused_where_a_loss_reads_logits(backend):
+    worker = backend(tiny_config(MODEL, bits="batch"), init_reference_model=False)
+    try:
+        with pytest.raises(ValueError, match='bits is "batch", by that key or by batch_invariant_mode, and logits are'):
+            worker.train(shard(tiny_batch(8), worker), OfLogits())
+    finally:
+        worker.shutdown()
