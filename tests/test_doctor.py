@@ -12,7 +12,7 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_ext import doctor
+from megatron_ext import cpu_products, doctor
 from megatron_ext.integrations import trl
 from tests.programs import python
 from tests.ranks import TIMEOUT_S
@@ -122,9 +122,11 @@ def test_another_megatron_than_pips(monkeypatch):
 NO_MEGATRON = {"version": None, "path": None, "tested": None, "ways": None, "note": "Megatron-Core is not installed"}
 
 
-def test_one_screen(capsys, monkeypatch):
+@pytest.mark.parametrize("sixteen_bit_products", [True, False])
+def test_one_screen(capsys, monkeypatch, sixteen_bit_products):
     monkeypatch.setattr(doctor, "megatron", lambda: NO_MEGATRON)
-    assert doctor.main([]) == 0
+    with cpu_products.sixteen_bit_products(sixteen_bit_products):
+        assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
