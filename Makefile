@@ -58,13 +58,16 @@ KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
 	$(addprefix tests/policy/test_,train.py checkpoint.py refit.py megatron_worker.py) \
 	$(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py linear_ce_fsdp.py pretraining_parity.py)
 
+# What reads the sources alone, for `make check`.
+LINTS := tests/test_layout.py tests/test_iteration_order.py
+
 test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
-	$(PY) $(PYTEST) -m "not slow and not gpu"
+	$(PY) $(PYTEST) -m "not slow and not gpu" $(addprefix --ignore ,$(LINTS))
 	$(ON_NCCL_RULES) -m "several_ranks and not slow" tests/distributed tests/head/test_linear.py tests/tensor_parallel/test_mappings.py
 	$(ON_ENGINE) -m "not slow"
 
 test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow matrices and the other versions too
-	$(PY) $(PYTEST) -m "not gpu"
+	$(PY) $(PYTEST) -m "not gpu" $(addprefix --ignore ,$(LINTS))
 	$(ON_NCCL_RULES) -m "several_ranks and not slow and not gpu" $(KEEP_NCCL_RULES)
 	$(ON_ENGINE)
 	$(MAKE) test-versions
@@ -182,7 +185,7 @@ check: $(VENV)/.ready  ## lint, format, types, import direction
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest tests/test_layout.py
+	$(PY) -m pytest $(LINTS)
 
 format: $(VENV)/.ready  ## let ruff fix what it can
 	$(PY) -m ruff check --fix .

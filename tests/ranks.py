@@ -171,12 +171,11 @@ class _Pool:
 def ranks(*world_sizes, rules=None):
     """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized.
 
-    What runs on two ranks runs on more of them among the slow tests. A test that needs gloo says `rules="gloo"`, one
-    that needs certain `NcclRules` gives these; then its ranks are its own, and it may leave them unusable.
+    More than two ranks are for the slow tests, unless the test gives `NcclRules` of its own. A test that needs gloo says
+    `rules="gloo"`. With rules its ranks are its own, and it may leave them unusable.
     """
-    sizes = [
-        pytest.param(size, marks=pytest.mark.slow if size > 2 and 2 in world_sizes else ()) for size in world_sizes
-    ]
+    of_its_own = rules not in (None, "gloo")
+    sizes = [pytest.param(n, marks=pytest.mark.slow if n > 2 and not of_its_own else ()) for n in world_sizes]
 
     def decorate(body):
         world = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)

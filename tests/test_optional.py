@@ -22,7 +22,7 @@ def slow(*values):
                 "policy.MegatronPolicyWorker({})": "needs Megatron-Core",
             },
         ),
-        (["transformers"], {"model_factories.model_factories(None)": "needs transformers >= 4.51"}),
+        slow(["transformers"], {"model_factories.model_factories(None)": "needs transformers >= 4.51"}),
         slow(
             ["accelerate", "ray"],
             {
@@ -49,6 +49,7 @@ def test_what_is_missing_is_named(packages, uses):
         assert wanted in said
 
 
+@pytest.mark.slow
 def test_all_names_at_once_without_megatron():
     """`from megatron_ext import *` asks for those that need it as well."""
     code = (

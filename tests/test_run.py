@@ -160,7 +160,8 @@ def test_exit_codes_and_tracebacks_pass_through(tmp_path, script, text, code, sa
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_pass_through(tmp_path, script, number):
     path = script("""
         import time

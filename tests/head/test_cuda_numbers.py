@@ -13,7 +13,9 @@ def _as_on_cuda():
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_and_gradients(options, dtype):
     """As tests/head/test_gpu.py has it."""

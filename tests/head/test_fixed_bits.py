@@ -48,7 +48,7 @@ def same(one, other):
     ]
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -127,7 +127,9 @@ def kept_ids(ids):
     return 4 * torch.arange(len(ids) + 1), kept.flatten()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", read_outs(None, torch.zeros(1, 1), None))
 def test_read_outs_that_need_logits_have_the_bits_of_batch(name, dtype):
     hidden, weight, bias, labels = problem(dtype)

@@ -58,7 +58,11 @@ def pulled(call, make, labels, grad):
     return values.detach(), torch.autograd.grad(kept, base, grad)[0]
 
 
-@pytest.mark.parametrize("few", [0, 40, 1 << 20], ids=["run by run", "some together", "all together"])
+@pytest.mark.parametrize(
+    "few",
+    [pytest.param(0, marks=pytest.mark.slow), 40, 1 << 20],
+    ids=["run by run", "some together", "all together"],
+)
 @pytest.mark.parametrize("view", VIEWS)
 def test_values_and_gradients(view, few, monkeypatch):
     monkeypatch.setattr(flatten, "_FEW", few)

@@ -22,7 +22,7 @@ def test_alone_only_the_kept_columns_are_computed():
                 Case(seed, world, names).check(from_logits, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_flops(few):
     """64 ids of each of 512 tokens: 6 FLOPs a logit of the union of columns, where that is at most half of all."""
     tokens, width, vocabulary = 512, 8, 1 << 16

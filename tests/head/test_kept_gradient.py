@@ -142,6 +142,7 @@ def test_an_infinite_divergence_keeps_the_finite_gradient_that_it_has():
         torch.testing.assert_close(y, x)
 
 
+@pytest.mark.slow
 def test_compiled():
     """Nothing is kept then: the compiler refuses outputs of forward in whose memory its products lie."""
     (hidden, weight, _), teacher = sides(torch.float32)

@@ -109,7 +109,8 @@ compiled = pytest.mark.skipif(interpreted, reason="interpreted kernels are not c
 
 
 @compiled
-@pytest.mark.parametrize("shard", ["V128256", *(slow(name) for name in ("V128256/8", "V152064/8", "V262144/8"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["V128256", "V128256/8", "V152064/8", "V262144/8"])
 def test_instructions_on_hopper(shard):
     """Of the launches of a plain loss: nothing spilled, loads of 16 bytes, two programs an SM and more, and as many
     instructions an element as a pass at the speed of memory leaves room for (about 20 for 4 bytes read)."""
@@ -154,6 +155,7 @@ def test_no_spills_on_hopper(shard, of_logits):
 
 
 @compiled
+@pytest.mark.slow
 def test_label_rows_on_hopper():
     """Of so many tokens that a label's may lie in several windows: two programs an SM, and nothing spilled."""
     from megatron_ext.head.kernels.label_terms import add_label_rows

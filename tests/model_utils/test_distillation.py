@@ -34,7 +34,7 @@ def truth(z, zero_outside_topk: bool):
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("zero_outside_topk", [False, True])
-@pytest.mark.parametrize("calculate_entropy", [False, True])
+@pytest.mark.parametrize("calculate_entropy", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_values_and_gradients(zero_outside_topk, calculate_entropy):
     logits, _ = problem()
     for grid in grids():

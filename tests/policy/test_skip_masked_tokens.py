@@ -24,7 +24,7 @@ def trained(backend, data, **overrides):
         worker.shutdown()
 
 
-@pytest.mark.parametrize("kind", ["fixed", "packed"])
+@pytest.mark.parametrize("kind", [pytest.param("fixed", marks=pytest.mark.slow), "packed"])
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(2)
 def test_a_step_is_that_of_one_process(backend, kind):
