@@ -171,8 +171,8 @@ class _Pool:
 def ranks(*world_sizes, rules=None):
     """Run the decorated body on every rank, once for each of `world_sizes`. Its parameters may be parametrized.
 
-    More than two ranks are for the slow tests, unless the test gives `NcclRules` of its own. A test that needs gloo says
-    `rules="gloo"`. With rules its ranks are its own, and it may leave them unusable.
+    More than two ranks are for the slow tests, unless the test gives `NcclRules` of its own. A test that needs gloo
+    says `rules="gloo"`. With rules its ranks are its own, and it may leave them unusable.
     """
     of_its_own = rules not in (None, "gloo")
     sizes = [pytest.param(n, marks=pytest.mark.slow if n > 2 and not of_its_own else ()) for n in world_sizes]

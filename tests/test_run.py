@@ -145,11 +145,12 @@ def test_what_a_script_sees(tmp_path, script):
     assert ours.stdout.endswith("late __main__ Here(x=1)\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text,code,said",
     [
-        pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.slow),
-        pytest.param("import os; os._exit(9)", 9, "", marks=pytest.mark.slow),
+        ("raise SystemExit(7)", 7, ""),
+        ("import os; os._exit(9)", 9, ""),
         ("def deep():\n    raise KeyError('lost')\n\ndeep()", 1, 'script.py", line 2, in deep\n    raise KeyError('),
     ],
     ids=["exit", "at once", "exception"],

@@ -180,6 +180,7 @@ def test_what_matters_most_is_measured_first():
     assert {gpu.stage_of(impl) for impl in (FUSED, UNFUSED, *MODELS)} == {2}
 
 
+@pytest.mark.slow
 def test_steps_run_in_the_time_there_is(tmp_path):
     """A step that fails does not stop the next. What is not done in time ends with its children."""
     child = tmp_path / "child"

@@ -1,3 +1,4 @@
+import pytest
 import report
 
 HEAD = {"peak_mib": 38.75, "time_ms": 113.2, "collectives": 4}
@@ -30,6 +31,7 @@ def test_the_last_sentence_says_what_was_gained():
     )
 
 
+@pytest.mark.slow
 def test_the_figure_is_a_png(tmp_path):
     report.figure(STOCK, OURS, "a title", tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -40,6 +40,7 @@ def test_patching_gpt_changes_no_loss():
             patch_gpt.unpatch()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_patching_a_gpt_in_fsdp2_changes_no_loss():
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report

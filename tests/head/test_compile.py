@@ -88,6 +88,7 @@ def test_compiled_code(name, layout, dtype):
     check(name, layout, dtype, "inductor", dist.group.WORLD)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_each_pass_is_one_operator_of_the_graph():
     """What is compiled runs the passes that fit the device, as the plain run does: Triton's on CUDA."""

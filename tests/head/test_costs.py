@@ -67,7 +67,7 @@ def test_full_width(tokens, cache, layout, flops, logits_bytes):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cache", [0, 0.25, 1])
+@pytest.mark.parametrize("cache", [0, pytest.param(0.25, marks=pytest.mark.slow), 1])
 def test_no_option_costs_flops(options, cache):
     tokens, width, vocabulary, ranks = SMALL
     found = costs(cache, sizes=SMALL, **options)

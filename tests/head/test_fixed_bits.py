@@ -56,7 +56,9 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("bits", MODES)
 def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, threads):
     hidden, weight, bias, labels = problem(dtype)

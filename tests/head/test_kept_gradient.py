@@ -64,7 +64,9 @@ def test_the_products_and_memory_of_the_measured_divergence():
 
 
 @pytest.mark.parametrize("kind", range(len(DIVERGENCES)))
-@pytest.mark.parametrize("facts", [{}, {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "facts", [pytest.param({}, marks=pytest.mark.slow), {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7}]
+)
 def test_gradients_are_those_of_nothing_kept(kind, facts):
     """Of hidden states, weight and bias; a token that does not count may have no divergence; backward runs twice."""
     (hidden, weight, bias), teacher = sides()

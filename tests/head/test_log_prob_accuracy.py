@@ -109,7 +109,7 @@ def filtered(z, top_k, top_p, temperature):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "scale, shift", [(2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.1, 0), (8, 0), (1, 1000)])]
 )

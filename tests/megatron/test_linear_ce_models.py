@@ -91,8 +91,9 @@ def test_hybrid(tied, sequence_parallel):
         compare(model, hybrid_step, own_layer)
 
 
+@pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=[pytest.mark.slow, NEWER])], ids=["stock", "ours"])
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=NEWER)], ids=["stock", "ours"])
 def test_hybrid_with_mamba_layers(ours):
     """As many ranks as there are and one alone train the same model, stock and fused."""
     tokens, model = tiny_batches(steps=3), {"pattern": "M*M-", "ours": ours, "tied": False}

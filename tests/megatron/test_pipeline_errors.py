@@ -26,7 +26,9 @@ from tests.ranks import ranks
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize(
-    "micro_batch,settings", [(0, {}), (3, MTP), (3, {**MTP, **VARIABLE})], ids=["first", "mtp", "mtp-variable"]
+    "micro_batch,settings",
+    [(0, {}), *(pytest.param(3, case, marks=pytest.mark.slow) for case in (MTP, {**MTP, **VARIABLE}))],
+    ids=["first", "mtp", "mtp-variable"],
 )
 def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
     calls = iter(range(100))

@@ -215,7 +215,7 @@ def test_four_ranks(tied, sizes, overrides):
 
 
 @ranks(2)
-@pytest.mark.parametrize("mtp_layers", [None, 2])
+@pytest.mark.parametrize("mtp_layers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_sent(mtp_layers):
     """Per micro-batch beyond stock 4 messages of the head and 3 of the embedding, and the weights' pieces are equal.
 
@@ -242,6 +242,7 @@ def test_what_is_sent(mtp_layers):
     assert sizes["embedding.word_embeddings.weight"] == sizes["output_layer.weight"] == rows
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_fused_accumulation_goes_to_main_grad():
     """The gradient of each micro-batch is added there, and autograd gets a dummy."""

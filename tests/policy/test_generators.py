@@ -58,7 +58,7 @@ def test_names_are_those_of_files(tmp_path, config):
     assert {name.partition("layers.0.")[2] for name in true if "layers.0." in name and "experts." in name} == experts
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "megatron"])
 @ranks(2)
 def test_iterated_after_training(backend):
     """All ranks get every weight whole, as one process has it, in buckets that are no larger than asked for."""

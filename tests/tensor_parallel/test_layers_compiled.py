@@ -42,7 +42,7 @@ def run(function, layer, x):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-QUICK = [("column", True), ("row", False), ("embedding", True)]
+QUICK = [("column", True), ("embedding", True)]
 KINDS = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
@@ -66,7 +66,7 @@ def test_whole_graph(kind, sequence_parallel):
 @ranks(1, 2)
 @pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("kind", ["column", pytest.param("row", marks=pytest.mark.slow)])
 def test_whole_graph_into_main_grad(kind, frozen, autocast):
     torch._dynamo.reset()
     layer = build(kind, False, Config(gradient_accumulation_fusion=True))
@@ -86,6 +86,7 @@ def test_whole_graph_into_main_grad(kind, frozen, autocast):
     assert (layer.weight.main_grad == 1).all() == frozen
 
 
+@pytest.mark.slow
 @ranks(1, 2)
 def test_megatrons_functions_by_name():
     def whole(x, w, b):
@@ -106,6 +107,7 @@ def test_megatrons_functions_by_name():
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_deferred_weight_gradients_take_a_graph_break():
     """A compiled backward cannot keep pairs in a list: the layer runs as it is, or torch says so if it must not."""
