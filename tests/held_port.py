@@ -3,6 +3,8 @@
 import socket
 import sys
 
+import torch.distributed as dist
+
 
 def hold_port() -> tuple[int, socket.socket]:
     """A free port of this host, and what holds it: close that once somebody listens there.
@@ -17,3 +19,12 @@ def hold_port() -> tuple[int, socket.socket]:
     if sys.platform != "linux":
         held.close()
     return port, held
+
+
+def shared_port() -> int:
+    """A free port that all ranks know, which nothing holds: for one that these ranks' rank 0 listens at."""
+    port, held = hold_port()
+    held.close()
+    found = [port]
+    dist.broadcast_object_list(found)
+    return found[0]

@@ -1,6 +1,9 @@
 """A process group between jobs with no common torch.distributed world: a trainer and the generators it refits."""
 
 import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -10,26 +13,37 @@ from torch import Tensor
 
 from megatron_ext.distributed.store_server import serve_store
 
+_AGAIN = (
+    "Make a new group: call init_collective() of the policy, and join_collective() or policy_weights_join() of every "
+    "generator, once more"
+)
+
 
 class JobsGroup:
     """Rank `rank` of `size` processes that meet at `host:port`, where rank 0 listens. NCCL on a GPU, gloo on the CPU.
 
-    The default process group, where there is one, is not touched.
+    The default process group, where there is one, is not touched. What fails once leaves ranks at different places of
+    what they send: the group is refused from then on.
 
     Raises:
         RuntimeError: not all of them came within `timeout_s`.
     """
 
+    _broken = False
+
     def __init__(
         self, host: str, port: int, rank: int, size: int, device: torch.device | str = "cpu", timeout_s: float = 300
     ):
         timeout = timedelta(seconds=timeout_s)
-        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.rank, self.size, self.device, self._timeout_s = rank, size, torch.device(device), timeout_s
         if rank == 0:
             self._store = serve_store(host, port, size, timeout_s)
         else:
             self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        store = dist.PrefixStore("jobs", self._store)
+        # A process that meets others at one port again, while its last group lives, has the store with that one's keys.
+        meeting = (self._store.add("came", 1) - 1) // size
+        store = dist.PrefixStore(f"jobs{meeting}", self._store)
+        self._comparisons = dist.PrefixStore(f"compared{meeting}", self._store)
         self._compared = 0
         self._group: Any
         if self.device.type == "cuda":
@@ -42,20 +56,48 @@ class JobsGroup:
     def differing(self, facts: str) -> list[int]:
         """The ranks that call this with other `facts` than rank 0, the same list on every rank, which all must call it.
 
-        Through the store at which they met, so that ranks learn it before messages that may not fit each other.
+        Through the store at which they met, so that ranks learn it before messages that may not fit each other. The
+        store keeps the keys of the last comparison alone.
 
         Raises:
-            RuntimeError: a rank did not come within the group's `timeout_s`.
+            RuntimeError: a rank did not come within the group's `timeout_s`, on every rank, the late one too.
         """
-        store = dist.PrefixStore(f"compared{self._compared}", self._store)
-        self._compared += 1
-        store.set(str(self.rank), hashlib.sha256(facts.encode()).hexdigest())
-        found = store.multi_get([str(rank) for rank in range(self.size)])
+        with self._one_call():
+            store, step = self._comparisons, self._compared
+            keys = [f"{step} {rank}" for rank in range(self.size)]
+            store.set(keys[self.rank], hashlib.sha256(facts.encode()).hexdigest())
+            with suppress(dist.DistStoreError):  # not in time
+                store.wait(keys)
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            # What the first rank says holds for all: none goes on with ranks that have given up.
+            missing = json.loads(store.compare_set(f"{step} missing", "", json.dumps(missing)))
+            if missing:
+                raise RuntimeError(
+                    f"ranks {missing} of the {self.size} that meet for weights did not come within "
+                    f"{self._timeout_s:.0f} s of another one: have the policy send when every generator receives. "
+                    f"{_AGAIN}"
+                )
+            found = store.multi_get(keys)
+            if step:  # all have read those before: they are here
+                store.delete_key(f"{step - 1} {self.rank}")
+                if self.rank == 0:
+                    store.delete_key(f"{step - 1} missing")
+            self._compared += 1
         return [rank for rank, other in enumerate(found) if other != found[0]]
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`x` of rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        self._group.broadcast([x], options).wait()
+        with self._one_call():
+            self._group.broadcast([x], options).wait()
         return x
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Raises RuntimeError where an earlier call has failed."""
+        if self._broken:
+            raise RuntimeError(f"a comparison or a broadcast of this group of {self.size} ranks has failed. {_AGAIN}")
+        self._broken = True
+        yield
+        self._broken = False

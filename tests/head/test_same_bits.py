@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext import head
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums, sums_of_equals
@@ -88,9 +89,40 @@ CALLS = {
 }
 
 
-def test_every_function_of_the_head_is_called():
+def read_outs(teacher):
+    kept = 4 * torch.arange(T + 1), (LABELS.unsqueeze(1) + torch.tensor([0, 50, 90, 120])).flatten()
+    return {
+        "labels": [head.CrossEntropy(LABELS), head.LogProbs(LABELS), head.IsArgmax(LABELS)],
+        "rows": [head.Entropy(), head.MeanLogit(), head.LogSumExp(), head.ZLoss(), head.SumOfSquares()],
+        "ids": [head.Gather(IDS), head.TopK(3), head.Sampled(LABELS, 3, 0.9)],
+        "kept ids": [head.Kept(LABELS, *kept), head.KeptEntropy(LABELS, *kept)],
+        "divergences": [head.KL(teacher), head.JensenShannon(teacher)],
+        "drafts": [head.TotalVariation(teacher), head.AcceptanceRate(teacher)],
+    }
+
+
+def read(x, *given, **options):
+    """The read-outs of logits, or of hidden states and weight."""
+    weight, *more = given if isinstance(given[0], torch.Tensor) else (None, *given)
+    return head.Logits(x).read(*more) if weight is None else head.LmHead(weight, **options).read(x, *more)
+
+
+OTHER_LOGITS = head.Logits(torch.randn(T, V))
+CALLS |= {f"reading {name} of logits": (read, found, {}) for name, found in read_outs(OTHER_LOGITS).items()}
+OTHERS = head.Teacher(head.LmHead(OTHER_HEAD[1]), OTHER_HEAD[0])
+CALLS |= {f"reading {name} of hidden states": (read, found, {}) for name, found in read_outs(OTHERS).items()}
+CALLS |= {
+    f"bits {bits} of hidden states": (read, (*read_outs(OTHERS)["labels"], head.Entropy()), {"bits": bits})
+    for bits in ("batch", "tensor_parallel")
+}
+
+
+def test_every_function_and_read_out_of_the_head_is_called():
     functions = {name for name in head.__all__ if inspect.isfunction(getattr(head, name)) and name.islower()}
-    assert {function.__name__ for function, *_ in CALLS.values()} == functions
+    assert {function.__name__ for function, *_ in CALLS.values()} - {"read"} == functions
+    classes = {name for name in head.__all__ if name[0].isupper() and hasattr(getattr(head, name), "flatten")}
+    read_out = [one for function, more, _ in CALLS.values() if function is read for one in more]
+    assert classes <= {kind.__name__ for one in read_out for kind in type(one).__mro__}
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are left out; the ordinary run does it")
@@ -105,8 +137,7 @@ def test_no_operator_adds_by_chance(name, side, monkeypatch):
     hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     with cuda_branches(twin_of if side == "Triton" else lambda plain: plain), NoChance():
         found = function(*((hidden @ weight.t(),) if "of logits" in name else (hidden, weight)), *more, **options)
-        results = found if isinstance(found, tuple) else (found,)
-        sum(x.sum() for x in results if x.requires_grad).backward()
+        sum(x.sum() for x in tree_leaves(found) if x.requires_grad).backward()
     assert weight.grad is not None
 
 

@@ -153,15 +153,14 @@ def test_weights_are_freed_when_vllm_fails(method):
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""
     from megatron_ext.distributed.group_between_jobs import JobsGroup
-    from tests.policy.test_refit import free_port
+    from tests.held_port import shared_port
 
     plain = plain_model(tiny_model())
     weights = {name: x.detach() for name, x in plain.state_dict().items()}
     info = {name: (x.shape, x.dtype) for name, x in weights.items()}
-    port = [free_port()]
-    dist.broadcast_object_list(port)
+    port = shared_port()
     if dist.get_rank() == 0:
-        group = JobsGroup("127.0.0.1", port[0], 0, 3)
+        group = JobsGroup("127.0.0.1", port, 0, 3)
         require_same_buckets(info, group, 1 << 13)
         send_weights(weights.items(), info, group, 1 << 13)
         return
@@ -171,7 +170,7 @@ def test_refit_of_vllm_by_broadcast():
     received = {"args": (pickle.dumps(info), 1 << 13)}
     with pytest.raises(ValueError, match=r"came before policy_weights_join\(\)"):
         engine.collective_rpc("policy_weights_receive", **received)
-    engine.collective_rpc("policy_weights_join", args=("127.0.0.1", port[0], 1, 3))
+    engine.collective_rpc("policy_weights_join", args=("127.0.0.1", port, 1, 3))
     with pytest.raises(TypeError, match=r"torch\.(Size|dtype).* is not serializable"):
         engine.collective_rpc("policy_weights_receive", args=(info, 1 << 13))
     engine.collective_rpc("policy_weights_receive", **received)

@@ -4,10 +4,10 @@ import inspect
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, l
 from megatron_ext.policy.refit import weight_transfer
 from megatron_ext.policy.refit.shared_memory import SharedBlock, map_block
 from megatron_ext.policy.refit.weight_transfer import buckets, require_same_buckets, send_weights
+from tests.held_port import shared_port
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import TIMEOUT_S, ranks
 
@@ -93,12 +94,6 @@ def test_shared_memory(tied, tp):
     worker.train(shard(tiny_batch(), worker), NLLLoss())
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @ranks(2)
 def test_collective(precision):
@@ -106,7 +101,7 @@ def test_collective(precision):
     model = tiny_model()
     worker = trained_worker(model, 2, precision=precision)
     plain = plain_with_other_weights(model)
-    port = _shared_port()
+    port = shared_port()
     info = worker.prepare_refit_info()
     faults = []
 
@@ -134,17 +129,47 @@ def test_collective(precision):
     worker.shutdown()
 
 
-def _shared_port():
-    port = [free_port()]
-    dist.broadcast_object_list(port)
-    return port[0]
+@ranks(2)
+def test_a_generator_that_comes_too_late_needs_a_new_group():
+    """All are told: the policy's other rank by the first. At the same port they meet again, and nothing was lost."""
+    model, port = tiny_model(), shared_port()
+    worker = trained_worker(model, 2)
+    plain, info = plain_with_other_weights(model), worker.prepare_refit_info()
+    given_up, found = threading.Event(), []
+
+    def generate():
+        for comes_in_time in (False, True):
+            group = join_collective("127.0.0.1", port, 1, 2)
+            comes_in_time or given_up.wait(TIMEOUT_S)
+            try:
+                receive_weights(plain, group, info, BUFFER_BYTES)
+            except RuntimeError as error:
+                found.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    if dist.get_rank() == 1:
+        thread.start()
+    worker.init_collective("127.0.0.1", port, 2)
+    if dist.get_rank() == 0:
+        worker._to_generators._store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of the 2 that meet for weights did not come"):
+        worker.broadcast_weights_for_collective()
+    given_up.set()
+    worker.init_collective("127.0.0.1", port, 2)
+    worker.broadcast_weights_for_collective()
+    true = whole(worker._state())
+    if dist.get_rank() == 1:
+        thread.join(TIMEOUT_S)
+        assert [error[: error.index(" that")] for error in found] == ["ranks [1] of the 2"]
+        assert all(torch.equal(plain.state_dict()[name], x) for name, x in true.items())
+    worker.shutdown()
 
 
 @pytest.mark.parametrize("given", ["order", "size"])
 @ranks(2)
 def test_generators_that_expect_other_buckets_are_told(given):
     """Weights of one shape in another order arrived under each other's names, and buckets of other sizes never."""
-    group = JobsGroup("127.0.0.1", _shared_port(), dist.get_rank(), 2)
+    group = JobsGroup("127.0.0.1", shared_port(), dist.get_rank(), 2)
     weights = {name: torch.full((64,), value) for name, value in {"up": 1.0, "down": 2.0, "gate": 3.0}.items()}
     info = {name: (x.shape, x.dtype) for name, x in weights.items()}
     plain = torch.nn.ParameterDict({name: torch.zeros(64) for name in weights})

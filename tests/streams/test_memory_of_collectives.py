@@ -47,12 +47,12 @@ def hidden_and_weight(seed=1, part=False):
     ).requires_grad_()
 
 
-def loss(record, layout="replicated", cache=0.5):
+def loss(record, layout="replicated", **options):
     hidden, weight = hidden_and_weight(part=layout == "sequence")
     labels = torch.arange(T) * 2
     group = dist.group.WORLD
     with record():
-        found = linear_cross_entropy(hidden, weight, labels, tp_group=group, hidden_layout=layout, cache=cache)
+        found = linear_cross_entropy(hidden, weight, labels, group, layout, cache=0.5, **options)
         found.sum().backward()
 
 
@@ -141,6 +141,8 @@ def refit(record):
 WAYS = {
     "loss": loss,
     "loss-sequence": lambda record: loss(record, "sequence"),
+    "loss-bits": lambda record: loss(record, bits="tensor_parallel"),
+    "loss-bits-sequence": lambda record: loss(record, "sequence", bits="tensor_parallel"),
     "read-outs": read_outs,
     "read-outs-sequence": lambda record: read_outs(record, "sequence"),
     "read-outs-of-logits": lambda record: read_outs(record, of_logits=True),
@@ -174,7 +176,7 @@ def only_the_host_waits(work, *_):
 
 
 # What the others show too, in another layout.
-LONG = ("loss-sequence", "read-outs-sequence", "read-outs-of-logits")
+LONG = ("loss-sequence", "loss-bits-sequence", "read-outs-sequence", "read-outs-of-logits")
 
 
 @ranks(2)

@@ -158,6 +158,7 @@ def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) 
 
     Raises:
         ValueError: one of them would not; on every rank.
+        RuntimeError: one of them did not come in time, on every rank. The group is of no use then.
     """
     facts = [(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()], buffer_bytes
     if different := group.differing(repr(facts)):
@@ -190,6 +191,7 @@ def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer
     Raises:
         ValueError: a rank of the group was given another `info` or `buffer_bytes`, on every rank, before anything is
             sent; the model lacks a weight, or has it in another shape, after all has been received.
+        RuntimeError: as `require_same_buckets`, before anything is sent.
     """
     state = model.state_dict()
     fault: ValueError | None = None
@@ -209,7 +211,7 @@ def received_weights(group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> I
     All must be taken: the other ranks of the group wait for this one.
 
     Raises:
-        ValueError: as `require_same_buckets`.
+        ValueError, RuntimeError: as `require_same_buckets`.
     """
     require_same_buckets(info, group, buffer_bytes)
     for bucket in buckets(info, buffer_bytes):

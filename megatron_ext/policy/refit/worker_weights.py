@@ -147,6 +147,7 @@ class Refitting(Backend):
 
         Raises:
             ValueError: before `init_collective`, or a generator expects other buckets; on every rank.
+            RuntimeError: a generator did not come in time, on every rank; then `init_collective` must come again.
         """
         self._refuse_reference("broadcast_weights_for_collective()")
         info, budget = self.prepare_refit_info(), self.settings.refit_buffer_bytes

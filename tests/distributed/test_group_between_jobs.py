@@ -1,0 +1,44 @@
+"""What jobs compare before they send: nothing of it stays in their store, and who comes too late is told."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.distributed.group_between_jobs import JobsGroup
+from tests.held_port import shared_port
+from tests.ranks import ranks
+
+
+@ranks(2)
+def test_the_store_keeps_the_keys_of_one_comparison():
+    group = JobsGroup("127.0.0.1", shared_port(), dist.get_rank(), 2)
+    keys = []
+    for _ in range(3):
+        assert group.differing("the same") == []
+        assert group.differing(f"rank {dist.get_rank()}") == [1]
+        dist.barrier()
+        keys.append(group._store.num_keys())
+        dist.barrier()
+    assert keys == keys[:1] * 3
+
+
+@ranks(2)
+def test_a_rank_that_comes_too_late_is_told_as_are_those_that_have_waited():
+    """It found what the others had left, and went on to a broadcast for which nobody came."""
+    port, rank = shared_port(), dist.get_rank()
+    group = JobsGroup("127.0.0.1", port, rank, 2)
+    group._store.set_timeout(timedelta(seconds=1))
+    if rank == 1:
+        dist.barrier()
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of the 2 .* did not come .* Make a new group: call init_coll"):
+        group.differing("the same")
+    if rank == 0:
+        dist.barrier()
+    for call in (lambda: group.differing("the same"), lambda: group.broadcast(torch.ones(1))):
+        with pytest.raises(RuntimeError, match="this group of 2 ranks has failed. Make a new group"):
+            call()
+    again = JobsGroup("127.0.0.1", port, rank, 2)  # while the last one lives
+    assert again.differing("the same") == []
+    assert again.broadcast(torch.full((2,), float(rank))).tolist() == [0.0, 0.0]
