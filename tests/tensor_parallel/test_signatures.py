@@ -32,7 +32,6 @@ DEVICE = "the device is the caller's choice"
 TYPING = "for type checkers"
 STORAGE = "storages are copied, no C++ extension is built"
 SEEDS = f"a stream of its own for every coordinate, where asked for; {DEVICE}; 0.19's order by position is known"
-OLDER = "calls of older versions fit it"
 PLAIN = "that of the plain layer, which takes more"
 OLD_ORDER = "`async_grad_allreduce` last; calls by position in the order of 0.16 are known by what they pass"
 
@@ -55,8 +54,10 @@ ON_PURPOSE = {
     "layers.custom_bwd": IMPORT,
     "layers.dist_all_gather_func": IMPORT,
     "layers.dist_reduce_scatter_func": IMPORT,
-    "layers.LinearWithFrozenWeight.forward": OLDER,
-    "layers.LinearWithGradAccumulationAndAsyncCommunication.forward": OLDER,
+    "layers.LinearWithFrozenWeight.forward": AUTOGRAD,
+    "layers.LinearWithFrozenWeight.backward": AUTOGRAD,
+    "layers.LinearWithGradAccumulationAndAsyncCommunication.forward": AUTOGRAD,
+    "layers.LinearWithGradAccumulationAndAsyncCommunication.backward": AUTOGRAD,
     "layers._linear_forward": INNER_STEP,
     "layers._wgrad_gemm": INNER_STEP,
     "layers.linear_with_frozen_weight": OLD_ORDER,

@@ -166,10 +166,6 @@ class ParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ParallelLinear.gradients(ctx, dy)
-
-    @staticmethod
-    def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         plan: Plan = ctx.plan
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]

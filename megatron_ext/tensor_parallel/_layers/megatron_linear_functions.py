@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, ParallelLinear, Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, parallel_linear
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -64,12 +63,13 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if isinstance(tp_group, bool):
         tp_group = None
     _refuse_generalized_tensor_parallelism(gtp_remat_size)
+    buffer = grad_output_buffer
     plan = _plan(
         tp_group,
         allreduce_dgrad,
         sequence_parallel,
         fuse_main_grad=gradient_accumulation_fusion,
-        deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
+        deferral=None if buffer is None else Deferral(buffer, limit=wgrad_deferral_limit),
         output_dtype=output_dtype,
     )
     return parallel_linear(input, weight, bias, plan)
@@ -127,55 +127,17 @@ def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **option
     return Plan(require_tensor_parallel_group(group), layout, "sharded", **options)
 
 
-def _deferral(grad_output_buffer: list[Tensor] | None, limit: int | None) -> Deferral | None:
-    return None if grad_output_buffer is None else Deferral(grad_output_buffer, limit=limit)
+class LinearWithGradAccumulationAndAsyncCommunication:
+    """Megatron's autograd function by name, for callers of its `apply`, which takes positional arguments alone."""
+
+    apply = staticmethod(linear_with_grad_accumulation_and_async_allreduce)
 
 
-class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """Megatron's autograd function by name, for callers that `apply` it themselves with its positional arguments.
-
-    As `linear_with_grad_accumulation_and_async_allreduce`, which is what to call otherwise.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        grad_output_buffer: list[Tensor] | None,
-        wgrad_deferral_limit: int | None,
-        tp_group: Group,
-        gtp_remat_size: int = 1,
-        output_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        _refuse_generalized_tensor_parallelism(gtp_remat_size)
-        plan = _plan(
-            tp_group,
-            allreduce_dgrad,
-            sequence_parallel,
-            fuse_main_grad=gradient_accumulation_fusion,
-            deferral=_deferral(grad_output_buffer, wgrad_deferral_limit),
-            output_dtype=output_dtype,
-        )
-        return ParallelLinear.forward(ctx, input, weight, bias, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, db, _ = ParallelLinear.gradients(ctx, grad_output)
-        return dx, dw, db, *[None] * 8
-
-
-class LinearWithFrozenWeight(torch.autograd.Function):
+class LinearWithFrozenWeight:
     """Megatron's autograd function for a weight without gradient, by name (see above)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
+    def apply(
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -183,11 +145,6 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         tp_group: Group,
         output_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        plan = _plan(tp_group, allreduce_dgrad, False, frozen=True, output_dtype=output_dtype)
-        return ParallelLinear.forward(ctx, input, weight, bias, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _, db, _ = ParallelLinear.gradients(ctx, grad_output)
-        return dx, None, db, None, None, None
+        return linear_with_frozen_weight(
+            input, weight, bias, False, allreduce_dgrad, False, tp_group, output_dtype=output_dtype
+        )
