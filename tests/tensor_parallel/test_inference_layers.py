@@ -1,18 +1,13 @@
-import sys
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import cpu_products
-from megatron_ext.distributed import collectives, symmetric_memory
+from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
-from megatron_ext.tensor_parallel.inference_layers import _te_rms_norm_kernel
 from tests.ranks import ranks
-from tests.sixteen_bit_products import SixteenBitProducts
 
 S, B, H, F = 8, 2, 16, 32
 EPS = 1e-3
@@ -136,113 +131,6 @@ def test_in_training_mode_gradients_flow():
     assert column.layer_norm_weight.sequence_parallel == (dist.get_world_size() > 1), "summed over ranks by Megatron"
     summed = collectives.all_reduce(column.layer_norm_weight.grad, dist.group.WORLD)
     close(summed, whole_column.layer_norm_weight.grad)
-
-
-class Kernels:
-    """Megatron's multicast kernels, done with plain collectives, and what they were called for."""
-
-    def __init__(self):
-        self.calls = []
-
-    def multimem_all_gather(self, out, x, handle):
-        self.calls.append("all-gather")
-        out.copy_(collectives.all_gather(x, dist.group.WORLD))
-
-    def multimem_reduce_scatter(self, out, x, handle):
-        self.calls.append("reduce-scatter")
-        out.copy_(collectives.reduce_scatter(x, dist.group.WORLD))
-
-    def fused_multimem_rs_add_norm_ag(self, stream, x, handle, residual, weight, eps):
-        self.calls.append("fused")
-        stream.copy_(residual + collectives.reduce_scatter(x, dist.group.WORLD))
-        x.copy_(collectives.all_gather(_te_rms_norm_kernel(stream, weight, eps), dist.group.WORLD))
-
-
-class Memory:
-    """Megatron's symmetric memory, with room for one hidden state."""
-
-    def __init__(self, elements=S * B * H, dtype=torch.float64):
-        self.memory = torch.full((elements,), torch.nan, dtype=dtype)
-
-    def maybe_get_tensor(self, shape, dtype):
-        elements = torch.Size(shape).numel()
-        if elements > self.memory.numel():
-            return {"tensor": None, "handle": None}
-        handle = SimpleNamespace(world_size=dist.get_world_size())
-        return {"tensor": self.memory[:elements].view(shape), "handle": handle}
-
-
-@ranks(2, 4)
-@pytest.mark.parametrize(
-    "case, calls",
-    [
-        ("fused", ["fused"]),
-        ("apart", ["reduce-scatter", "all-gather"]),
-        ("too small", []),
-        ("other group", []),
-        ("other dtype", []),
-        ("none", []),
-    ],
-)
-def test_symmetric_memory_gives_the_same_results(case, calls):
-    row, column = (layer.eval() for layer in build(config()))
-    x, residual = (own(t, dim) for t, dim in zip(inputs(), (-1, 0), strict=True))
-    stream, output = unsharded(column)
-    if case != "apart":
-        row._set_next_layer_norm_weights(column.layer_norm_weight.data)
-        column.skip_norm_and_all_gather = True
-    kernels = Kernels()
-    group = dist.new_group(range(dist.get_world_size())) if case == "other group" else dist.group.WORLD
-    state = SimpleNamespace(
-        get_tensor_model_parallel_group=lambda check_initialized: group,
-        _GLOBAL_SYMMETRIC_MEMORY_BUFFER=None if case == "none" else Memory(4 if case == "too small" else S * B * H),
-    )
-    with (
-        patch.object(symmetric_memory, "parallel_state", lambda: state),
-        patch.object(symmetric_memory, "_kernels_take", lambda shape, dtype, device: case != "other dtype"),
-        patch.dict(sys.modules, {symmetric_memory._KERNELS: kernels}),
-    ):
-        for _ in range(2):  # the second step finds the first one's numbers in the memory
-            if case != "apart":
-                row._set_residual(residual.clone())
-            got, _ = row(x, residual if case == "apart" else None)
-            got_output, _ = column(got)
-            close(got, own(stream, 0))
-            close(got_output, own(output, -1))
-    assert kernels.calls == 2 * calls
-
-
-@ranks(2)
-@pytest.mark.parametrize("native", [True, False], ids=["native", "tiles"])
-def test_products_in_symmetric_memory_are_made_as_the_processor_has_them(native):
-    """Where it has none of 16 bits, torch is not asked for one."""
-    row, column = (layer.eval() for layer in build(config(params_dtype=torch.bfloat16)))
-    stream, output = unsharded(column.double())
-    column.bfloat16()
-    x, residual = (own(t, dim).bfloat16() for t, dim in zip(inputs(), (-1, 0), strict=True))
-    memory = Memory(dtype=torch.bfloat16)
-    state = SimpleNamespace(
-        get_tensor_model_parallel_group=lambda check_initialized: dist.group.WORLD,
-        _GLOBAL_SYMMETRIC_MEMORY_BUFFER=memory,
-    )
-    with (
-        patch.object(symmetric_memory, "parallel_state", lambda: state),
-        patch.object(symmetric_memory, "_kernels_take", lambda shape, dtype, device: True),
-        patch.dict(sys.modules, {symmetric_memory._KERNELS: Kernels()}),
-        cpu_products.sixteen_bit_products(native),
-        SixteenBitProducts() as products,
-    ):
-        got, _ = row(x, residual)
-        assert not memory.memory.isnan().any()
-        got_output, _ = column(got)
-    assert len(products.found) == (2 if native else 0)
-    for mine, true in ((got, own(stream, 0)), (got_output, own(output, -1))):
-        assert (mine.double() - true).norm() <= 2**-7 * true.norm()
-
-
-def test_kernels_take_hoppers_bf16_only():
-    assert not symmetric_memory._kernels_take([8, 16], torch.bfloat16, torch.device("cpu"))
-    assert symmetric_memory.symmetric_tensor([8, 16], torch.bfloat16, torch.device("cpu"), None) is None
 
 
 def test_what_is_refused():
