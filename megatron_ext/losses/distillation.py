@@ -66,14 +66,15 @@ class DistillationLoss(FromHidden):
             hidden, weight, teacher_hidden, teacher_weight: `[..., D]` and `[V/R, D]` of each, a weight
                 may be an `LmHead`; see `megatron_ext.head.linear_kl_divergence`. Gradients reach the student.
             mask: `[...]`, which tokens count, or weights of them; None: all. With the sequence layout of all ranks'.
+                With `skip_ignored` others make no product, neither of the teacher's.
             count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
 
         Communicates: see `linear_kl_divergence` and `linear_js_divergence`.
         """
         head = self._head(weight, cache=self.cache)
-        teacher = Teacher(_teacher_head(head, teacher_weight), teacher_hidden)
-        read = functools.partial(head.read, hidden, self._divergence(teacher))
-        return _mean(read, token_shape(hidden, head), mask, count)
+        teacher, shape = Teacher(_teacher_head(head, teacher_weight), teacher_hidden), token_shape(hidden, head)
+        only = self._only(_that_count(mask, shape))
+        return _mean(functools.partial(head.read, hidden, self._divergence(teacher), **only), shape, mask, count)
 
     def _divergence(self, teacher: Any) -> ReadOut:
         return JensenShannon(teacher, self.beta) if self.divergence == "jsd" else KL(teacher, self.divergence)
@@ -100,7 +101,8 @@ class TopKDistillationLoss(FromHidden):
     Attributes:
         divergence: as `DistillationLoss`'s, or "mixed": `mixed_kl_weight` of the forward KL, the rest of the reverse.
         zero_outside_topk: the student's probabilities are those of its whole vocabulary, and the teacher's are 0
-            outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K.
+            outside of the K (`exp(-100)` in the reverse KL); False: both are distributions over the K, in which an id
+            may come twice and is two outcomes then.
         bucket: all other ids together are one more, which has the rest of either side's probability. What the teacher
             gives must be log-probabilities of its whole vocabulary then, at this temperature; logits have no rest.
     """
@@ -136,8 +138,10 @@ class TopKDistillationLoss(FromHidden):
             hidden, weight: of the student's head; see `megatron_ext.head.linear_gather_log_probs`.
             teacher_topk_logits, teacher_topk_indices: `[..., K]`, logits (or log-probabilities), which the temperature
                 divides as the student's (with `bucket` log-probabilities, taken as they are), and token ids, both of
-                all tokens on every rank. The ids may be any: the student's likeliest, too.
-            mask: `[...]`, which tokens count, or weights of them; None: all.
+                all tokens on every rank. The ids may be any: the student's likeliest, too. With `zero_outside_topk` or
+                `bucket` a token that counts has none twice.
+            mask: `[...]`, which tokens count, or weights of them; None: all. With `skip_ignored` others make no
+                product.
             count: tokens that the sum is divided by, those of all micro-batches and ranks; None: those of this call.
 
         Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. Where both sides are
@@ -146,11 +150,11 @@ class TopKDistillationLoss(FromHidden):
 
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
-        if self.bucket and fault is None:
-            fault = _repeated_fault(teacher_topk_indices, mask)
+        fault = fault or self.ids_fault(teacher_topk_indices, mask)
         whole = self.zero_outside_topk or self.bucket
-        picked = Gather(teacher_topk_indices, normalised=whole)
-        found = head.read(hidden, picked, *([Entropy()] if self.needs_entropy else []), fault=fault)
+        readouts = [Gather(teacher_topk_indices, normalised=whole), *([Entropy()] if self.needs_entropy else [])]
+        only = self._only(_that_count(mask, teacher_topk_indices.shape[:-1]))
+        found = head.read(hidden, *readouts, fault=fault, **only)
         student, entropy = found if self.needs_entropy else (found, None)
         if not whole:
             student = (student / head.temperature).log_softmax(-1)
@@ -182,13 +186,31 @@ class TopKDistillationLoss(FromHidden):
         one_of("ids_of", ids_of, ("teacher", "student"))
         head = self._head(weight)
         teacher = replace(_teacher_head(head, teacher_weight), temperature=head.temperature if self.bucket else 1.0)
+        only = self._only(_that_count(mask, token_shape(hidden, head)))
         with torch.no_grad():
             if ids_of == "teacher":
-                values, ids = teacher.read(teacher_hidden, TopK(k, self.bucket))
+                values, ids = teacher.read(teacher_hidden, TopK(k, self.bucket), **only)
             else:
-                ids = head.read(hidden, TopK(k, normalised=False))[1]
-                values = teacher.read(teacher_hidden, Gather(ids, self.bucket))
+                ids = head.read(hidden, TopK(k, normalised=False), **only)[1]
+                values = teacher.read(teacher_hidden, Gather(ids, self.bucket), **only)
         return self(hidden, head, values, ids, mask, count)
+
+    def ids_fault(self, ids: Tensor, mask: Tensor | None = None) -> ValueError | None:
+        """Whether a token that counts has one of `ids` `[..., K]` twice, where what is outside of the K is one more
+        outcome, which would lack its probability twice. On CUDA a device-side assertion."""
+        if not (self.zero_outside_topk or self.bucket) or not ids.dim() or not has_values(ids):
+            return None
+        repeated = (ids.sort(-1).values.diff(dim=-1) == 0).any(-1)
+        option = "bucket" if self.bucket else "zero_outside_topk"
+        try:
+            raise_if(
+                (repeated if mask is None else repeated & (mask > 0)).any(),
+                f"teacher_topk_indices has an id twice for a token that counts: with {option}=True each must be there "
+                f"once, since what is outside of the K is reckoned from them; pass ids without repetition",
+            )
+        except ValueError as fault:
+            return fault
+        return None
 
     @property
     def needs_entropy(self) -> bool:
@@ -293,20 +315,9 @@ def _top_k_fault(
     return first_fault(fault, _mean_fault(indices.shape[:-1], mask, count))
 
 
-def _repeated_fault(indices: Tensor, mask: Tensor | None) -> ValueError | None:
-    """Whether a token that counts has an id twice, whose probability the rest would lack twice; on CUDA asserted."""
-    if not has_values(indices):
-        return None
-    repeated = (indices.sort(-1).values.diff(dim=-1) == 0).any(-1)
-    try:
-        raise_if(
-            (repeated if mask is None else repeated & (mask > 0)).any(),
-            "teacher_topk_indices has an id twice for a token that counts: with bucket=True each must be there once, "
-            "since what is left beside the K is one more class; pass ids without repetition",
-        )
-    except ValueError as fault:
-        return fault
-    return None
+def _that_count(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """bool, which tokens count; None: all, or a mask that does not fit, which is told as a fault."""
+    return None if mask is None or mask.shape != shape else mask > 0
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -47,6 +47,7 @@ class FromHidden:
         chunk_tokens: tokens whose logits exist at a time; None: chosen from the sizes.
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
         bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.
+        skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
     """
 
     tp_group: Group = None
@@ -56,6 +57,7 @@ class FromHidden:
     chunk_tokens: int | None = None
     gradient_accumulation_fusion: bool = False
     bits: Bits | None = None
+    skip_ignored: bool | int = False
 
     def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
         """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
@@ -73,6 +75,12 @@ class FromHidden:
             bits=self.bits,
             **more,
         )
+
+    def _only(self, counts: Tensor | None) -> dict[str, Any]:
+        """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""
+        if not self.skip_ignored or counts is None:
+            return {}
+        return {"counts": counts, "at_most": token_bound(self.skip_ignored)}
 
 
 def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:
@@ -93,7 +101,6 @@ class LogProbLoss(FromHidden, ABC):
             Megatron has them; False: `[B, S]` and `[B, S, D]` (`[B/R, S, D]`).
         ignore_index: a label of tokens that do not count.
         cache: what the head keeps for backward.
-        skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
 
     Communicates what one call of `linear_log_probs` does: forward 1 collective, backward 1, with the sequence layout 2
     and 2; `from_log_probs` nothing.
@@ -102,7 +109,6 @@ class LogProbLoss(FromHidden, ABC):
     sequence_first: bool = False
     ignore_index: int = -100
     cache: Cache = "bounded"
-    skip_ignored: bool | int = False
 
     def __call__(
         self,
@@ -137,17 +143,10 @@ class LogProbLoss(FromHidden, ABC):
         if mask is None or mask.shape == labels.shape:
             mask = _float(labels != self.ignore_index, mask)
 
-        counts = None
-        if self.skip_ignored:
-            counts = labels != self.ignore_index
-            counts = counts if mask is None or mask.shape != labels.shape else counts & (mask != 0)
-        log_probs = head.read(
-            hidden,
-            LogProbs(labels, self.ignore_index),
-            counts=counts,
-            at_most=token_bound(self.skip_ignored),
-            fault=fault,
-        )
+        counts = labels != self.ignore_index
+        counts = counts if mask is None or mask.shape != labels.shape else counts & (mask != 0)
+        read_out = LogProbs(labels, self.ignore_index)
+        log_probs = head.read(hidden, read_out, fault=fault, **self._only(counts))
         return self.from_log_probs(log_probs, *given, mask=mask, **others)
 
     @abstractmethod

@@ -78,7 +78,7 @@ class Settings:
     pipeline: Pipeline = Pipeline()
     expert_parallel_size: int = 1
     bits: Bits | None = None
-    skip_masked_tokens: bool = False
+    skip_masked_tokens: bool | int = False
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
@@ -98,7 +98,9 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole). `bits` are those of the head (see
     `LmHead`), "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True. With
     `skip_masked_tokens` tokens that `token_mask` or `sample_mask` leave out, and padding, take no part in the head's
-    products: losses of log-probabilities see 0 there.
+    products: losses see 0 there, and where they take logits, all. An int is a bound: no more tokens of a micro-batch
+    are left, else `train` refuses them; sizes then follow from it, without waiting for the device, each rank's slice
+    of a sequence having room for so many.
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -147,8 +149,12 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         pipeline=_pipeline(parallel, parallel_key),
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
         bits=_bits(config, parallel),
-        skip_masked_tokens=bool(config.get("skip_masked_tokens", False)),
+        skip_masked_tokens=_skips(config.get("skip_masked_tokens")),
     )
+
+
+def _skips(value: Any) -> bool | int:
+    return bool(value) if value is None or isinstance(value, bool) else check_positive("skip_masked_tokens", value)
 
 
 def _bits(config: Mapping[str, Any], parallel: Mapping[str, Any]) -> Bits | None:

@@ -106,7 +106,8 @@ class DTensorPolicyWorker(PolicyWorker):
         labels: Tensor | None = None,
     ) -> Tensor:
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": self.settings.temperature}
-        options |= {"labels": labels, "skip_ignored": labels is not None, "bits": self.settings.bits}
+        skip = labels is not None and self.settings.skip_masked_tokens
+        options |= {"labels": labels, "skip_ignored": skip, "bits": self.settings.bits}
         return causal_lm_read(self.model, tokens_BS, readouts, columns=columns, beside=beside, **options)
 
     def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:

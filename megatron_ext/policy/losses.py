@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import one_of
 from megatron_ext.losses import DPOLoss, TopKDistillationLoss
-from megatron_ext.losses.checks import above_0, check_number
+from megatron_ext.losses.checks import above_0, check_number, raise_if_any
 from megatron_ext.losses.clipped_policy_gradient import ClippedPGLoss
 from megatron_ext.losses.preference import split_pairs
 from megatron_ext.losses.reductions import divide, row_means, row_sums, token_mean
@@ -127,7 +127,8 @@ class DistillationLossFn:
     Attributes:
         kl_type: "forward": KL(teacher | student); "reverse"; "mixed": `mixed_kl_weight` of the forward and the rest of
             the reverse one.
-        zero_outside_topk: the student's probabilities are those of its whole vocabulary; False: of the K alone.
+        zero_outside_topk: the student's probabilities are those of its whole vocabulary; False: of the K alone. A
+            token that counts must not have an id twice then.
         data keys: `teacher_topk_logits`, `teacher_topk_indices` `[B, S, K]`: what the teacher predicts at each
             position, as `get_topk_logits` gives it.
     """
@@ -169,6 +170,7 @@ class DistillationLossFn:
         """`[B, S - 1, K]` of both, and where needed the student's `[B, S - 1]` sums of p log p."""
         entropy = None if H_all is None else -H_all
         mask_BS = token_weights(data)[:, 1:]
+        raise_if_any(self._formula.ids_fault(data["teacher_topk_indices"][:, :-1], mask_BS))
         loss, _ = self._formula.from_log_probs(
             student_topk_logprobs, teacher_topk_logprobs, entropy, mask_BS, global_valid_toks
         )

@@ -28,6 +28,7 @@ from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head import ReadOut
 from megatron_ext.head.reduction import side_by_side
 from megatron_ext.head.validation.argument_checks import or_refuse
+from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.megatron.language_model_patch import forward_with_fused_head
 from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import ReadOuts
@@ -65,10 +66,10 @@ class Inputs(NamedTuple):
     padded: tuple[int, int]
     options: dict[str, Any]
 
-    def split(self, x: Tensor) -> Tensor:
-        """This rank's part of `x` `[B, S, ...]`, 0 where it is padded."""
+    def split(self, x: Tensor, fill: int = 0) -> Tensor:
+        """This rank's part of `x` `[B, S, ...]`, `fill` where it is padded."""
         positions, rows = self.padded
-        return self.parts.split(F.pad(x, (0, 0) * (x.dim() - 2) + (0, positions, 0, rows)), 1)
+        return self.parts.split(F.pad(x, (0, 0) * (x.dim() - 2) + (0, positions, 0, rows), value=fill), 1)
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, None]:
@@ -194,12 +195,13 @@ class MegatronPolicyWorker(PolicyWorker):
         labels: Tensor | None = None,
     ) -> Tensor:
         labels_BS = next_tokens(tokens_BS if labels is None else labels, cu_seqlens)
-        given_BS = [labels_BS, *([] if beside is None else [beside])]
+        at_most = token_bound(self.settings.skip_masked_tokens)
 
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
-            given = [inputs.split(x).transpose(0, 1) for x in given_BS]  # as the model's hidden states lie
-            counts = None if labels is None else given[0] != IGNORE_INDEX
-            processor = ReadOuts(readouts=readouts(*given), counts=counts, bits=self.settings.bits)
+            parts = [inputs.split(labels_BS, IGNORE_INDEX), *([] if beside is None else [inputs.split(beside)])]
+            given = [x.transpose(0, 1) for x in parts]  # as the model's hidden states lie
+            only: Any = {} if labels is None else {"counts": given[0] != IGNORE_INDEX, "at_most": at_most}
+            processor = ReadOuts(readouts=readouts(*given), bits=self.settings.bits, **only)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
                 return forward(*inputs.arguments, **inputs.options), None

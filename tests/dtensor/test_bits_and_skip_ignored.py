@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from benchmarks.meter import measure
 from megatron_ext import linear_cross_entropy, linear_log_probs
-from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss
-from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
-from megatron_ext.head import linear_sampled_log_probs
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor.causal_lm import causal_lm_read, causal_lm_sampled_log_probs
+from megatron_ext.head import LogProbs, linear_sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
 from tests.dtensor.models import batch, make
@@ -72,6 +73,38 @@ def test_tokens_that_do_not_count_are_left_out(kind):
             torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="at_most, or skip_ignored, is 4, and more"):
         read(make("llama"), **tokens(given), skip_ignored=4, **options)
+
+
+def _fused(model, given, **options):
+    return use_fused_loss(model, cache=1, **options)(**given).loss
+
+
+WAYS = {
+    "causal_lm_loss": lambda model, given, **options: causal_lm_loss(model, **tokens(given), cache=1, **options),
+    "causal_lm_log_probs": lambda model, given, **options: causal_lm_log_probs(
+        model, **tokens(given), cache=1, **options
+    ),
+    "causal_lm_read": lambda model, given, **options: causal_lm_read(
+        model, given["input_ids"], lambda labels: [LogProbs(labels)], columns=1, labels=given["labels"], **options
+    ),
+    "use_fused_loss": _fused,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_products_are_of_the_tokens_that_count(way):
+    """Or of as many as a bound says; the rest of the model is multiplied as before."""
+    given = batch()
+    counting, flops = int((next_tokens(given["labels"]) != -100).sum()), {}
+    assert counting < 16 < given["labels"].numel()
+    for skip in (False, True, 16):
+        model = make("llama")
+        with measure() as found:
+            WAYS[way](model, given, skip_ignored=skip).sum().backward()
+        flops[skip] = found.flops
+    each = 6 * model.lm_head.weight.numel()
+    assert flops[False] - flops[True] == each * (given["labels"].numel() - counting)
+    assert flops[16] - flops[True] == each * (16 - counting)
 
 
 def test_bits_are_refused_where_the_models_logits_are_read():

@@ -5,7 +5,15 @@ import torch
 
 from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_log_probs
-from megatron_ext.losses import DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from megatron_ext.losses import (
+    DistillationLoss,
+    DPOLoss,
+    GRPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    SimPOLoss,
+    TopKDistillationLoss,
+)
 
 # One rank of 4 with 16 rows of 512 tokens in bf16. The numbers of a token that a loss makes beside the head's.
 B, S, D, V, R = 16, 128, 256, 32768, 4
@@ -64,3 +72,42 @@ def test_no_more_than_the_head(name):
     assert found.collectives.total() == 2
     assert found.peak_bytes <= head.peak_bytes + TOKEN_BYTES * B * S
     assert found.peak_bytes <= 1.005 * head.peak_bytes
+
+
+MASKED = {
+    "GRPO": lambda head, mask, options: GRPOLoss(cache=1, **options)(*head, torch.zeros(4), mask=mask),
+    "DPO": lambda head, mask, options: DPOLoss(cache=1, **options)(*head, reference_log_probs=mask, mask=mask),
+    "SimPO": lambda head, mask, options: SimPOLoss(cache=1, **options)(*head, mask=mask),
+    "ORPO": lambda head, mask, options: ORPOLoss(cache=1, **options)(*head, mask=mask),
+    "KTO": lambda head, mask, options: KTOLoss(cache=1, **options)(
+        *head, torch.ones(4).bool(), reference_log_probs=mask, mask=mask
+    ),
+    "distillation": lambda head, mask, options: DistillationLoss(cache=1, **options)(*head[:2], *head[:2], mask),
+    "of the teacher's top-k": lambda head, mask, options: TopKDistillationLoss(
+        zero_outside_topk=True, **options
+    ).with_teacher(*head[:2], *head[:2], 2, mask=mask),
+    "of the student's top-k": lambda head, mask, options: TopKDistillationLoss(bucket=True, **options).with_teacher(
+        *head[:2], *head[:2], 2, "student", mask
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_tokens_make_no_product(name):
+    """Those that count are multiplied, or as many as the bound says."""
+    rows, length, width, columns = 4, 8, 6, 48
+    hidden, weight = torch.randn(rows, length, width), torch.randn(columns, width)
+    labels, mask = torch.randint(columns, (rows, length)), torch.zeros(rows, length)
+    mask[:, 2:5] = 1
+
+    def flops(skip):
+        head = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(), labels]
+        with measure() as found:
+            MASKED[name](head, mask, {"skip_ignored": skip})[0].backward()
+        return found.flops
+
+    each = flops(False) // (rows * length)
+    assert each >= 6 * width * columns
+    assert flops(False) == each * rows * length
+    assert flops(True) == each * int(mask.sum())
+    assert flops(20) == each * 20

@@ -346,13 +346,28 @@ def test_a_teacher_with_a_temperature_of_its_own_is_refused():
     assert torch.equal(found, want)
 
 
-def test_a_bucket_beside_repeated_ids_is_refused():
-    """Where the token counts: padding may have any ids."""
+@pytest.mark.parametrize("option", ["bucket", "zero_outside_topk"])
+def test_repeated_ids_are_refused_beside_what_is_outside_of_them(option):
+    """Where the token counts: padding may have any ids. Without an outside an id may be two outcomes."""
     x, w, ids = torch.randn(4, 3), torch.randn(10, 3), torch.tensor([[0, 1], [2, 2], [3, 4], [5, 6]])
     log_probs = torch.full((4, 2), 0.25).log()
-    loss, mask = TopKDistillationLoss(bucket=True), torch.tensor([1.0, 0.0, 1.0, 1.0])
-    with pytest.raises(ValueError, match="teacher_topk_indices has an id twice"):
-        loss(x, w, log_probs, ids)
-    found, want = (loss(x, w, log_probs, each, mask)[0] for each in (ids, ids.where(ids != 2, torch.tensor([7, 8]))))
-    assert torch.equal(found, want)
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    once = ids.where(ids != 2, torch.tensor([7, 8]))
+    for divergence in ("forward", "reverse", "mixed", "jsd"):
+        loss = TopKDistillationLoss(divergence=divergence, **{option: True})
+        with pytest.raises(ValueError, match=f"teacher_topk_indices has an id twice .* with {option}=True"):
+            loss(x, w, log_probs, ids)
+        found, want = (loss(x, w, log_probs, each, mask)[0] for each in (ids, once))
+        assert torch.equal(found, want)
     TopKDistillationLoss()(x, w, log_probs, ids)
+
+
+@ranks(2)
+def test_ids_that_one_rank_alone_repeats_are_refused_on_both():
+    own_fault = dist.get_rank() == 1
+    ids = torch.tensor([[0, 1], [2, 2 if own_fault else 3]])
+    said = "has an id twice" if own_fault else "another rank of tp_group refused"
+    with pytest.raises(ValueError, match=said):
+        TopKDistillationLoss(zero_outside_topk=True, tp_group=dist.group.WORLD)(
+            torch.randn(2, 3), torch.randn(5, 3), torch.zeros(2, 2), ids
+        )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.meter import measure
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import (
@@ -170,6 +171,25 @@ def test_bits_and_targets_that_are_left_out():
             assert all(torch.equal(x, whole) for x in found)
             assert whole[0, 2:8].eq(0).all()
             torch.testing.assert_close(call(skip_ignored=True), whole)
+
+
+@ranks(1, 2)
+def test_products_are_of_the_targets_that_count():
+    """Or of as many as a bound says, on each rank; packed documents' ends and padding count no more than -100."""
+    hidden, weight, tokens = problem(1, 24)
+    tokens[0, :9] = -100
+    cuts = cumulative([8, 16])
+    for grid in grids():
+        if grid.cp == 1:
+            for packed, counting in (({}, 15), ({"cu_seqlens_padded": cuts, "unpacked_seqlen": 16}, 15)):
+                flops = {}
+                for skip in (False, True, 18):
+                    with measure() as found:
+                        mine = Mine(grid, "replicated", hidden, weight)
+                        mine.call(tokens, cache=1, skip_ignored=skip, **packed).sum().backward()
+                    flops[skip] = found.flops
+                each = 6 * mine.weight.numel()
+                assert flops == {False: 24 * each, True: counting * each, 18: 18 * each}
 
 
 @ranks(1, 2)

@@ -5,7 +5,8 @@ import torch
 
 from benchmarks.meter import measure
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker
-from megatron_ext.policy.losses import ClippedPGLoss
+from megatron_ext.policy.config import read_config
+from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn
 from tests.policy.problems import batching, plain_train, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
@@ -13,36 +14,83 @@ GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1)
 MODEL = tiny_model(vocab_size=98)
 
 
-def trained(backend, data, **overrides):
+def trained(backend, data, loss_fn=GRPO, **overrides):
     """What a step gives, and its FLOPs."""
     worker = backend(tiny_config(MODEL, **overrides), init_reference_model=False)
     try:
         with measure() as costs:
-            found = worker.train(shard(data, worker), GRPO)
+            found = worker.train(shard(data, worker), loss_fn)
         return found, costs.flops
     finally:
         worker.shutdown()
 
 
+@pytest.mark.parametrize("skip", [True, pytest.param(30, marks=pytest.mark.slow)], ids=["as many as count", "a bound"])
 @pytest.mark.parametrize("kind", [pytest.param("fixed", marks=pytest.mark.slow), "packed"])
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(2)
-def test_a_step_is_that_of_one_process(backend, kind):
+def test_a_step_is_that_of_one_process(backend, kind, skip):
     data, sizes = tiny_batch(16), {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     layout = {"megatron_cfg": sizes, "tp": 2, "sequence_parallel": True}
     losses, _, _, norms = plain_train(tiny_config(MODEL), data, GRPO)
-    found, _ = trained(backend, data, skip_masked_tokens=True, **batching(kind), **layout)
+    found, _ = trained(backend, data, skip_masked_tokens=skip, **batching(kind), **layout)
     torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["grad_norm"].tolist(), norms, rtol=1e-4, atol=0.0)
 
 
+def with_teacher(data):
+    top = torch.randn(*data["input_ids"].shape, 98, generator=torch.Generator().manual_seed(5)).topk(3)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = top
+    return data
+
+
+def left_by_masks(data):
+    """Tokens that count, the first of a row aside, which nothing predicts."""
+    inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+    return int((inside & (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None])[:, 1:].sum())
+
+
+DISTILLATION = DistillationLossFn("mixed", 0.3, True)
+# Products of a token forward and backward: what is not read from the softmax makes its logits again.
+PER_TOKEN = [(GRPO, 6), (DISTILLATION, 8)]
+
+
+@pytest.mark.parametrize("loss_fn, products", PER_TOKEN, ids=["GRPO", "distillation"])
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
-def test_masked_tokens_make_no_products(backend):
-    """Neither those of the masks nor padding, nor the last position, which predicts nothing."""
+def test_masked_tokens_make_no_products(backend, loss_fn, products):
+    """Neither those of the masks nor padding, nor the last position, which predicts nothing; with a bound as many are
+    multiplied as it says."""
+    data = with_teacher(tiny_batch(8))  # in 4 micro-batches
+    results = {skip: trained(backend, data, loss_fn, skip_masked_tokens=skip) for skip in (False, True, 20)}
+    counting, each = left_by_masks(data), products * MODEL.vocab_size * MODEL.hidden_size
+    assert counting < 4 * 20 < data["input_ids"].numel()
+    flops = {skip: found for skip, (_, found) in results.items()}
+    assert flops[False] - flops[True] == (data["input_ids"].numel() - counting) * each
+    assert flops[20] - flops[True] == (4 * 20 - counting) * each
+    for name in ("global_loss", "grad_norm"):
+        for skip in (True, 20):
+            torch.testing.assert_close(results[skip][0][name], results[False][0][name], rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_a_bound_that_one_data_parallel_rank_breaks_is_refused_on_all():
+    """Before anything is computed: the other would wait for it in the model."""
     data = tiny_batch(8)
-    flops = {skip: trained(backend, data, skip_masked_tokens=skip)[1] for skip in (False, True)}
-    inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-    counting = int((inside & (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None])[:, 1:].sum())
-    skipped = data["input_ids"].numel() - counting
-    assert flops[False] - flops[True] == 6 * skipped * MODEL.vocab_size * MODEL.hidden_size
+    data["token_mask"][: data.size // 2] = 0
+    left = left_by_masks(data.slice(4, 8))
+    worker = DTensorPolicyWorker(tiny_config(MODEL, skip_masked_tokens=3), init_reference_model=False)
+    with pytest.raises(ValueError, match="skip_masked_tokens is 3, and the masks leave .* tokens of a micro-batch"):
+        worker.train(shard(data, worker), GRPO)
+    assert left > 3
+    own = shard(data, worker)
+    log_probs = worker.get_logprobs(own)["logprobs"]  # which no mask is for
+    assert (log_probs[:, 1] != 0).all()
+    worker.shutdown()
+
+
+def test_a_bound_is_a_positive_number():
+    for wrong in (0, -3, 2.5, "30"):
+        with pytest.raises(ValueError, match=f"skip_masked_tokens is {wrong!r}: it must be a positive integer"):
+            read_config(tiny_config(MODEL, skip_masked_tokens=wrong))
+    assert read_config(tiny_config(MODEL, skip_masked_tokens=None)).skip_masked_tokens is False

@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.losses.worker_protocol import LossType, rows_together, valid_counts
+from megatron_ext.losses.worker_protocol import LossType, rows_together, token_weights, valid_counts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.kept_ids import KEPT_IDS, check_kept_ids
 from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
+from megatron_ext.policy.data.packed_rows import inside_rows
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Step:
 class Shape:
     """What a micro-batch may be: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
 
-    Token ids are below `vocabulary`.
+    Token ids are below `vocabulary`. `at_most`: no more tokens than these does any micro-batch have that the masks of
+    the data leave; None: there is no such bound.
     """
 
     kind: str
@@ -69,11 +72,24 @@ class Shape:
     tokens: int
     vocabulary: int
     multiple: int = 1
+    at_most: int | None = None
 
     def __post_init__(self) -> None:
         check_positive("mbs (micro_batch_size)", self.rows)
 
     def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
+        found = self._cut(data, unit)
+        if self.at_most is not None and "token_mask" in data:
+            left_B = ((token_weights(data) != 0) & inside_rows(data)).sum(1)
+            most = max((int(left_B[rows].sum()) for rows in found), default=0)
+            if most > self.at_most:
+                raise ValueError(
+                    f"skip_masked_tokens is {self.at_most}, and the masks leave {most} tokens of a micro-batch: it "
+                    f"must bound them; raise it, or set it to True"
+                )
+        return found
+
+    def _cut(self, data: BatchedDataDict, unit: int) -> list[list[int]]:
         if self.kind == "fixed":
             return fixed(data.size, self.rows, unit)
         lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
@@ -167,11 +183,13 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
             f"input_ids are {least} to {most}: they must lie in 0 to {shape.vocabulary - 1}, padding too, as the model "
             f"knows no other tokens; give it the tokenizer that the model was made with"
         )
-    for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2)):
+    for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2), (KEPT_IDS, 3)):
         value = batch.get(name)
         if value is not None and (not isinstance(value, Tensor) or value.dim() != dims):
             found = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ValueError(f"{name} is {found}: it must be a tensor [{', '.join(('rows', 'positions')[:dims])}]")
+            raise ValueError(
+                f"{name} is {found}: it must be a tensor [{', '.join(('rows', 'positions', 'ids')[:dims])}]"
+            )
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] != tokens_BS.shape[1]:
             raise ValueError(
@@ -181,6 +199,8 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
     lengths = batch.get("input_lengths")
     if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens_BS.shape[1])).all()):
         raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
+    if KEPT_IDS in batch:
+        check_kept_ids(tokens_BS, batch[KEPT_IDS], shape.vocabulary)
     return batch
 
 

@@ -11,7 +11,8 @@ it is called as NeMo-RL calls its losses: `loss_fn(data=..., global_valid_seqs=.
 
 The temperature has divided the logits of all. Under top-k or top-p log-probabilities of tokens that are not kept are 0,
 without a gradient, and where the loss has a `reference_policy_kl_penalty` the data get "curr_logprobs_unfiltered",
-those of the whole distribution.
+those of the whole distribution. With `kept_token_ids` `[B, S, K]` among the data, the ids that the generator kept where
+it drew each token (-1 for none), log-probabilities are among these; tokens without any have 0.
 
 Legend: B rows, S positions, V vocabulary, K ids per token.
 """
@@ -60,12 +61,13 @@ def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
 
 
 def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
-    with_plain = worker._filters and bool(getattr(loss_fn, "reference_policy_kl_penalty", 0))
+    penalized = bool(getattr(loss_fn, "reference_policy_kl_penalty", 0))
 
     def read(micro_batch: BatchedDataDict) -> Tensor:
-        return worker._row_log_probs(micro_batch, with_plain)
+        return worker._row_log_probs(micro_batch, penalized and worker._narrowed(micro_batch))
 
     def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+        with_plain = found.dim() == 3
         log_probs_BS = found[..., 0] if with_plain else found
         first = int(by_keywords)  # NeMo-RL's have none of the first token
         if with_plain:

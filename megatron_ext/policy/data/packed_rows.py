@@ -11,6 +11,14 @@ import torch
 from torch import Tensor
 
 
+def inside_rows(data: Mapping[str, Any]) -> Tensor:
+    """bool `[B, S]`: the tokens of right-padded rows, whose "input_lengths" may be missing if they have no padding."""
+    tokens_BS = data["input_ids"]
+    column_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    lengths = data.get("input_lengths")
+    return torch.ones_like(tokens_BS, dtype=torch.bool) if lengths is None else column_S < lengths[:, None]
+
+
 @dataclass(frozen=True)
 class Rows:
     """Right-padded rows.
@@ -30,17 +38,14 @@ class Rows:
     @classmethod
     def of(cls, data: Mapping[str, Any], pack: bool, multiple: int = 1) -> "Rows":
         """With `pack` the rows are laid end to end, each in a multiple of `multiple` places."""
-        tokens_BS = data["input_ids"]
-        column_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        lengths = data.get("input_lengths")
-        lengths_B = tokens_BS.new_full(tokens_BS.shape[:1], tokens_BS.shape[1]) if lengths is None else lengths
-        inside_BS = column_S < lengths_B[:, None]
+        tokens_BS, inside_BS = data["input_ids"], inside_rows(data)
         if not pack:
             return cls(tokens_BS, inside_BS)
+        lengths_B = inside_BS.sum(1)
         places_B = (lengths_B + multiple - 1) // multiple * multiple
         ends_B = places_B.cumsum(0)
         tokens_T = tokens_BS.new_zeros(int(ends_B[-1]))
-        place_BS = (ends_B - places_B)[:, None] + column_S
+        place_BS = (ends_B - places_B)[:, None] + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         tokens_T[place_BS[inside_BS]] = tokens_BS[inside_BS]
         cu_seqlens = torch.cat([ends_B.new_zeros(1), ends_B])
         return cls(tokens_T[None], inside_BS, cu_seqlens, place_BS.where(inside_BS, 0))

@@ -61,7 +61,8 @@ class Backend(ABC):
     ) -> Tensor:
         """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`.
 
-        `labels`: the tokens, -100 where one does not count: such take no part in the head's products.
+        `labels`: the tokens, -100 where one does not count: such take no part in the head's products, as
+        `skip_masked_tokens` says.
         """
 
     @abstractmethod

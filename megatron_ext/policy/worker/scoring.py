@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
+from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker import device_memory
@@ -36,12 +37,14 @@ class Scoring(Backend):
 
         Args:
             data: this data-parallel rank's `input_ids` `[B, S]` and `input_lengths` `[B]`. Ranks may have different B.
+                `kept_token_ids` `[B, S, K]` are the ids that the generator kept where it drew each token, -1 for none.
             micro_batch_size: rows of a micro-batch; None: `logprob_batch_size`.
             timer: as NeMo-RL's, measures "get_logprobs".
 
         Returns:
             "logprobs", fp32 `[B, S]` on the CPU: at position t that of token t; 0 for the first, and for padding. With
-            `generation.top_k` or `top_p` of what these leave, and 0 for tokens that they do not keep.
+            `generation.top_k` or `top_p` of what these leave, and 0 for tokens that they do not keep; with
+            `kept_token_ids` among these instead, and 0 for tokens that have none: those were not sampled.
 
         Communicates: beside the model, two collectives of a few bytes.
 
@@ -145,7 +148,8 @@ class Scoring(Backend):
         batching = self.settings.batching
         rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
         step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
-        batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}).to(self.device)
+        read_keys = [name for name in ("input_ids", "input_lengths", KEPT_IDS) if name in data]
+        batch = BatchedDataDict({name: data[name] for name in read_keys}).to(self.device)
         self.model.eval()
         whole: Tensor | None = None
 
@@ -185,10 +189,18 @@ class Scoring(Backend):
     def _rows(self, micro_batch: BatchedDataDict) -> Rows:
         return Rows.of(micro_batch, self.settings.batching.kind == "packed", self._places_multiple)
 
-    @property
-    def _filters(self) -> bool:
-        """Whether log-probabilities are those that top-k and top-p leave: not of the reference, as it has others."""
-        return (self.settings.top_k is not None or self.settings.top_p < 1) and not self._is_reference
+    def _narrowed(self, micro_batch: BatchedDataDict) -> bool:
+        """Whether log-probabilities are those of what top-k and top-p leave, or of what a generator kept: not of the
+        reference, as it has others."""
+        filters = self.settings.top_k is not None or self.settings.top_p < 1
+        return (filters or KEPT_IDS in micro_batch) and not self._is_reference
+
+    def _labels_that_count(self, rows: Rows, micro_batch: BatchedDataDict) -> Tensor | None:
+        """The tokens, -100 where the masks leave one out, if products are to be of the others alone. A bound says how
+        many the masks leave, and nothing where there are none."""
+        skip = self.settings.skip_masked_tokens
+        bounded = not isinstance(skip, bool)
+        return rows.labels_that_count(micro_batch) if skip and (not bounded or "token_mask" in micro_batch) else None
 
     def _row_log_probs(self, micro_batch: BatchedDataDict, with_plain: bool = False) -> Tensor:
         """fp32 `[B, S]`: of each token given those before it; 0 for the first, behind a row's end, and for tokens that
@@ -199,17 +211,21 @@ class Scoring(Backend):
                 "this worker has a reward model, which has no log-probabilities: call score(), train it with a loss "
                 "whose input_type is 'logit', or leave reward_model_cfg out"
             )
-        settings, filters = self.settings, self._filters
+        settings, narrowed, rows = self.settings, self._narrowed(micro_batch), self._rows(micro_batch)
+        kept_BSK = micro_batch.get(KEPT_IDS) if narrowed else None
 
-        def readouts(labels: Tensor) -> list[ReadOut]:
-            plain = LogProbs(labels)
-            kept = [Sampled(labels, settings.top_k, settings.top_p)] if filters else []
-            return [*kept, plain] if with_plain or not filters else kept
+        def readouts(labels: Tensor, kept: Tensor | None = None) -> list[ReadOut]:
+            if kept is not None:
+                labels, ids = replayed(labels, kept)
+                own = Sampled(labels, kept=ids)
+            else:
+                own = Sampled(labels, settings.top_k, settings.top_p) if narrowed else LogProbs(labels)
+            return [own, LogProbs(labels)] if with_plain else [own]
 
-        rows = self._rows(micro_batch)
-        labels = rows.labels_that_count(micro_batch) if settings.skip_masked_tokens else None
-        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, labels=labels)
-        if filters:
+        labels = self._labels_that_count(rows, micro_batch)
+        beside = None if kept_BSK is None else rows.laid((kept_BSK + 1).roll(-1, 1))  # 0 for none, as where it pads
+        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, beside, labels)
+        if narrowed:
             found = found.where(found > -torch.inf, 0.0)
         return rows.at_tokens(found if with_plain else found[..., 0])
 
@@ -221,10 +237,11 @@ class Scoring(Backend):
         beside: Tensor | None = None,
     ) -> Tensor:
         """`[B, S, columns]`: read-outs at each position, of its label and of `beside` `[B, S, K]`; see `_read_out`. 0
-        behind a row's end."""
-        rows = self._rows(micro_batch)
-        given = None if beside is None else rows.laid(beside)
-        return rows.at_positions(self._read_out(rows.tokens, rows.cu_seqlens, readouts, columns, given))
+        behind a row's end, and with `beside`, which losses ask for, where the masks leave out what is predicted."""
+        rows, given, labels = self._rows(micro_batch), None, None
+        if beside is not None:
+            given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
+        return rows.at_positions(self._read_out(rows.tokens, rows.cu_seqlens, readouts, columns, given, labels))
 
     def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
         """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them

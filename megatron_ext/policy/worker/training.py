@@ -5,6 +5,7 @@ Legend: B rows of this data-parallel rank, S positions.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
@@ -103,7 +105,8 @@ class Training(Scoring):
 
     def _train_shape(self, mbs: int | None) -> Shape:
         batching = self.settings.batching
-        return self._shape(batching.train_rows if mbs is None else mbs, batching.train_tokens)
+        shape = self._shape(batching.train_rows if mbs is None else mbs, batching.train_tokens)
+        return replace(shape, at_most=token_bound(self.settings.skip_masked_tokens))
 
     def _report(
         self, losses: list[float], norms: list[float] | None, metrics: Mapping[str, list[float]]
