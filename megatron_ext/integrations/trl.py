@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.integrations.substitution import Report, Seam, Substitution
+from megatron_ext.model_utils.functions import PlainFunction
 
 MODULE = "trl.trainer.utils"
 _FUSED = "_ChunkedLogProbFunction"
@@ -90,7 +91,7 @@ def _plain(logits: Tensor) -> Tensor:
 def _fused_head(original: Any) -> type:
     """What stands for TRL's autograd function of the fused head: per-token numbers from hidden states."""
 
-    class ChunkedLogProb(torch.autograd.Function):
+    class ChunkedLogProb(PlainFunction):
         """`apply` gives what TRL's own does; `linear_log_probs` makes it, but for what `_left_to_theirs` names."""
 
         @staticmethod
@@ -109,23 +110,10 @@ def _fused_head(original: Any) -> type:
             why = _left_to_theirs(hidden, weight, logit_scale, outputs)
             if why is not None:
                 warnings.warn(f"TRL's own fused head runs, not megatron_ext's: {why}", stacklevel=3)
-                return original.apply(
-                    hidden,
-                    weight,
-                    bias,
-                    targets,
-                    temperature,
-                    chunk_size,
-                    final_logit_softcapping,
-                    logit_scale,
-                    outputs,
-                )
+                given = hidden, weight, bias, targets, temperature, chunk_size
+                return original.apply(*given, final_logit_softcapping, logit_scale, outputs)
             lm_head = _lm_head(hidden, weight, bias, logit_scale, final_logit_softcapping, temperature)
             return _per_token(lm_head, hidden, targets, outputs)
-
-        @classmethod
-        def apply(cls, *args: Any, **kwargs: Any) -> Any:
-            return cls.forward(None, *args, **kwargs)
 
     return ChunkedLogProb
 
@@ -133,7 +121,7 @@ def _fused_head(original: Any) -> type:
 def _fused_divergence(original: Any) -> type:
     """What stands for TRL's autograd function of distillation: a divergence and the student's entropy of each token."""
 
-    class ChunkedDivergence(torch.autograd.Function):
+    class ChunkedDivergence(PlainFunction):
         """`apply` gives what TRL's own does; `LmHead.read` makes it, but for what `_left_to_theirs` names."""
 
         @staticmethod
@@ -169,10 +157,6 @@ def _fused_divergence(original: Any) -> type:
                 student_hidden, asked, head.Entropy()
             )
             return divergence, entropy.detach()
-
-        @classmethod
-        def apply(cls, *args: Any, **kwargs: Any) -> Any:
-            return cls.forward(None, *args, **kwargs)
 
     return ChunkedDivergence
 

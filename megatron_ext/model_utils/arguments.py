@@ -131,6 +131,24 @@ def whole_results(targets: Targets, check: Check, compute: Callable[[Tensor], An
     return targets.results(found, fault)
 
 
+def next_log_probs(
+    logits: Tensor,
+    targets: Targets,
+    tp_group: Group,
+    vocab: Callable[[], VocabShard | None],
+    check: Check,
+    chunk_size: int | None,
+    sampling_params: Any,
+) -> Tensor:
+    """`[B, S - 1]`: `log_probs` of what follows each token of whole sequences. `vocab`: asked where others wait."""
+    check_call(chunk_size, sampling_params)
+
+    def compute(labels: Tensor) -> Tensor:
+        return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
+
+    return whole_results(targets, check, compute, logits)
+
+
 def saving(wanted: bool) -> AbstractContextManager:
     """Within it autograd keeps what backward needs, if `wanted` and not switched off outside."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)

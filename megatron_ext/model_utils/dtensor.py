@@ -3,7 +3,7 @@
 Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.model_utils.arguments import (
-    check_call,
-    check_logits,
-    label_check,
-    log_probs,
-    saving,
-    shard,
-    whole_results,
-)
-from megatron_ext.sequence.targets import Check, PaddedTargets, PermutedTargets, Targets
+from megatron_ext.model_utils.arguments import check_logits, label_check, next_log_probs, saving, shard
+from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
 
 
 def get_logprobs_from_vocab_parallel_logits(
@@ -50,8 +42,9 @@ def get_logprobs_from_vocab_parallel_logits(
             f'over a dim "cp"; pass None'
         )
     logits, group, vocab = shard_of_dtensor(vocab_parallel_logits)
-    check = label_check(vocab.columns, group, vocab)
-    return _log_probs(logits, input_ids, group, lambda: vocab, check, seq_index, chunk_size, sampling_params)
+    check_logits(logits)
+    targets, check = _targets(input_ids, logits.shape[:2], seq_index), label_check(vocab.columns, group, vocab)
+    return next_log_probs(logits, targets, group, lambda: vocab, check, chunk_size, sampling_params)
 
 
 def dtensor_from_parallel_logits_to_logprobs(
@@ -86,18 +79,10 @@ def dtensor_from_parallel_logits_to_logprobs(
     """
     check_logits(vocab_parallel_logits)
     columns = vocab_parallel_logits.shape[-1]
-    check = label_check(columns, tp_group)
+    targets = _targets(target, vocab_parallel_logits.shape[:2], seq_index)
+    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group), label_check(columns, tp_group)
     with saving(not inference_only):
-        return _log_probs(
-            vocab_parallel_logits,
-            target,
-            tp_group,
-            lambda: shard(vocab_start_index, vocab_end_index, columns, tp_group),
-            check,
-            seq_index,
-            chunk_size,
-            sampling_params,
-        )
+        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, check, chunk_size, sampling_params)
 
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
@@ -125,26 +110,6 @@ def sequence_group(logits: DTensor) -> Group:
     if not isinstance(placement, Shard) or placement.dim not in (1, 1 - logits.dim()):
         return None
     return logits.device_mesh.get_group("cp")
-
-
-def _log_probs(
-    logits: Tensor,
-    target: Tensor,
-    tp_group: Group,
-    vocab: Callable[[], VocabShard | None],
-    check: Check,
-    seq_index: Tensor | None,
-    chunk_size: int | None,
-    sampling_params: Any,
-) -> Tensor:
-    check_logits(logits)
-    check_call(chunk_size, sampling_params)
-    targets = _targets(target, logits.shape[:2], seq_index)
-
-    def compute(labels: Tensor) -> Tensor:
-        return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
-
-    return whole_results(targets, check, compute, logits)
 
 
 def _targets(target: Tensor, shape_BP: torch.Size, seq_index: Tensor | None) -> Targets:

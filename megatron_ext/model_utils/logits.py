@@ -7,6 +7,7 @@ Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W con
 of N documents.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,19 +15,17 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.model_utils.arguments import (
-    check_call,
     check_logits,
     columns_of,
     label_check,
-    log_probs,
+    next_log_probs,
     number,
     saving,
     shard,
-    whole_results,
 )
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
 from megatron_ext.sequence.devices import on_device
-from megatron_ext.sequence.targets import PackedTargets, PaddedTargets, Targets
+from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
 
 
 def from_parallel_logits_to_logprobs(
@@ -67,9 +66,10 @@ def from_parallel_logits_to_logprobs(
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
-    columns = (vocab_start_index, vocab_end_index)
+    columns = vocab_parallel_logits.shape[-1]
+    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group), label_check(columns, tp_group)
     with saving(not inference_only):
-        return _log_probs(vocab_parallel_logits, targets, columns, tp_group, chunk_size, sampling_params)
+        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, check, chunk_size, sampling_params)
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -121,27 +121,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         target_is_pre_rolled,
         cu_seqlens,
     )
-    columns = (vocab_start_index, vocab_end_index)
+    columns = vocab_parallel_logits.shape[-1]
+    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, group), label_check(columns, group)
     with saving(not inference_only):
-        return _log_probs(vocab_parallel_logits, targets, columns, group, chunk_size, sampling_params)
-
-
-def _log_probs(
-    logits: Tensor,
-    targets: Targets,
-    columns: tuple[int, int],
-    tp_group: Group,
-    chunk_size: int | None,
-    sampling_params: Any,
-) -> Tensor:
-    check_call(chunk_size, sampling_params)
-
-    def compute(labels: Tensor) -> Tensor:
-        vocab = shard(*columns, logits.shape[-1], tp_group)
-        return log_probs(logits, labels, tp_group, vocab, chunk_size, sampling_params)
-
-    check = label_check(logits.shape[-1], tp_group)
-    return whole_results(targets, check, compute, logits)
+        return next_log_probs(vocab_parallel_logits, targets, group, vocab, check, chunk_size, sampling_params)
 
 
 def get_next_token_logprobs_from_logits(

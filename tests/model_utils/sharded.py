@@ -27,6 +27,15 @@ class Grid:
     tp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
 
+    @property
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """Both, by NeMo-RL's names."""
+        return {"tp_group": self.tp_group, "cp_group": self.cp_group}
+
+    def own(self, logits: Tensor) -> Tensor:
+        """This rank's shard and part of whole logits, padded where they must be."""
+        return self.columns(self.part(self.padded(logits)))
+
     def columns(self, z: Tensor) -> Tensor:
         """This rank's shard of the last dim."""
         return z.chunk(self.tp, -1)[self.tp_rank]
@@ -65,6 +74,11 @@ def grids() -> Iterator[Grid]:
     for tp in range(1, dist.get_world_size() + 1):
         if dist.get_world_size() % tp == 0:
             yield grid(tp)
+
+
+def grids_with_context() -> Iterator[Grid]:
+    """Those in which ranks share the sequence."""
+    return (grid for grid in grids() if grid.cp > 1)
 
 
 def problem(batch: int = 2, length: int = 7, vocabulary: int = 24, dtype=torch.float64, seed: int = 0):

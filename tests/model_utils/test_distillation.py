@@ -14,7 +14,7 @@ from megatron_ext.model_utils import (
     gather_logits_at_global_indices,
     get_distillation_topk_logprobs_from_logits,
 )
-from tests.model_utils.sharded import grids, problem, same
+from tests.model_utils.sharded import grids, grids_with_context, problem, same
 from tests.ranks import ranks
 
 K = 4
@@ -23,6 +23,14 @@ K = 4
 def teacher():
     logits, _ = problem(seed=9)
     return logits.topk(K)
+
+
+def of_grid(grid, logits, values, ids, zero_outside_topk, calculate_entropy, **more):
+    """Of what this rank holds."""
+    groups = {"vocab_parallel_group": grid.tp_group, "context_parallel_group": grid.cp_group}
+    return get_distillation_topk_logprobs_from_logits(
+        logits, values, ids, zero_outside_topk, calculate_entropy, **groups, **more
+    )
 
 
 def truth(z, zero_outside_topk: bool):
@@ -41,14 +49,8 @@ def test_values_and_gradients(zero_outside_topk, calculate_entropy):
         leaf, whole = logits.clone().requires_grad_(), grid.padded(logits)
         mine = grid.columns(grid.part(whole)).clone().requires_grad_()
         with count_collectives() as sent:
-            student, of_teacher, entropy = get_distillation_topk_logprobs_from_logits(
-                mine,
-                *teacher(),
-                zero_outside_topk,
-                calculate_entropy,
-                vocab_parallel_rank=grid.tp_rank,
-                vocab_parallel_group=grid.tp_group,
-                context_parallel_group=grid.cp_group,
+            student, of_teacher, entropy = of_grid(
+                grid, mine, *teacher(), zero_outside_topk, calculate_entropy, vocab_parallel_rank=grid.tp_rank
             )
         with_entropy = zero_outside_topk and calculate_entropy
         assert sent.total() == int(grid.tp > 1) + int(grid.cp > 1)
@@ -109,7 +111,7 @@ def test_gathered_logits():
     logits, _ = problem()
     indices = torch.randint(24, (2, 7, K))
     for grid in grids():
-        mine = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+        mine = grid.own(logits).clone().requires_grad_()
         with count_collectives() as forward, warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns where a collective has no backward
             found = gather_logits_at_global_indices(
@@ -169,9 +171,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
 def test_ids_that_only_one_context_parallel_rank_holds():
     """Each holds a part of the sequence, and all see the same ids; one too large for all might be another's."""
     logits, _ = problem(length=8)
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         mine = grid.columns(grid.part(logits))
         for bad in (-2, 24):
             ids = torch.zeros(2, 8, K, dtype=torch.int64)
@@ -181,37 +181,19 @@ def test_ids_that_only_one_context_parallel_rank_holds():
                 gather_logits_at_global_indices(mine, ids, grid.tp_group, grid.cp_group, **grid.vocab(24))
             assert not sent or bad == 24
             with pytest.raises(ValueError, match=said):
-                get_distillation_topk_logprobs_from_logits(
-                    mine,
-                    torch.zeros(2, 8, K),
-                    ids,
-                    True,
-                    True,
-                    vocab_parallel_group=grid.tp_group,
-                    context_parallel_group=grid.cp_group,
-                )
+                of_grid(grid, mine, torch.zeros(2, 8, K), ids, True, True)
 
 
 @ranks(2, 4)
 def test_logits_that_are_too_short_on_one_context_parallel_rank():
     logits, _ = problem(length=8)
     ids = torch.zeros(2, 8, K, dtype=torch.int64)
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         mine = grid.columns(grid.part(logits))
         mine, said = (mine[:, :1], "has 8 positions") if grid.cp_rank == 1 else (mine, "another rank of cp_group")
         for with_entropy in (False, True):
             with pytest.raises(ValueError, match=said):
-                get_distillation_topk_logprobs_from_logits(
-                    mine,
-                    torch.zeros(2, 8, K),
-                    ids,
-                    True,
-                    with_entropy,
-                    vocab_parallel_group=grid.tp_group,
-                    context_parallel_group=grid.cp_group,
-                )
+                of_grid(grid, mine, torch.zeros(2, 8, K), ids, True, with_entropy)
 
 
 @ranks(1, 2)
@@ -222,15 +204,13 @@ def test_minus_one_stands_for_no_token():
     ids = ids.clone()
     ids[0, 2, 1:], ids[1, :, 3] = -1, -1
     for grid in grids():
-        mine = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
-        leaf, groups = logits.clone().requires_grad_(), (grid.tp_group, grid.cp_group)
+        mine = grid.own(logits).clone().requires_grad_()
+        leaf = logits.clone().requires_grad_()
         picked = leaf.gather(-1, ids.clamp(min=0)).where(ids >= 0, 0.0)
-        found = gather_logits_at_global_indices(mine, ids, *groups, **grid.vocab(24))
+        found = gather_logits_at_global_indices(mine, ids, **grid.groups, **grid.vocab(24))
         same(found.detach(), picked.detach())
         for zero_outside_topk in (False, True):
-            student, *_ = get_distillation_topk_logprobs_from_logits(
-                mine, values, ids, zero_outside_topk, False, grid.tp_rank, *groups
-            )
+            student, *_ = of_grid(grid, mine, values, ids, zero_outside_topk, False)
             among_all = leaf.log_softmax(-1).gather(-1, ids.clamp(min=0)).where(ids >= 0, 0.0)
             wanted = (among_all if zero_outside_topk else picked.log_softmax(-1))[:, :-1]
             same(student.detach(), wanted.detach())

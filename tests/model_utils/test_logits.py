@@ -10,19 +10,23 @@ from megatron_ext.model_utils import (
     from_parallel_logits_to_logprobs,
     get_next_token_logprobs_from_logits,
 )
-from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same, sampled
+from tests.model_utils.sharded import Grid, gradient, grids, grids_with_context, next_log_probs, problem, same, sampled
 from tests.ranks import ranks
 
 SOFTER = TrainingSamplingParams(temperature=0.7)  # the caller's part: the logits are divided by it already
 
 
+def call(grid: Grid, logits, tokens, vocabulary=24, **more):
+    """Of what this rank holds."""
+    arguments = grid.vocab(vocabulary) | grid.groups | more
+    return from_parallel_logits_to_logprobs(logits, tokens, **arguments)
+
+
 def ours(grid: Grid, logits, tokens, **more):
     """The result, and the gradient of this rank's loss and that of the others, of what this rank holds."""
-    leaf = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
+    leaf = grid.own(logits).clone().requires_grad_()
     with count_collectives() as forward:
-        found = from_parallel_logits_to_logprobs(
-            leaf, tokens, **grid.vocab(logits.shape[-1]), tp_group=grid.tp_group, cp_group=grid.cp_group, **more
-        )
+        found = call(grid, leaf, tokens, vocabulary=logits.shape[-1], **more)
     mine, _ = grid.weights(found.shape)
     with count_collectives() as backward:
         grad = gradient(found, leaf, mine)
@@ -69,12 +73,7 @@ def test_sampling(top_k, top_p):
         if top_k:
             check(grid, logits, tokens, truth, sampling_params=params)
         else:
-            mine = grid.columns(grid.part(grid.padded(logits)))
-            groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
-            same(
-                from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups, sampling_params=params),
-                truth(logits),
-            )
+            same(call(grid, grid.own(logits), tokens, sampling_params=params), truth(logits))
 
 
 @ranks(1, 2, 4)
@@ -148,10 +147,7 @@ def test_no_worse_than_plain_pytorch(dtype):
 def test_inference_keeps_nothing():
     logits, tokens = problem()
     for grid in grids():
-        leaf = grid.columns(grid.part(grid.padded(logits))).clone().requires_grad_()
-        found = from_parallel_logits_to_logprobs(
-            leaf, tokens, **grid.vocab(24), tp_group=grid.tp_group, inference_only=True, cp_group=grid.cp_group
-        )
+        found = call(grid, grid.own(logits).clone().requires_grad_(), tokens, inference_only=True)
         assert not found.requires_grad
         same(found, next_log_probs(logits, tokens))
 
@@ -166,7 +162,7 @@ def test_next_token_log_probs_of_any_logits():
         get_next_token_logprobs_from_logits(tokens.tolist(), logits)
     for grid in grids():
         groups = {"vocab_parallel_group": grid.tp_group, "context_parallel_group": grid.cp_group}
-        mine = grid.columns(grid.part(grid.padded(logits)))
+        mine = grid.own(logits)
         for rank in (grid.tp_rank, None):
             same(get_next_token_logprobs_from_logits(tokens, mine, vocab_parallel_rank=rank, **groups), truth)
         softer = get_next_token_logprobs_from_logits(tokens, mine, sampling_params=SOFTER, **groups)
@@ -188,29 +184,24 @@ def test_whole_logits_stay_whole_where_megatron_is_set_up():
 def test_wrong_arguments_are_errors_on_every_rank():
     logits, tokens = problem(length=8)
     for grid in grids():
-        mine = grid.columns(grid.part(logits))
-
-        def call(target=tokens, logits=mine, grid=grid, **more):
-            groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
-            return from_parallel_logits_to_logprobs(logits, target, **grid.vocab(24), **groups, **more)
-
+        mine = grid.own(logits)
         for wrong, said in (
-            ({"target": tokens[0]}, "target is .* it must be token ids"),
-            ({"target": tokens[:1]}, "target is .* batch size as of the logits"),
-            ({"target": torch.cat([tokens, tokens], 1)}, "target has 16 positions, logits or hidden states 8"),
-            ({"target": tokens.float()}, "target is torch.float32: it must be integer token ids"),
-            ({"target": tokens - 24}, "outside .* token id of the vocabulary"),
-            ({"target": tokens + 24}, "outside .* token id of the vocabulary"),
+            ({"tokens": tokens[0]}, "target is .* it must be token ids"),
+            ({"tokens": tokens[:1]}, "target is .* batch size as of the logits"),
+            ({"tokens": torch.cat([tokens, tokens], 1)}, "target has 16 positions, logits or hidden states 8"),
+            ({"tokens": tokens.float()}, "target is torch.float32: it must be integer token ids"),
+            ({"tokens": tokens - 24}, "outside .* token id of the vocabulary"),
+            ({"tokens": tokens + 24}, "outside .* token id of the vocabulary"),
             ({"logits": mine[0]}, r"must be \[batch, sequence, vocabulary shard\]"),
             ({"chunk_size": 0}, "chunk_size is 0: .* positive number of sequence positions"),
             ({"sampling_params": TrainingSamplingParams(top_p=0.0)}, "top_p is 0.0"),
         ):
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
-                call(**wrong)
+                call(grid, **{"logits": mine, "tokens": tokens} | wrong)
             may_fit_elsewhere = grid.cp > 1 and said.startswith("target has")
             may_have_more_columns = grid.tp * grid.cp > 1 and said.startswith("outside")
             assert not sent or may_fit_elsewhere or may_have_more_columns
-        same(call(), next_log_probs(logits, tokens))  # every rank is still here
+        same(call(grid, mine, tokens), next_log_probs(logits, tokens))  # every rank is still here
 
 
 @ranks(2, 4)
@@ -219,15 +210,15 @@ def test_an_id_that_only_one_context_parallel_rank_holds(place):
     """It lies in one rank's part of the sequence; all have the whole target, or learn of it where they meet."""
     logits, tokens = problem(length=8)
     for grid in grids():
-        mine, groups = grid.columns(grid.part(logits)), {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        mine = grid.own(logits)
         for bad in (-2, 24, 1000):
             wrong = tokens.clone()
             wrong[1, place] = bad
             said = f"outside \\[0, 24\\)|another rank of {'cp_group' if grid.cp > 1 else 'tp_group'} refused"
             with count_collectives() as sent, pytest.raises(ValueError, match=said):
-                from_parallel_logits_to_logprobs(mine, wrong, **grid.vocab(24), **groups)
+                call(grid, mine, wrong)
             assert not sent or bad > 0
-        same(from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups), next_log_probs(logits, tokens))
+        same(call(grid, mine, tokens), next_log_probs(logits, tokens))
 
 
 @ranks(2, 4)
@@ -236,26 +227,19 @@ def test_columns_that_only_one_context_parallel_rank_has_wrong(sampling):
     """The ranks that share its vocabulary learn of it from each other, the others where results are joined."""
     logits, tokens = problem(length=8)
     for grid in grids():
-        mine, vocab = grid.columns(grid.part(logits)), grid.vocab(24)
-        if dist.get_rank() == 1:
-            vocab = {"vocab_start_index": 3, "vocab_end_index": 5}
-        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
+        vocab = {"vocab_start_index": 3, "vocab_end_index": 5} if dist.get_rank() == 1 else {}
         with pytest.raises(ValueError, match="vocab|refused"):
-            from_parallel_logits_to_logprobs(mine, tokens, **vocab, **groups, sampling_params=sampling)
-        found = from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups)
-        same(found, next_log_probs(logits, tokens))  # every rank is still here
+            call(grid, grid.own(logits), tokens, **vocab, sampling_params=sampling)
+        same(call(grid, grid.own(logits), tokens), next_log_probs(logits, tokens))  # every rank is still here
 
 
 @ranks(2, 4)
 def test_logits_that_do_not_fit_on_one_context_parallel_rank():
     """Of another width, by which it takes an id for wrong; of another length: the others hear of it where they meet."""
     logits, tokens = problem(length=8)
-    for grid in grids():
-        if grid.cp == 1:
-            continue
-        tokens[0, 1] = 23
-        good, groups = grid.columns(grid.part(logits)), {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
-        odd = grid.cp_rank == 1
+    tokens[0, 1] = 23
+    for grid in grids_with_context():
+        good, odd = grid.own(logits), grid.cp_rank == 1
         for wrong, said in (
             (good[..., :-2], r"vocab|outside \[0, 20\)" if grid.tp > 1 else r"vocab|outside \[0, 22\)"),
             (good[:, :1], "target has 8 positions"),
@@ -266,45 +250,36 @@ def test_logits_that_do_not_fit_on_one_context_parallel_rank():
             vocab = {"vocab_start_index": columns * grid.tp_rank, "vocab_end_index": columns * (grid.tp_rank + 1)}
             own = (wrong, tokens) if odd else (good, tokens)
             with pytest.raises(ValueError, match=said if odd else "another rank of cp_group refused"):
-                from_parallel_logits_to_logprobs(*own, **(vocab if odd else grid.vocab(24)), **groups)
-        found = from_parallel_logits_to_logprobs(good, tokens, **grid.vocab(24), **groups)
-        same(found, next_log_probs(logits, tokens))  # every rank is still here
+                call(grid, *own, **(vocab if odd else {}))
+        same(call(grid, good, tokens), next_log_probs(logits, tokens))  # every rank is still here
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("own, others", [(6, 4), (4, 6), (8, 6), (2, 6), (5, 8)], ids=str)
 def test_parts_padded_to_different_lengths_are_refused_on_every_rank(own, others):
     """One rank's positions, and those of the others, for sequences of 8 tokens a pair: nobody waits for more."""
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         logits, tokens = problem(length=4 * grid.cp)
         odd = grid.cp_rank == grid.cp - 1
         columns = grid.columns(logits)[:, :1].repeat(1, own if odd else others, 1)
-        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
         said = "target has .* positions" if odd and own in (2, 5) else "another rank of cp_group"
         with pytest.raises(ValueError, match=said):
-            from_parallel_logits_to_logprobs(columns, tokens, **grid.vocab(24), **groups)
-        found = from_parallel_logits_to_logprobs(grid.columns(grid.part(logits)), tokens, **grid.vocab(24), **groups)
-        same(found, next_log_probs(logits, tokens))  # every rank is still here
+            call(grid, columns, tokens)
+        same(call(grid, grid.own(logits), tokens), next_log_probs(logits, tokens))  # every rank is still here
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("more", [2, 6])
 def test_parts_padded_further_than_the_length_needs(more):
     """Values and gradients of the whole, by 1 exchange more each way."""
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         logits, tokens = problem(length=4 * grid.cp)
         true = logits.detach().requires_grad_()
         next_log_probs(true, tokens).square().sum().backward()
         leaf = logits.detach().requires_grad_()
         padded = torch.nn.functional.pad(leaf, (0, 0, 0, more * grid.cp), value=7.0)
-        mine = grid.columns(grid.part(padded))
-        groups = {"tp_group": grid.tp_group, "cp_group": grid.cp_group}
         with count_collectives() as counts:
-            found = from_parallel_logits_to_logprobs(mine, tokens, **grid.vocab(24), **groups)
+            found = call(grid, grid.own(padded), tokens)
         assert counts.total() == int(grid.tp > 1) + 2
         same(found, next_log_probs(logits, tokens))
         found.square().sum().backward()

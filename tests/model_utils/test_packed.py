@@ -13,7 +13,7 @@ from megatron_ext.model_utils import (
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.targets import PackedTargets
 from tests.devices import GPU
-from tests.model_utils.sharded import Grid, gradient, grids, next_log_probs, problem, same
+from tests.model_utils.sharded import Grid, gradient, grids, grids_with_context, next_log_probs, problem, same
 from tests.ranks import ranks
 
 LENGTHS = [3, 0, 8, 1, 4, 5]  # of the documents; each padded to a multiple of 2W
@@ -67,6 +67,15 @@ def ours(grid: Grid, logits, tokens, padded, **more):
     return found.detach(), grad, whole, parts
 
 
+def check(grid: Grid, logits, tokens, padded, lengths, target=None, **more):
+    """Values and gradients of a pack of whole logits and tokens, which are the target where none is given."""
+    found, grad, weights, parts = ours(grid, logits, tokens if target is None else target, padded, **more)
+    leaf = logits.clone().requires_grad_()
+    wanted = rows(leaf, tokens, padded, lengths)
+    same(found, wanted.detach())
+    same(grad, grid.columns(parts.split(gradient(wanted, leaf, weights), 1)))
+
+
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("known", [False, True], ids=["padding counts", "lengths known"])
 def test_values_and_gradients(known):
@@ -74,11 +83,7 @@ def test_values_and_gradients(known):
         logits, tokens, padded = pack(grid)
         more = {"cu_seqlens": cumulative(LENGTHS)} if known else {}
         for sampling in (None, SOFTER):
-            found, grad, weights, parts = ours(grid, logits, tokens, padded, sampling_params=sampling, **more)
-            leaf = logits.clone().requires_grad_()
-            wanted = rows(leaf, tokens, padded, LENGTHS if known else padded)
-            same(found, wanted.detach())
-            same(grad, grid.columns(parts.split(gradient(wanted, leaf, weights), 1)))
+            check(grid, logits, tokens, padded, LENGTHS if known else padded, sampling_params=sampling, **more)
 
 
 @ranks(1, 2, 4)
@@ -93,12 +98,7 @@ def test_a_last_document_that_is_extended_to_the_length_of_the_pack(rolled):
         if rolled:
             target = torch.cat([document.roll(-1, 1) for document in tokens.split(padded, 1)], 1)
             target = SequenceParts(grid.cp_group, cumulative(padded)).split(target, 1)
-        found, grad, weights, parts = ours(grid, logits, target, padded, target_is_pre_rolled=rolled)
-        leaf = logits.clone().requires_grad_()
-        wanted = rows(leaf, tokens, padded, padded)
-        assert found.shape == (2, LONGEST - 1)
-        same(found, wanted.detach())
-        same(grad, grid.columns(parts.split(gradient(wanted, leaf, weights), 1)))
+        check(grid, logits, tokens, padded, padded, target, target_is_pre_rolled=rolled)
 
 
 @ranks(1, 2)
@@ -133,11 +133,7 @@ def test_documents_padded_to_64_whose_rows_are_shorter():
     for grid in grids():
         logits, tokens = problem(batch=1, length=3 * 64)
         padded, lengths = [64, 64, 64], [5, 8, 3]
-        found, grad, weights, parts = ours(grid, logits, tokens, padded)
-        leaf = logits.clone().requires_grad_()
-        wanted = rows(leaf, tokens, padded, padded)
-        same(found, wanted.detach())
-        same(grad, grid.columns(parts.split(gradient(wanted, leaf, weights), 1)))
+        check(grid, logits, tokens, padded, padded)
         told, *_ = ours(grid, logits, tokens, padded, cu_seqlens=cumulative(lengths))
         same(told, rows(logits, tokens, padded, lengths))
 
@@ -182,9 +178,7 @@ def test_lengths_that_the_ranks_cannot_share_are_errors():
 @pytest.mark.parametrize("rolled", [False, True], ids=["whole", "each its own"])
 def test_an_id_that_only_one_context_parallel_rank_holds(rolled):
     """Of labels split before, one rank alone sees it: the others learn of it where results are joined."""
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         logits, tokens, padded = pack(grid)
         parts = SequenceParts(grid.cp_group, cumulative(padded))
         for bad in (-5, 24):
@@ -201,9 +195,7 @@ def test_an_id_that_only_one_context_parallel_rank_holds(rolled):
 @ranks(2, 4)
 @pytest.mark.parametrize("rolled", [False, True], ids=["whole", "each its own"])
 def test_logits_that_are_too_short_on_one_context_parallel_rank(rolled):
-    for grid in grids():
-        if grid.cp == 1:
-            continue
+    for grid in grids_with_context():
         logits, tokens, padded = pack(grid)
         cuts = cumulative(padded)
         parts = SequenceParts(grid.cp_group, cuts)
