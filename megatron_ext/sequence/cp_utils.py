@@ -28,17 +28,10 @@ _ROTATE_METHODS = (None, "allgather", "alltoall")
 _REQUIRED = ("input_ids", "labels", "seq_lens", "seq_lens_padded")
 
 
-class _NoContext(contextlib.nullcontext):
-    """Nothing to enter. As the contexts of `get_train_context` it may be called first."""
-
-    def __call__(self) -> "_NoContext":
-        return self
-
-
 class _TrainContext(AbstractContextManager):
     """Contexts entered together. `with context:` and `with context():`, as NeMo's recipes write it, are the same."""
 
-    def __init__(self, contexts: Sequence[AbstractContextManager]):
+    def __init__(self, contexts: Sequence[AbstractContextManager] = ()):
         self._contexts, self._entered = contexts, contextlib.ExitStack()
 
     def __call__(self) -> "_TrainContext":
@@ -166,9 +159,9 @@ def make_cp_batch_and_ctx(
             num_chunks=num_chunks,
             seq_lens_padding_value=seq_lens_padding_value,
         )
-        return _NoContext(), te_batch
+        return _TrainContext(), te_batch
     if cp_mesh is None or cp_mesh.size() == 1:
-        return _NoContext(), batch
+        return _TrainContext(), batch
     _require(batch, _REQUIRED[:1])
     batch = _build_position_ids(dict(batch), batch["input_ids"].device)
     attention_mask = batch.pop("attention_mask", None)
