@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.layer_specs import ExtSpecProvider, self_attention_spec
 from megatron_ext.megatron.norms import Norm, StandaloneNorm
 from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
@@ -135,13 +136,9 @@ class _Stack(HybridStack):
     """HybridStack builds Transformer Engine's final norm, whatever the spec says; where that is missing, this ours."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        theirs = hybrid_block.TENorm
-        if not have_transformer_engine():
-            hybrid_block.TENorm = Norm
-        try:
+        norm = hybrid_block.TENorm if have_transformer_engine() else Norm
+        with attribute(hybrid_block, "TENorm", norm):
             super().__init__(*args, **kwargs)
-        finally:
-            hybrid_block.TENorm = theirs
 
 
 hybrid_stack_spec = ModuleSpec(

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 
 from megatron_ext.megatron.fused_loss import acceptance_counts
+from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.pipeline.paused_forward import check_installed
 from megatron_ext.megatron.pipeline.schedule import forward_backward, recorded, sharing_of
 from megatron_ext.megatron.pipeline.vocabulary_sharing import Builder
@@ -33,8 +34,7 @@ _HYBRIDS = (  # the second one since 0.18 derived from the first
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
     ("megatron.core.models.mamba.mamba_model", "MambaModel"),
 )
-_stock: dict[Any, Any] = {}
-_builder: Builder | None = None
+_replaced: contextlib.ExitStack | None = None  # closed, it puts Megatron's functions back
 
 
 def share_vocabulary() -> None:
@@ -52,30 +52,32 @@ def share_vocabulary() -> None:
         ValueError: from building and training, see `Builder.add` and `schedule.forward_backward`; a language model is
             built that is none of these.
     """
-    global _builder
+    global _replaced
     check_installed()
-    if _stock:
+    if _replaced is not None:
         return
-    builder = _builder = Builder()
-    kinds = _kinds()
+    _replaced, builder, kinds = contextlib.ExitStack(), Builder(), _kinds()
+    _replaced.callback(builder.close)
+
+    def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        stock = vars(owner)[name]
+        _replaced.enter_context(attribute(owner, name, functools.wraps(stock)(make(stock))))
+
     for kind in kinds:
-        _replace(kind, "__init__", functools.partial(_with_sharing, builder))
-    _replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
+        replace(kind, "__init__", functools.partial(_with_sharing, builder))
+    replace(LanguageModule, "__init__", functools.partial(_refusing_others, tuple(kinds)))
     if acceptance_counts.counts_acceptance():
-        _replace(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits)
+        replace(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits)
     for name in _SCHEDULES:
-        _replace(schedules, name, _or_stock)
+        replace(schedules, name, _or_stock)
 
 
 def restore() -> None:
     """Undo `share_vocabulary`: Megatron's own functions are back. Harmless without it."""
-    global _builder
-    for (owner, name), original in _stock.items():
-        setattr(owner, name, original)
-    _stock.clear()
-    if _builder is not None:
-        _builder.close()
-        _builder = None
+    global _replaced
+    if _replaced is not None:
+        _replaced.close()
+        _replaced = None
 
 
 def _kinds() -> list[type]:
@@ -85,11 +87,6 @@ def _kinds() -> list[type]:
         with contextlib.suppress(ImportError, AttributeError):
             kinds.append(getattr(importlib.import_module(module), name))
     return [kind for kind in kinds if "__init__" in vars(kind)]
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    _stock[owner, name] = stock = vars(owner)[name]
-    setattr(owner, name, functools.wraps(stock)(make(stock)))
 
 
 def _with_sharing(builder: Builder, stock: Any) -> Any:

@@ -83,7 +83,8 @@ def forward_backward(
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    with _without_timers(config):
+    # Megatron's timers of single passes cannot be nested, and passes here pause within each other.
+    with attribute(config, "timers", None):
         run = StageRun(call, shape, config, sharing.groups, sharing.embedding, sharing.output)
         found = run.run(programs[sharing.groups.stage], _recordings[-1] if _recordings else None)
         if not forward_only:
@@ -135,16 +136,6 @@ def _finish(config: Any, models: list[Any], run: StageRun) -> None:
         # Megatron sums gradients of the embedding's copies where there is multi-token prediction, and here are none.
         with attribute(config, "mtp_num_layers", None):
             config.finalize_model_grads_func(models, run.tokens if config.calculate_per_token_loss else None)
-
-
-@contextlib.contextmanager
-def _without_timers(config: Any) -> Iterator[None]:
-    """Megatron's timers of single passes cannot be nested, and passes here pause within each other."""
-    timers, config.timers = config.timers, None
-    try:
-        yield
-    finally:
-        config.timers = timers
 
 
 def refuse_others(others: dict[str, Any]) -> None:
