@@ -2,40 +2,26 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from megatron_ext.policy import checkpoint
 from megatron_ext.policy.checkpoint.sharded_files import Found, Part
 from megatron_ext.policy.data.agreement_of_ranks import agree
-from megatron_ext.policy.worker.loss_scale import LossScale
+from megatron_ext.policy.worker.backend import Backend
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class HasState(Protocol):
-    """What is saved of a worker: a `PolicyWorker` has all this."""
-
-    model: nn.Module
-    optimizer: Optimizer | None
-    scheduler: LRScheduler | None
-    _loss_scale: LossScale
-
-    def _state(self) -> dict[str, Tensor]: ...
-
-    def _as_global(self, name: str, part: Tensor) -> Tensor: ...
-
-
-def save_policy(worker: HasState, weights_path: str, optimizer_path: str | None) -> None:
+def save_policy(worker: Backend, weights_path: str, optimizer_path: str | None) -> None:
     """Writes both, or leaves what the paths held."""
     parts = [Part("weights", Path(weights_path), worker._state(), {})]
     if optimizer_path is not None:
@@ -56,7 +42,7 @@ def save_policy(worker: HasState, weights_path: str, optimizer_path: str | None)
 
 
 @torch.no_grad()
-def load_policy(worker: HasState, weights_path: str, optimizer_path: str | None) -> None:
+def load_policy(worker: Backend, weights_path: str, optimizer_path: str | None) -> None:
     """Both folders are checked, and compared with the worker, before either is read."""
     weights = worker._state()
     if optimizer_path is None:
@@ -82,7 +68,7 @@ def load_policy(worker: HasState, weights_path: str, optimizer_path: str | None)
     worker._loss_scale.load_state_dict(facts["loss_scale"])
 
 
-def _load_both(worker: HasState, optimizer: Optimizer, weights: Found, state: Found) -> None:
+def _load_both(worker: Backend, optimizer: Optimizer, weights: Found, state: Found) -> None:
     fresh = not optimizer.state
     try:
         tensors, numbers = _optimizer_state(worker)
@@ -122,13 +108,13 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _optimizer(worker: HasState) -> Optimizer:
+def _optimizer(worker: Backend) -> Optimizer:
     if worker.optimizer is None:
         raise ValueError("optimizer_path without an optimizer: the worker was made with init_optimizer=False")
     return worker.optimizer
 
 
-def _optimizer_state(worker: HasState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _optimizer_state(worker: Backend) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizer's tensors, by "state.<weight>.<name>", and its numbers, by "param_groups.<weight>.<name>"."""
     flat: dict[str, Any] = get_optimizer_state_dict(worker.model, _optimizer(worker), options=_FLAT)
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
@@ -140,7 +126,7 @@ def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: value for found in agree(lambda: numbers) for name, value in found.items()}
 
 
-def _as_global(worker: HasState, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _as_global(worker: Backend, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each of them cut like its weight; numbers (the step) are the same everywhere."""
     found = {}
     for name, x in tensors.items():
