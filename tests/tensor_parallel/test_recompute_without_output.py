@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
@@ -21,6 +22,18 @@ def bytes_of(tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
+def used(recompute, function, use, *args, **kwargs):
+    """`use(function(*args))`. With `recompute` what the function returns is freed then, until the backward."""
+    if not recompute:
+        return use(function(*args, **kwargs))
+    recomputation = CheckpointWithoutOutput()
+    results = recomputation.checkpoint(function, *args, **kwargs)
+    out = use(results)
+    recomputation.discard_output_and_register_recompute(out)
+    assert not any(bytes_of(x) for x in tree_leaves(results) if isinstance(x, torch.Tensor))
+    return out
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @ranks(1, 2, 4)
 def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
@@ -32,7 +45,6 @@ def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
     if sequence_parallel:
         x = x.chunk(torch.distributed.get_world_size())[rank].clone()
     x.requires_grad_()
-    freed = []
 
     def norm(weight, x):
         with random.get_cuda_rng_tracker().fork():
@@ -45,13 +57,7 @@ def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
                 hidden = x
                 with tracker.fork() if sequence_parallel else nullcontext():
                     for weight, block in layers:
-                        recomputed = CheckpointWithoutOutput()
-                        call = recomputed.checkpoint if recompute else lambda function, *args: function(*args)
-                        normed = call(norm, weight, hidden)
-                        hidden = hidden + block(normed)
-                        if recompute:
-                            recomputed.discard_output_and_register_recompute(hidden)
-                            freed.append(bytes_of(normed))
+                        hidden = used(recompute, norm, lambda x, h=hidden, mlp=block: h + mlp(x), weight, hidden)
                 return hidden
 
             grads = grads_of(forward, x, *parameters)
@@ -60,19 +66,11 @@ def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
 
     plain, recomputed = run(False), run(True)
     assert_equal(recomputed, plain)
-    assert freed == [0, 0, 0]
 
 
 def gelu_times(x, recompute):
     """What a user writes: an activation whose output the product saves, emptied until the backward."""
-    if not recompute:
-        return F.gelu(x) * x
-    recomputation = CheckpointWithoutOutput()
-    activated = recomputation.checkpoint(F.gelu, x)
-    out = activated * x
-    recomputation.discard_output_and_register_recompute(out)
-    assert bytes_of(activated) == 0
-    return out
+    return used(recompute, F.gelu, lambda activated: activated * x, x)
 
 
 def test_again_and_again():
@@ -132,17 +130,13 @@ def test_outputs_in_one_storage_and_containers():
         low, high = F.dropout(x, 0.3).sin().chunk(2, dim=1)
         return {"low": low * scale[0] if scale is None else low, "high": (high, "text"), "scaled": high * scale[0]}
 
+    def use(parts):
+        assert parts["high"][1] == "text"
+        return parts["low"] * parts["high"][0] * parts["scaled"]
+
     def run(recompute):
         torch.manual_seed(0)
-        recomputation = CheckpointWithoutOutput()
-        call = functools.partial(recomputation.checkpoint, function) if recompute else function
-        parts = call(x, scale=scale)
-        assert parts["high"][1] == "text"
-        out = parts["low"] * parts["high"][0] * parts["scaled"]
-        if recompute:
-            recomputation.discard_output_and_register_recompute(out)
-            assert bytes_of(parts["low"]) == bytes_of(parts["high"][0]) == bytes_of(parts["scaled"]) == 0
-        return out
+        return used(recompute, function, use, x, scale=scale)
 
     plain, recomputed = with_and_without(run, x, scale)
     assert_equal(recomputed, plain)
@@ -161,17 +155,11 @@ def test_a_hook_tensor_in_the_outputs_memory_keeps_it():
 def test_only_parameters_need_gradients():
     norm, x = torch.nn.LayerNorm(6), numbers(4, 6, seed=0)
 
-    def run(recompute):
-        recomputation = CheckpointWithoutOutput()
-        normed = recomputation.checkpoint(norm, x) if recompute else norm(x)
+    def use(normed):
         assert normed.requires_grad
-        out = normed * normed
-        if recompute:
-            recomputation.discard_output_and_register_recompute(out)
-            assert bytes_of(normed) == 0
-        return out
+        return normed * normed
 
-    plain, recomputed = with_and_without(run, norm.weight, norm.bias)
+    plain, recomputed = with_and_without(lambda recompute: used(recompute, norm, use, x), norm.weight, norm.bias)
     assert_equal(recomputed, plain)
 
 
@@ -241,12 +229,7 @@ def test_autocast_is_entered_again():
 
     def run(recompute):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            recomputation = CheckpointWithoutOutput()
-            y = recomputation.checkpoint(function, x) if recompute else function(x)
-            out = y * y
-            if recompute:
-                recomputation.discard_output_and_register_recompute(out)
-        return out
+            return used(recompute, function, lambda y: y * y, x)
 
     plain, recomputed = with_and_without(run, x, linear.weight)
     assert_equal(recomputed, plain)
