@@ -67,7 +67,7 @@ RUN = {
     "docs/one_gpu.md": 2,
     "docs/pipeline.md": 1,
     "docs/plug_in.md": 9,
-    "docs/rl.md": 1,
+    "docs/rl.md": 2,
     "docs/trainer.md": 2,
 }
 
@@ -171,11 +171,13 @@ def test_the_heads_and_losses_lines():
     expected = names["expected"].float().detach()
     rl = section(README, "RL"), section(DOCS / "rl.md", "Losses")
     names |= {"weight": names["weight_shard"], "old": -expected, "reference": -expected}
-    for block in (*python_blocks(rl[0])[1:], *python_blocks(rl[1])):
+    policies, distillation = python_blocks(rl[1])
+    for block in (*python_blocks(rl[0])[1:], policies):
         exec(block, names)
         # At the policy that the advantages are of, each ratio is 1, and nothing diverges from the reference.
         torch.testing.assert_close(names["loss"].detach(), -names["advantages"].mean())
     torch.testing.assert_close(names["log_probs"].detach(), -expected)
+    exec(distillation, {})
 
 
 @ranks(2)

@@ -195,6 +195,48 @@ def megatron_numbers(parts, tp: int, cp: int) -> dict:
     return numbers
 
 
+def packed_distillation(parts, tp: int, cp: int) -> dict:
+    """Top-k logits of a packed teacher by NeMo-RL's post-processor, and a packed student's losses with gradients, which
+    it takes document by document."""
+    rank = dist.get_rank()
+    config = {"sequence_packing": {"enabled": True, "fuse_loss": False}, "logprob_chunk_size": 3}
+    config["megatron_cfg"] = {"context_parallel_size": cp}
+    logits, data = batch(parts)
+    g = torch.Generator().manual_seed(9)
+    student, teacher = torch.randn(2, 1, SEQUENCES * LENGTH, VOCABULARY, generator=g)
+    starts = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
+    lengths = starts - torch.tensor([0, 0, 2 if cp > 1 else 0], dtype=torch.int32)  # NeMo-RL pads for cp alone
+    cut = SequenceParts(_context_group(cp), starts)
+
+    def held(x):
+        return cut.split(x, 1).chunk(tp, -1)[rank % tp].clone()
+
+    top = parts.megatron.TopkLogitsPostProcessor(config, 4)(data, starts)(held(teacher))[1]
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = top["topk_logits"], top["topk_indices"]
+    mine, numbers = held(student).requires_grad_(), dict(top)
+    params = types.SimpleNamespace(cu_seqlens_q=lengths, cu_seqlens_q_padded=starts)
+    for name, loss in losses(parts):
+        if "distillation" in name:
+            value, metrics = parts.megatron.LossPostProcessor(loss, config)(data, params, **valid(data))(mine)
+            numbers[name], numbers[f"{name} metric"] = value.detach(), torch.tensor(metrics["loss"])
+            (numbers[f"{name} gradient"],) = torch.autograd.grad(value, mine)
+    return numbers
+
+
+@ranks(1, 2, 4)
+def test_packed_distillation_in_the_megatron_path():
+    world = dist.get_world_size()
+    with source() as parts:
+        for cp in (1, 2, 4):
+            if world % cp:
+                continue
+            with model_parallel(tp=world // cp, cp=cp):
+                theirs = packed_distillation(parts, world // cp, cp)
+                with ours():
+                    close(packed_distillation(parts, world // cp, cp), theirs)
+                assert len(theirs) == 2 + 3 * 6
+
+
 def _packs(loss: str) -> bool:
     return loss in ("nll", "grpo", "gspo", "cispo")
 
