@@ -1,6 +1,7 @@
 """Megatron's process groups for one run of an example: on GPUs over NCCL, or on the CPU over gloo."""
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,10 +21,16 @@ with warnings.catch_warnings():  # at import Megatron says, five times, that Ape
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def ranks() -> int:
-    """How many ranks torchrun started; 1 without it."""
+def ranks(*allowed: int) -> int:
+    """How many ranks torchrun started; 1 without it. Ends the program where that is none of those `allowed`."""
     os.environ.update(_ALONE | os.environ)
-    return int(os.environ["WORLD_SIZE"])
+    started = int(os.environ["WORLD_SIZE"])
+    if allowed and started not in allowed:
+        fitting = " or ".join(map(str, allowed))
+        sys.exit(
+            f"{sys.argv[0]}: started on {started} ranks, runs on {fitting}: torchrun --nproc-per-node {allowed[-1]}"
+        )
+    return started
 
 
 def has_gpus() -> bool:

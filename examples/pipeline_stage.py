@@ -100,7 +100,7 @@ def step(stage: Stage) -> Tensor:
 
 
 def main() -> None:
-    with megatron_job(pipeline=ranks()):
+    with megatron_job(pipeline=ranks(1, 2, 4)):  # layers divide by the stages
         stage = Stage().to(torch.cuda.current_device())
         optimizer = torch.optim.Adam(stage.parameters(), lr=1e-2)
         for i in range(10):

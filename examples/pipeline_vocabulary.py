@@ -168,7 +168,7 @@ def draw(runs: dict[str, list[list[Span]]], path: Path) -> None:
 
 
 def main() -> None:
-    with megatron_job(pipeline=ranks()):
+    with megatron_job(pipeline=ranks(2, 4)):  # layers divide by the stages
         stock, stock_spans, stock_sizes = train(shared=False)
         shared, shared_spans, shared_sizes = train(shared=True)
         if dist.get_rank() == 0:

@@ -91,8 +91,11 @@ def build_model() -> DistributedDataParallel:
 
 
 def main() -> None:
-    if "LOCAL_RANK" not in os.environ:
-        sys.exit("run it by torchrun, which says who is who:" + __doc__.split("\n\n")[1].rstrip().removeprefix("   "))
+    if "LOCAL_RANK" not in os.environ or not torch.cuda.is_available():
+        sys.exit(
+            "run it by torchrun, which says who is who, and without a GPU by the launcher:"
+            + __doc__.split("\n\n")[1].rstrip().removeprefix("   ")
+        )
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_ext import linear_cross_entropy
+from megatron_ext import VocabShard, linear_cross_entropy
 
 STEPS, B, S, D, V = 10, 8, 32, 64, 256
 TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
@@ -36,8 +36,10 @@ def train(fused: bool, device: str = "cpu") -> list[float]:
     torch.manual_seed(0)
     trunk = Trunk().to(device)
     weight_VD = torch.randn(V, D).div(D**0.5).to(device)
-    if fused and dist.is_initialized():
-        weight_VD = weight_VD.chunk(dist.get_world_size())[dist.get_rank()].clone()  # [V/R, D]
+    group = dist.group.WORLD if dist.is_initialized() else None
+    vocab = VocabShard.chunk(V, group)  # as torch.chunk cuts it, for any number of ranks
+    if fused:
+        weight_VD = weight_VD[vocab.start : vocab.stop].clone()  # [V/R, D]
     head = nn.Parameter(weight_VD)
     optimizer = torch.optim.Adam([*trunk.parameters(), head], lr=3e-3)
     losses = []
@@ -47,8 +49,7 @@ def train(fused: bool, device: str = "cpu") -> list[float]:
         labels_BS = window_BS1[:, 1:]
         hidden_BSD = trunk(window_BS1[:, :-1])
         if fused:
-            group = dist.group.WORLD if dist.is_initialized() else None
-            loss = linear_cross_entropy(hidden_BSD, head, labels_BS, tp_group=group, reduction="mean")
+            loss = linear_cross_entropy(hidden_BSD, head, labels_BS, tp_group=group, vocab=vocab, reduction="mean")
         else:
             loss = F.cross_entropy((hidden_BSD @ head.T).flatten(0, 1), labels_BS.flatten())
         optimizer.zero_grad()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import check_token_ids, sequence_hook
+from megatron_ext.dtensor.decoder import require_model
 from megatron_ext.dtensor.output.hidden_states_or_logits import KNOWN, LOGITS, Read, read_out
 from megatron_ext.head import (
     LmHead,
@@ -280,6 +281,7 @@ def _on_whole_sequences(
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """`beside`: `[B, S, K]`, what `read` takes of each position beside its label."""
+    require_model(model)
     hook = sequence_hook(model)
     if hook is None and cu_seqlens is not None:
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")

@@ -57,12 +57,22 @@ def decoder_layers(model: nn.Module) -> Any:
         return next((found for found in lists if len(found) == count), nn.ModuleList())
 
 
+def require_model(model: Any) -> None:
+    """Raises ValueError if `model` is no model of transformers, but its name or config perhaps."""
+    if not hasattr(model, "get_output_embeddings"):
+        raise ValueError(
+            f"model is {type(model).__name__}: it must be a causal language model of transformers; pass the one inside "
+            f"of a wrapper, and of a name or a config load it first: AutoModelForCausalLM.from_pretrained(name_or_path)"
+        )
+
+
 def output_head_path(model: nn.Module) -> str:
     """The name of the linear module from hidden states to logits.
 
     Raises:
-        ValueError: the model has none.
+        ValueError: the model has none, or is no model.
     """
+    require_model(model)
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers is not imported here
     for name, module in model.named_modules():
         if module is head:

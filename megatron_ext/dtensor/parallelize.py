@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor.parallel import parallelize_module
 
 from megatron_ext.dtensor.attention import use_attention
-from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, tie
+from megatron_ext.dtensor.decoder import decoder_layers, import_transformers, is_tied, require_model, tie
 from megatron_ext.dtensor.experts import reach_all
 from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.head_rule import head_rule
@@ -161,7 +161,8 @@ def parallelize(
         ValueError: on every rank: dims of other names; a model that is parallel already, or cannot be as is asked;
             ranks that differ in model, weights, plan or options.
     """
-    mesh = _with_all_dims(mesh)
+    mesh = with_all_dims(mesh)
+    require_model(model)
     return _parallelize_model(
         model,
         mesh["dp", "cp"]._flatten("dp_cp"),
@@ -179,8 +180,17 @@ def parallelize(
 _DIMS = ("dp", "cp", "tp")
 
 
-def _with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank."""
+def with_all_dims(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh` with dims "dp", "cp", "tp" in this order: those that it lacks have one rank.
+
+    Raises:
+        ValueError: `mesh` is no mesh, or has dims without a name, or of another.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is {mesh!r}: it must be a DeviceMesh of all ranks; make it as "
+            f"init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), under torchrun"
+        )
     names = mesh.mesh_dim_names or ()
     if not names or any(name not in _DIMS for name in names):
         raise ValueError(

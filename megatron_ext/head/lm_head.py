@@ -92,7 +92,10 @@ class LmHead:
         option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
         _check_logits(self)
-        object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
+        group = tensor_parallel_group(self.tp_group)
+        if group is None and self.tp_group is None and self.vocab is None:
+            argument_checks.check_whole(self.weight)
+        object.__setattr__(self, "tp_group", group)
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
         object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, max(rows, 1), self.tp_group))
 

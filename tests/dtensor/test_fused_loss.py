@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_ext import linear_cross_entropy
-from megatron_ext.dtensor import parallelize, use_fused_loss
+from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
@@ -231,6 +231,18 @@ def test_transformers_before_5_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"transformers is 4\.57\.1: .* update it, or call causal_lm_loss"):
         use_fused_loss(model)
     assert model.forward == before
+
+
+def test_what_is_no_model_and_token_ids_out_of_range():
+    for model in ("meta-llama/Llama-3.2-1B", make("llama").config):
+        for call in (use_fused_loss, lambda model: causal_lm_loss(model, batch()["input_ids"])):
+            with pytest.raises(ValueError, match=rf"model is {type(model).__name__}: .* load it first"):
+                call(model)
+    given = batch()
+    with pytest.raises(
+        ValueError, match=r"input_ids are outside of the vocabulary \(\d+ to \d+\): ids must lie in \[0, "
+    ):
+        use_fused_loss(make("llama"))(**given | {"input_ids": given["input_ids"] + 1000})
 
 
 def test_bits_of_a_loss_in_the_models_forward():

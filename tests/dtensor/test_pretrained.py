@@ -101,11 +101,16 @@ def test_a_folder_that_cannot_be_written():
 def test_a_folder_without_a_model():
     with pytest.raises((OSError, ValueError)):
         from_pretrained(shared_folder(), mesh_of(tp=2))
+    with pytest.raises(OSError, match=r"name_or_path is '.*gone': there is no such folder on this host"):
+        from_pretrained(shared_folder() / "gone", mesh_of(tp=2))
 
 
 def test_a_model_that_is_not_sharded_is_saved_by_transformers(tmp_path):
     save_pretrained(make("llama"), tmp_path)
     same_weights(tmp_path, "llama", False)
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(FileExistsError):
+        save_pretrained(make("llama"), tmp_path / "taken")
 
 
 @ranks(2)
@@ -131,3 +136,10 @@ def test_other_meshes_are_refused():
     for mesh in (init_device_mesh("cpu", (2,)), mesh_of(ep=2), DeviceMesh("cpu", [0, 1])):
         with pytest.raises(ValueError, match=r"mesh has dims .*: they must be named, of \['dp', 'cp', 'tp'\]"):
             parallelize(make("llama"), mesh)
+
+
+@pytest.mark.parametrize("mesh", [None, 2])
+def test_no_mesh_is_refused(mesh):
+    for call in (lambda: parallelize(make("llama"), mesh), lambda: from_pretrained("gpt2", mesh)):
+        with pytest.raises(ValueError, match=f"mesh is {mesh}: it must be a DeviceMesh of all ranks"):
+            call()

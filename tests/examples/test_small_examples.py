@@ -24,7 +24,7 @@ def assert_learns_alike(losses: list[float], expected: list[float]) -> None:
     assert losses[-1] < losses[0] - 0.1
 
 
-@ranks(1, 2)
+@ranks(1, 2, 3)
 def test_replacing_the_loss_changes_no_loss():
     assert_learns_alike(replace_loss.train(fused=True), replace_loss.train(fused=False))
 
@@ -125,6 +125,19 @@ def test_programs_print_both_losses(name):
     lines = printed(name, 2)
     assert len(lines) == 10
     assert all(float(stock) == pytest.approx(float(ours), abs=2e-5) for stock, ours in lines)
+
+
+@pytest.mark.parametrize(
+    "name,fitting",
+    [("pipeline_stage", "1 or 2 or 4"), ("pipeline_vocabulary", "2 or 4"), ("patch_gpt", "1 or 2 or 4")],
+)
+def test_another_number_of_ranks_is_refused(name, fitting):
+    """Three stages would have left out one of four layers."""
+    done = python(str(EXAMPLES / f"{name}.py"), ranks=3)
+    assert done.returncode == 1
+    assert f"{name}.py: started on 3 ranks, runs on {fitting}: torchrun --nproc-per-node 4" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "step" not in done.stdout
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """Mistakes that everyone makes once, each told in a sentence that names it, and right calls that were refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import init
 
 from megatron_ext import (
     VocabShard,
@@ -15,6 +18,7 @@ from megatron_ext import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
+from megatron_ext.tensor_parallel import ColumnParallelLinear
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from tests.ranks import ranks
 
@@ -51,6 +55,32 @@ def test_a_group_that_was_forgotten():
     assert "tp_group is None" not in str(said.value)
     alone = linear_cross_entropy(hidden, weight, labels)  # data-parallel ranks, each with the whole weight
     torch.testing.assert_close(alone, reference.cross_entropy(reference.logits(hidden, weight), labels))
+
+
+@ranks(2)
+def test_a_forgotten_group_of_a_weight_that_says_it_is_a_shard():
+    """Labels are all in each rank's columns, so that nothing else can tell it from data parallelism."""
+    hidden, weight, labels = problem()
+    labels %= V // 2
+    config = SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True)
+    layer = ColumnParallelLinear(D, V, config=config, init_method=init.zeros_, bias=False, tp_group=dist.group.WORLD)
+    with torch.no_grad():
+        layer.weight.copy_(weight.chunk(2)[dist.get_rank()])
+    for call in (
+        lambda: linear_cross_entropy(hidden, layer.weight, labels),
+        lambda: head.LmHead(layer.weight),
+        lambda: head.LmHead.of(layer.weight),
+    ):
+        with pytest.raises(ValueError, match="tp_group is None, 2 ranks run, and weight is marked as one rank's shard"):
+            call()
+    want = reference.log_probs(reference.logits(hidden, weight), labels)
+    own_group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    torch.testing.assert_close(linear_log_probs(hidden, layer.weight, labels, dist.group.WORLD), want)
+    torch.testing.assert_close(head.LmHead.of(layer).read(hidden, head.LogProbs(labels)), want)
+    whole = torch.nn.Parameter(weight)
+    whole.tensor_model_parallel, whole.partition_dim = True, 0
+    for of in ({"tp_group": own_group}, {"vocab": VocabShard(0, V, V)}):
+        torch.testing.assert_close(linear_log_probs(hidden, whole, labels, **of), want)
 
 
 @ranks(2)

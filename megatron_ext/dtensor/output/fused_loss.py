@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.decoder import import_transformers, output_head_path
+from megatron_ext.dtensor.attention import check_token_ids
+from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of
 from megatron_ext.dtensor.output.hidden_states_or_logits import (
     Read,
@@ -146,6 +147,8 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
         targets = next_tokens(given["labels"], ignore_index=ignore)
     inputs = {name: x for name, x in given.items() if name not in _OF_THE_LOSS}
     as_tuple = not inputs.pop("return_dict", getattr(model.config, "return_dict", True))
+    if isinstance(tokens := given.get("input_ids"), Tensor) and embedding(model).weight.dim() == 2:
+        check_token_ids(model, tokens)
     head = _Catch()
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.distributed.same_on_ranks import require_same
 from megatron_ext.dtensor.decoder import import_transformers, tie_word_embeddings
-from megatron_ext.dtensor.parallelize import parallelize
+from megatron_ext.dtensor.parallelize import parallelize, with_all_dims
 from megatron_ext.dtensor.same_model import groups_of
 
 
@@ -34,13 +34,15 @@ def from_pretrained(
         ImportError: transformers or accelerate is not installed.
         ValueError: what `parallelize` refuses; or another rank could not read: that one raises its OSError.
     """
-    transformers = import_transformers()
+    transformers, mesh = import_transformers(), with_all_dims(mesh)
     from accelerate import init_empty_weights
 
     config, fault, empty = None, None, nn.Module()
     whole: dict[str, Tensor] = {}
     auto = transformers.AutoModelForCausalLM
     try:
+        if os.path.isabs(name_or_path) and not os.path.isdir(name_or_path):
+            raise FileNotFoundError(f"name_or_path is {str(name_or_path)!r}: there is no such folder on this host")
         config = transformers.AutoConfig.from_pretrained(name_or_path)
         with init_empty_weights():
             empty = auto.from_config(config).float()

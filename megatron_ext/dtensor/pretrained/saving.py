@@ -72,6 +72,7 @@ def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_
             the others say that it did.
     """
     if _RANKS not in model.__dict__:
+        Path(save_directory).mkdir(parents=True, exist_ok=True)  # transformers only logs it if there is a file
         model.save_pretrained(save_directory, max_shard_size=max_shard_size)  # type: ignore[operator]
         return
     ranks: Ranks = model.__dict__[_RANKS]

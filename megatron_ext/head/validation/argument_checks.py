@@ -148,6 +148,20 @@ def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard
     return vocab
 
 
+def check_whole(weight: Any) -> None:
+    """Raises ValueError where no group was given, several ranks run, and the weight says that it is a shard of rows.
+
+    Layers of Megatron-Core, and ours, mark their weights; elsewhere a shard looks like a small vocabulary.
+    """
+    marked = getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0
+    if marked and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"tp_group is None, {dist.get_world_size()} ranks run, and weight is marked as one rank's shard of the "
+            f"vocabulary (tensor_model_parallel, partition_dim 0): pass the group that shares it, as layer.tp_group, "
+            f"or take LmHead.of(layer); if it is whole, a group of this rank alone"
+        )
+
+
 def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
     """Whether the shard's width is that of the tensor, and a shard of one rank the whole vocabulary."""
     if ranks == 1 and vocab.counted != vocab.size:
