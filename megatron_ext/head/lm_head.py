@@ -17,12 +17,14 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.batch_invariance import bits_or_mode
+from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.engine.chunked import FromHidden, FromLogits, Rule, gather_tokens, of_each
+from megatron_ext.head.engine.chunked.sources import Rule, gather_tokens, of_each
+from megatron_ext.head.engine.chunked.ways import OfChunks, OfLogits
 from megatron_ext.head.engine.flatten import Flat
-from megatron_ext.head.engine.linear import FusedHead
+from megatron_ext.head.engine.linear import OfSoftmax
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits.linear import FixedHead
+from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
@@ -207,14 +209,14 @@ class LmHead:
         if plan.needs_logits:
             inputs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in (side, *t.head.fixed())]
             rules = [head.rule() for head in (self, *(t.head for t in teachers))]
-            return FromHidden.apply(sides[0], weight, bias, plan, rules, sizes, keep, *inputs)
+            return Read.apply(OfChunks(rules, sizes, keep), plan, sides[0], weight, bias, *inputs)
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
             weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
-        if self.bits != "fast":
-            return _apply_fixed(sides[0], weight, bias, plan, sizes, keep)
-        return FusedHead.apply(sides[0], weight, bias, plan, sizes, keep)
+        if plan.call.bits != "fast":
+            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, sides[0], weight, bias)
+        return Read.apply(OfSoftmax(sizes, keep), plan, sides[0], weight, bias)
 
     def _leading(
         self, hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool, fault: ValueError | None
@@ -317,7 +319,7 @@ class Logits:
         into_logits = self.gradient_into_logits and own_memory and not plan.needs_logits
         others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
         plan.places_T = flat.places(z.device, ranks)
-        found = FromLogits.apply(z, plan, rules, into_logits, *others)
+        found = Read.apply(OfLogits(rules, into_logits), plan, z, *others)
         return _given_back(plan, [flat.up(x) for x in found])
 
     def call(self) -> Call:
@@ -326,8 +328,8 @@ class Logits:
 
 
 @_disable_dynamo  # what holds of this processor's products is found out by running some
-def _apply_fixed(*arguments: Any) -> Sequence[Tensor]:
-    return FixedHead.apply(*arguments)
+def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
+    return Read.apply(*arguments)
 
 
 def _check_logits(facts: Any) -> None:

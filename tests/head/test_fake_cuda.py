@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from benchmarks.meter import one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head import distributions_of_hidden_states, distributions_of_logits
-from megatron_ext.head.engine.linear import FusedHead
+from megatron_ext.head.engine.linear import OfSoftmax
 from tests.devices import GPU
 from tests.head.as_on_cuda import rehearsal
 from tests.waits import NoWait
@@ -40,8 +40,8 @@ class Context:
 
 def apply(function, *args):
     """Forward, and backward with a gradient for every result that can have one."""
-    if function is FusedHead:
-        args = (*args[:-1], True)  # a backward follows
+    if isinstance(args[0], OfSoftmax):
+        args[0].keep = True  # a backward follows
     ctx = Context(args)
     results = function.forward(ctx, *args)
     each = results if isinstance(results, tuple) else (results,)

@@ -1,15 +1,73 @@
-"""What the head's autograd functions share: backward functions that can run twice on one graph and refuse a second
-derivative, and what they keep of forward, as lists of tensors that hooks may offload."""
+"""The head's autograd function, whatever makes the logits: what is saved, which gradients are asked for, what is sent
+and given back. It can be differentiated any number of times on one graph, and once.
+
+How a call's logits are passed over is a `Way`: of hidden states with exponentials kept (`linear.py`), with fixed bits
+(`fixed_bits/linear.py`) or chunk by chunk, and of logits that exist (both in `chunked/ways.py`).
+"""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
+from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
+
+
+class Passed(NamedTuple):
+    """What forward found.
+
+    Attributes:
+        stats: of all shards together; None: no read-out wanted the softmax.
+        results: of each read-out, which all ranks have.
+        saved: what its gradient wants of forward.
+        kept: tensors that the way wants in backward, beside its inputs.
+    """
+
+    stats: Statistics | None
+    results: list[list[Tensor]]
+    saved: list[list[Tensor]]
+    kept: Sequence[Tensor] = ()
+
+
+class Asked(NamedTuple):
+    """What backward is asked for.
+
+    Attributes:
+        inputs, kept, stats, saved: those of forward.
+        grads: of each read-out's first result; None: none.
+        needs: whether the gradient of each input is wanted.
+        parameter: the weight itself, where its gradient goes into `main_grad`: hooks on saved tensors (offloading,
+            recomputation) hand back another object, without its attributes.
+    """
+
+    plan: Plan
+    inputs: list[Any]
+    kept: list[Tensor]
+    stats: Any
+    saved: list[list[Tensor]]
+    grads: list[Tensor | None]
+    needs: Sequence[bool]
+    parameter: Tensor | None
+
+
+class Way:
+    """How the logits of one call are passed over. It holds what that takes beside the inputs, which are tensors."""
+
+    def forward(self, plan: Plan, *inputs: Any) -> Passed:
+        """Statistics and results."""
+        raise NotImplementedError
+
+    def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
+        """The gradients of the first inputs; the others have none."""
+        raise NotImplementedError
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,44 +88,108 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def keep_for_backward(
-    ctx: Any, plan: Plan, inputs: Sequence[Tensor | None], stats: Statistics | None, saved: list[list[Tensor]]
-) -> None:
-    """Saves the tensors of `inputs`, the statistics, and what each read-out wants of forward."""
-    ctx.set_materialize_grads(False)
-    ctx.plan, ctx.counts = plan, (len(inputs), 0 if stats is None else len(stats), [len(each) for each in saved])
-    ctx.save_for_backward(*inputs, *(stats or ()), *(x for each in saved for x in each))
+class Read(torch.autograd.Function):
+    """The results of `plan`'s read-outs, one after the other, of `inputs` as `way` takes them.
+
+    Communicates what the way does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        with _without_autocast(inputs[0]):
+            stats, results, saved, kept = way.forward(plan, *inputs)
+        ctx.set_materialize_grads(False)
+        ctx.way, ctx.plan, ctx.parameter = way, plan, inputs[1] if plan.call.fuse_main_grad else None
+        ctx.counts = len(inputs), len(kept), 0 if stats is None else len(stats), [len(each) for each in saved]
+        ctx.save_for_backward(*inputs, *kept, *(stats or ()), *(x for each in saved for x in each))
+        ctx.lengths = [len(each) for each in results]
+        plain = []  # the first result of each read-out may have a gradient
+        for readout, each in zip(plan.readouts, results, strict=True):
+            plain += each[1:] if readout.differentiable else each
+        ctx.mark_non_differentiable(*plain)
+        return tuple(x for each in results for x in each)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = iter(ctx.saved_tensors)  # asked for once: recomputation hands out each tensor once
+        inputs, kept, stats, saved = ctx.counts
+
+        def taken(count: int) -> list[Any]:
+            return [next(tensors) for _ in range(count)]
+
+        asked = Asked(
+            ctx.plan,
+            taken(inputs),
+            taken(kept),
+            Statistics(*taken(stats)) if stats else None,
+            [taken(count) for count in saved],
+            _of_first_results(ctx, grads),
+            ctx.needs_input_grad[2:],
+            ctx.parameter,
+        )
+        with _without_autocast(asked.inputs[0]):
+            found = ctx.way.backward(asked)
+        return None, None, *found, *[None] * (inputs - len(found))
 
 
-def kept_from_forward(ctx: Any) -> tuple[list[Any], Statistics | None, list[list[Tensor]]]:
-    """What `keep_for_backward` saved. Asked for once: recomputation hands out each tensor once."""
-    tensors = list(ctx.saved_tensors)
-    inputs, stats, counts = ctx.counts
-    rest = iter(tensors[inputs + stats :])
-    saved = [[next(rest) for _ in range(count)] for count in counts]
-    return tensors[:inputs], Statistics(*tensors[inputs : inputs + stats]) if stats else None, saved
+class HeadGradients:
+    """The gradients of hidden states, weight and bias, a way's first inputs, that one backward is asked for.
+
+    Attributes:
+        dx, dw, db: whether each is wanted.
+        fused: the weight's `main_grad`, where the gradient is added into it; None: `dw_VD` is to be filled.
+        dw_VD, db_V: the gradients once they are there, in any dtype.
+
+    Args:
+        sizes: with the sequence layout the number of each rank's tokens; else None.
+    """
+
+    dw_VD: Tensor | None = None
+    db_V: Tensor | None = None
+
+    def __init__(self, asked: Asked, sizes: list[int] | None):
+        self._asked, self._sizes = asked, sizes
+        self.dx, self.dw, self.db = asked.needs[:3]
+        self.fused = None if asked.parameter is None or not self.dw else main_grad.buffer_of(asked.parameter)
+        self._sum: Pending | None = None
+
+    def send(self, dx_TD: Tensor) -> None:
+        """Begins to add up every rank's dx, in its memory where it can be.
+
+        Communicates: 1 all-reduce, with the sequence layout 1 reduce-scatter; with fixed bits `sum_of_ranks`.
+        """
+        call, tokens = self._asked.plan.call, self._asked.plan.tokens
+        if call.bits != "fast":
+            self._sum = Pending(sum_of_ranks(dx_TD, self._asked.inputs[0], call.group, self._sizes))
+        elif self._sizes is not None and tokens:
+            self._sum = collectives.start_reduce_scatter(dx_TD, call.group, sizes=self._sizes)
+        else:
+            self._sum = collectives.start_all_reduce(dx_TD, call.group if tokens else None, in_place=True)
+
+    def given(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What autograd gets, each in its input's dtype."""
+        dw_VD, db_V, (_, weight_VD, bias_V, *_) = self.dw_VD, self.db_V, self._asked.inputs
+        if self.fused is not None and self._asked.parameter is not None:
+            dw_VD = main_grad.finish(self._asked.parameter, weight_VD.dtype)
+        elif dw_VD is not None:
+            dw_VD = dw_VD.to(weight_VD.dtype)
+        dx_TD = None if self._sum is None else self._sum.wait()
+        return dx_TD, dw_VD, None if db_V is None else db_V.to(bias_V.dtype)
 
 
-def give(ctx: Any, plan: Plan, results: list[list[Tensor]]) -> tuple[Tensor, ...]:
-    """The results one after the other, marked: the first of each read-out may have a gradient."""
-    flat = [x for each in results for x in each]
-    plain = [
-        x
-        for readout, each in zip(plan.readouts, results, strict=True)
-        for x in each[1 if readout.differentiable else 0 :]
-    ]
-    ctx.lengths = [len(each) for each in results]
-    ctx.mark_non_differentiable(*plain)
-    return tuple(flat)
-
-
-def first_of_each(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of the read-outs' first results, of those of all results."""
-    starts, at = [], 0
+    found, at = [], 0
     for readout, length in zip(ctx.plan.readouts, ctx.lengths, strict=True):
-        starts.append(grads[at] if readout.differentiable else None)
+        found.append(grads[at] if readout.differentiable else None)
         at += length
-    return starts
+    return found
+
+
+def _without_autocast(x: Any) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _Once(torch.autograd.Function):

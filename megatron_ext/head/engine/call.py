@@ -52,6 +52,10 @@ class Call:
         """How many columns of the logits that are made count, from the first one on."""
         return self.vocab.counted if self.chosen is None else self.chosen.shape[0]
 
+    def sums(self, counted: int) -> tuple[int, float | None, float, bool, bool, bool]:
+        """The last arguments of `row_statistics`, of logits of which `counted` columns count."""
+        return counted, self.softcap, self.temperature, self.mean, self.expected, self.hits
+
     def place(self, columns: Tensor) -> Tensor:
         """Where `columns` of this rank's shard are among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)

@@ -3,26 +3,46 @@
 `linear.py` and `linear_steps.py` call them in their own order. No autograd. Legend: see `linear.py`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.autograd import Passed
 from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pieces, product_chunks
+from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.dispatch import finish_dx, row_gradient, row_statistics
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, part_of
+from megatron_ext.head.row_passes.dispatch import combined, finish_dx, row_gradient, row_statistics
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, part_of, parts_of
 
 
-def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
-    """This rank's statistics `[K, T]`, the exponentials (or logits) it keeps, and what exponentials are relative to."""
-    tokens, columns, dtype = target_T.shape[0], weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
+class FirstPass(NamedTuple):
+    """What a rank has of a batch of tokens from its logits alone.
+
+    Attributes:
+        stats_KT: this rank's statistics, with a place more in each row for the exchange.
+        exp_TV: exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted.
+        shift_T: what they are relative to.
+    """
+
+    stats_KT: Tensor
+    exp_TV: Tensor
+    shift_T: Tensor
+
+
+def statistics_pass(
+    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
+) -> FirstPass:
+    """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `OfSoftmax`,
+    which has the exchange of statistics besides."""
+    call, tokens, columns, dtype = plan.call, plan.tokens, weight_VD.shape[0], accumulation_dtype(hidden_TD.dtype)
     w_VD = weight_VD.to(hidden_TD.dtype)
     bias_V = None if bias_V is None else bias_V.to(dtype)
     stats_KT = statistics.new_statistics(tokens, call, dtype, hidden_TD.device)
-    later = backward_bytes(weight_VD, tokens, call) if keep else weight_VD.nbytes // 4
-    cached = cached_columns(call, tokens, columns, hidden_TD, later) if keep else 0
+    later, cached = kept_columns(weight_VD, hidden_TD, plan, keep)
     exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
     in_place = cached == columns and not matmul.widens(hidden_TD, call.rounds)  # logits turn into what is kept of them
@@ -37,20 +57,8 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
                 if not in_place:
                     kept.copy_(z_TV[:, :cached])
                 kept = None
-            row_statistics(
-                z_TV,
-                part_of(target_T, rows),
-                stats_KT[:, rows],
-                kept,
-                part_of(shift_T, rows),
-                bias_V,
-                call.vocab.counted,
-                call.softcap,
-                call.temperature,
-                call.mean,
-                call.expected,
-                call.hits,
-            )
+            target_T, shift_t = part_of(plan.target_T, rows), part_of(shift_T, rows)
+            row_statistics(z_TV, target_T, stats_KT[:, rows], kept, shift_t, bias_V, *call.sums(call.vocab.counted))
             del z_TV  # before the next one is made
 
     if sizes is None or tokens == 0:
@@ -63,7 +71,13 @@ def statistics_pass(hidden_TD, weight_VD, bias_V, target_T, call, sizes, keep):
         full_TD = gathered.wait()
         for span in (slice(0, own.start), slice(own.stop, tokens)):
             run(full_TD[span], span)
-    return stats_KT, exp_TV, shift_T
+    return FirstPass(stats_KT, exp_TV, shift_T)
+
+
+def read_out(first: FirstPass, stats_RKT: Tensor, plan: Plan) -> Passed:
+    """What the statistics of all shards together give."""
+    stats = combined(stats_RKT, first.stats_KT, first.shift_T, plan.call)
+    return Passed(stats, *plan.results(stats, stats_RKT, first.stats_KT))
 
 
 def _keeps_logits(call, x_TD) -> bool:
@@ -76,20 +90,25 @@ def _keeps_logits(call, x_TD) -> bool:
     return call.softcap is not None and (not matmul.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
-def backward_bytes(weight_VD, tokens, call) -> int:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward."""
-    dw = 0 if call.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
-    return dw + 4 * tokens * weight_VD.shape[1] + 2 * weight_VD.element_size() * tokens * weight_VD.shape[1]
+def kept_columns(weight_VD: Tensor, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or some if none will follow,
+    and for how many columns exponentials are kept."""
+    if not keep:
+        return weight_VD.nbytes // 4, 0
+    tokens, size = plan.tokens, weight_VD.element_size()
+    dw = 0 if plan.call.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
+    later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
+    return later, cached_columns(plan.call, tokens, weight_VD.shape[0], hidden_TD, later)
 
 
-def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, call) -> Tensor:
+def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, grad, plan) -> Tensor:
     """A tile of the gradient matrix: from what is kept of its logits, or from logits that are computed again."""
-    tokens, block = tile
+    call, (tokens, block) = plan.call, tile
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
-    target_T = target_T - block.start
+    target_T = plan.target_T - block.start
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
     g_TV = matmul.new_matrix(x_TD, tokens.stop - tokens.start, width)
-    scale, slope, offset = grad.inside or (None, None, None)
+    inside = grad.inside or (None, None, None)
     room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):
         out_TV = g_TV[rows.start - tokens.start : rows.stop - tokens.start]
@@ -97,11 +116,7 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, call) -> Ten
         row_gradient(
             source_TV,
             kept and not _keeps_logits(call, x_TD),
-            target_T[rows],
-            grad.shift[rows],
-            None if scale is None else scale[rows],
-            None if slope is None else slope[rows],
-            None if offset is None else offset[rows],
+            *parts_of(rows, target_T, grad.shift, *inside),
             None,
             out_TV,
             bias_V,
@@ -113,7 +128,7 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, target_T, grad, call) -> Ten
     return g_TV
 
 
-def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, call, passing) -> Tensor:
+def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
     """dx of the tokens of `tile` in the weight's dtype, from their rows' product with W, in its memory if possible.
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
@@ -126,13 +141,12 @@ def finished_dx(tile, product_TD, grad, target_T, w_VD, bias_V, call, passing) -
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
-        counted_V = counted(bias_V, w_VD.shape[0], call, grad.target)
+        counted_V = counted(bias_V, w_VD.shape[0], plan.call, grad.target)
         common_D = grad.target.new_zeros(w_VD.shape[1])
         for rows in pieces(w_VD):
             common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
-    offset_T = None if grad.offset is None else part_of(grad.offset, tile)
-    scale_T, target_T, value_T = (part_of(x, tile) for x in (grad.scale, target_T, grad.target))
-    finish_dx(out_TD, product_TD, scale_T, target_T, value_T, w_VD, offset_T, common_D)
+    *first, offset_T = parts_of(tile, grad.scale, plan.target_T, grad.target, grad.offset)
+    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D)
     return out_TD
 
 

@@ -1,8 +1,7 @@
 """The fused linear head as separate steps that a pipeline schedule calls, for stages that share one vocabulary.
 
-`FusedHead` (see `linear.py`) is their simplest user: `first_pass`, the exchange and `read_out` are its forward,
-and what comes after the loss is its backward. A schedule has the products with the weight come first, before anything
-is known of the other ranks:
+They are the passes of `linear.py`. A schedule has the products with the weight come first, before anything is known of
+the other ranks:
 
     E = exp(z - m),  P = E @ W                                 `products`: no communication
     alpha = exp(m - lse), u = alpha * P + the label's terms    `result`: after one all-gather of the statistics
@@ -11,7 +10,7 @@ is known of the other ranks:
 
 Rows are scaled after the products, so the sum over ranks needs no g: that is what lets the exchange be hidden. The
 order of passes is that of "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288); the products
-and the passes over rows are the head's own. FLOPs are those of `FusedHead` at `cache=1`: 6 T D V / R.
+and the passes over rows are the head's own. FLOPs are those of `linear.py` at `cache=1`: 6 T D V / R.
 
 Legend: T tokens, D hidden size, V columns of this rank's shard, K statistics, R ranks.
 """
@@ -24,28 +23,15 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.head.engine import linear_passes, statistics
+from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, read_out, statistics_pass
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.dispatch import combined, token_gradient
+from megatron_ext.head.row_passes.dispatch import token_gradient
 from megatron_ext.head.validation.argument_checks import check_exchange, check_floating, linear_fault
-
-
-class FirstPass(NamedTuple):
-    """What a rank has of a batch of tokens from its logits alone.
-
-    Attributes:
-        stats_KT: this rank's statistics, with a place more in each row for the exchange.
-        exp_TV: exponentials (or logits) that are kept, `[T, 0]` if no gradient is wanted.
-        shift_T: what they are relative to.
-    """
-
-    stats_KT: Tensor
-    exp_TV: Tensor
-    shift_T: Tensor
 
 
 class Products(NamedTuple):
@@ -104,29 +90,6 @@ def plan_steps(readouts: Any, call: Call, hidden_TD: Tensor) -> Plan:
     return Plan(readouts, call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
 
 
-def first_pass(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
-) -> FirstPass:
-    """Logits, their statistics, and what is kept of them. Arguments, and what is communicated: see `FusedHead`."""
-    return FirstPass(
-        *linear_passes.statistics_pass(hidden_TD, weight_VD, bias_V, plan.target_T, plan.call, sizes, keep)
-    )
-
-
-def read_out(
-    first: FirstPass, stats_RKT: Tensor, plan: Plan, checked: bool = False
-) -> tuple[Statistics, list[list[Tensor]], list[list[Tensor]]]:
-    """The statistics of all shards together, what is read out of them, and what gradients want of it.
-
-    Raises:
-        ValueError: the ranks' shards do not make up the vocabulary.
-    """
-    if not checked:
-        check_exchange(stats_RKT, plan.asked, plan.call)
-    stats = combined(stats_RKT, first.stats_KT, first.shift_T, plan.call)
-    return stats, *plan.results(stats, stats_RKT, first.stats_KT)
-
-
 @torch.no_grad()
 def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, backward: bool) -> Products:
     """The first step, of hidden states `[T, D]` that every rank holds, with this rank's shard `[V/R, D]`.
@@ -143,7 +106,7 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, ba
         r.check(call.vocab.size, call.vocab, call.group)
     plan = plan_steps(readouts, call, hidden_TD)
     with torch.autocast(hidden_TD.device.type, enabled=False):
-        first = first_pass(hidden_TD, weight_VD, None, plan, sizes=None, keep=backward)
+        first = statistics_pass(hidden_TD, weight_VD, None, plan, sizes=None, keep=backward)
         product_TD = matmul.add_product(None, first.exp_TV, weight_VD) if backward else None
     return Products(hidden_TD, plan, first, product_TD)
 
@@ -163,14 +126,12 @@ def result(found: Products, stats_RKT: Tensor, weight_VD: Tensor) -> Result:
         ValueError: the ranks' shards do not make up the vocabulary.
     """
     plan = found.plan
-    stats, results, saved = read_out(found.first, stats_RKT, plan)
+    check_exchange(stats_RKT, plan.asked, plan.call)
+    stats, results, saved, _ = read_out(found.first, stats_RKT, plan)
     unit_TD = None
     if found.product_TD is not None:
         grad = _gradient(plan, stats, saved, torch.ones_like(results[0][0]))
-        rows = slice(0, plan.tokens)
-        unit_TD = linear_passes.finished_dx(
-            rows, found.product_TD, grad, plan.target_T, weight_VD, None, plan.call, passing=False
-        )
+        unit_TD = finished_dx(slice(0, plan.tokens), found.product_TD, grad, weight_VD, None, plan, passing=False)
     return Result(results, unit_TD, found._replace(product_TD=None), stats, saved)
 
 
@@ -183,20 +144,15 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
     """
     x_TD, plan, first, _ = found.products
     call = plan.call
-    assert found.stats is not None
     grad = _gradient(plan, found.stats, found.saved, grad_T)
     out_VD = main_grad.buffer_of(weight) if call.fuse_main_grad else torch.empty_like(weight)
-    counted_V = None
-    if grad.offset is not None:
-        counted_V = linear_passes.counted(None, weight.shape[0], call, grad.offset)
-    parts = (grad.scale, plan.target_T, grad.target, grad.offset, counted_V)
-    total = WeightGradient(out_VD, x_TD, *parts, accumulate=call.fuse_main_grad)
+    total = WeightGradient(out_VD, x_TD, None, grad, plan, accumulate=call.fuse_main_grad)
     total.add(slice(0, weight.shape[0]), first.exp_TV)
     total.finish()
     return main_grad.finish(weight, weight.dtype) if call.fuse_main_grad else out_VD
 
 
-def _gradient(plan: Plan, stats: Statistics, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
+def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
     """Of the first read-out alone."""
     basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
     return token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call)

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
+from megatron_ext.head.engine.linear_passes import counted
+from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import add_label_rows
 from megatron_ext.head.row_passes.logit_passes import part_of
+from megatron_ext.head.row_passes.token_terms import Gradient
 
 # Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
 # than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.
@@ -27,29 +30,18 @@ _SCALED = 1 << 25
 
 
 class WeightGradient:
-    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of rows; `finish` once all are there.
-
-    `scale_T`, `value_T`, `offset_T` (or None): fp32 (fp64 for fp64). `target_T`: the label's row, -1 where it is
-    another rank's. `counted_V`: 1 for the rows that count, else 0.
-    """
+    """Fills `out_VD` (`accumulate`: adds to it, a main_grad) block by block of rows; `finish` once all are there."""
 
     def __init__(
-        self,
-        out_VD: Tensor,
-        x_TD: Tensor,
-        scale_T: Tensor,
-        target_T: Tensor,
-        value_T: Tensor,
-        offset_T: Tensor | None,
-        counted_V: Tensor | None,
-        accumulate: bool,
+        self, out_VD: Tensor, x_TD: Tensor, bias_V: Tensor | None, grad: Gradient, plan: Plan, accumulate: bool
     ):
-        self._out_VD, self._x_TD, self._scale_T = out_VD, x_TD, scale_T
-        self._target_T, self._value_T, self._counted_V = target_T, value_T, counted_V
-        if offset_T is not None:
-            self._offset_D = scale_T.new_zeros(x_TD.shape[1])
+        self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, plan.target_T
+        self._counted_V = None
+        if grad.offset is not None:
+            self._counted_V = counted(bias_V, out_VD.shape[0], plan.call, grad.offset)
+            self._offset_D = grad.scale.new_zeros(x_TD.shape[1])
             for at in pieces(x_TD):
-                self._offset_D += (x_TD[at] * offset_T[at].unsqueeze(1)).sum(0)
+                self._offset_D += (x_TD[at] * grad.offset[at].unsqueeze(1)).sum(0)
         self._accumulate = accumulate
         self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
         step = x_TD.shape[1] if x_TD.is_cuda else max(64, _SCALED // max(x_TD.shape[0], 1))
@@ -68,7 +60,7 @@ class WeightGradient:
             for start in range(block.start, block.stop, _CPU_ROWS):
                 rows = slice(start, min(start + _CPU_ROWS, block.stop))
                 out_VD = self._out_VD[rows, part]
-                sum_VD = self._scale_T.new_empty(out_VD.shape)
+                sum_VD = self._grad.scale.new_empty(out_VD.shape)
                 tokens = x_TD.shape[0]
                 step = max(64, -(-tokens // _CPU_CHUNKS))
                 for at in range(0, tokens or 1, step):  # of no token the product is 0
@@ -101,7 +93,7 @@ class WeightGradient:
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]
         x_TD = part_of(self._x_TD, slice(0, self._x_TD.shape[0]), part.stop) if part.start == 0 else self._x_TD[:, part]
-        add_label_rows(out_VD, x_TD, row_T, self._value_T, common_D, counted_V)
+        add_label_rows(out_VD, x_TD, row_T, self._grad.target, common_D, counted_V)
 
     def _scaled(self, part: slice) -> Tensor:
         """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""
@@ -110,7 +102,7 @@ class WeightGradient:
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            torch.mul(part_of(x_TD, rows), part_of(self._scale_T, rows).unsqueeze(1), out=part_of(out_TD, rows))
+            torch.mul(part_of(x_TD, rows), part_of(self._grad.scale, rows).unsqueeze(1), out=part_of(out_TD, rows))
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD

@@ -17,7 +17,7 @@ from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.products import TOKENS
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes import dispatch, label_terms
-from megatron_ext.head.row_passes.logit_passes import transformed
+from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
 
 
 class Gradient:
@@ -55,8 +55,6 @@ class Gradient:
     def _write(self, z_tV: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
         """G of logits, which may be in its own memory."""
         source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
-        inside: Any = grad.inside or (None, None, None)
-        scale, slope, offset = (None if x is None else x[rows] for x in inside)
         bias_V = source.biases[at]
         bias_V = None if bias_V is None else bias_V[block]
         width = block.stop - block.start
@@ -67,10 +65,7 @@ class Gradient:
             source_tV,
             False,
             self._columns[at][rows] - block.start,
-            grad.shift[rows],
-            scale,
-            slope,
-            offset,
+            *parts_of(rows, grad.shift, *(grad.inside or (None, None, None))),
             None,
             out_tV,
             None if capped else bias_V,
@@ -118,16 +113,6 @@ class Gradient:
             found[:held] = fused[:held]
         return found
 
-    def into(self, fused: Tensor, total_VD: Tensor) -> None:
-        """Leaves the gradient in the buffer that `total` was given."""
-        if total_VD is fused:
-            return
-        held = min(len(fused), len(total_VD))
-        if fused.dtype == total_VD.dtype and not self._source.on_gpu:
-            fused[:held] = total_VD[:held]
-        else:
-            fused[:held] += total_VD[:held]
-
     def add_dw(self, total_VD: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor, adds: bool) -> None:
         """Add `G.T @ (scale * x)`. `adds`: there is something in `total` already, on CUDA."""
         place = (rows.start, at)
@@ -162,11 +147,19 @@ class Gradient:
         side = dispatch if self._source.on_gpu else label_terms
         side.add_label_rows(total_VD, x_TD, self._plan.target_T, value_T, common_D, counted_V, True)
 
-    def of_shard(self, total: Tensor, weight: Tensor) -> Tensor:
-        """The rows of `weight`, in its dtype; 0 for those that no leaf has."""
-        if len(total) >= len(weight):
-            return total[: len(weight)].to(weight.dtype)
-        return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - len(total))).to(weight.dtype)
+    def of_shard(self, total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:
+        """What `total` has of the rows of `weight`, in its dtype; 0 for those that no leaf has. Of a `fused` buffer
+        that `total` was given it is left there."""
+        held = min(len(total), len(weight))
+        if fused is None and held == len(weight):
+            return total[:held].to(weight.dtype)
+        if fused is None:
+            return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - held)).to(weight.dtype)
+        if total is not fused and fused.dtype == total.dtype and not self._source.on_gpu:
+            fused[:held] = total[:held]
+        elif total is not fused:
+            fused[:held] += total[:held]
+        return fused
 
     def _rows_of(self, at: int, block: slice) -> slice:
         start = at * self._source.leaves[at].width

@@ -16,75 +16,85 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
-from megatron_ext.head.engine import chunk_sizes, linear_passes, statistics
-from megatron_ext.head.engine.autograd import (
-    differentiable_once,
-    first_of_each,
-    give,
-    keep_for_backward,
-    kept_from_forward,
-)
+from megatron_ext.head.engine import statistics
+from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
+from megatron_ext.head.engine.linear_passes import kept_columns
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits import engine_order, products
 from megatron_ext.head.fixed_bits.gradient import Gradient
-from megatron_ext.head.fixed_bits.leaves import TreeSum, sum_of_ranks
+from megatron_ext.head.fixed_bits.leaves import TreeSum
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import row_statistics
 
 
-class FixedHead(torch.autograd.Function):
-    """The results of `plan`'s read-outs of hidden states `[T, D]`, one after the other; arguments as for `FusedHead`.
+class OfSoftmaxFixed(Way):
+    """Hidden states `[T, D]`, weight and bias; arguments as for `OfSoftmax`.
 
     Communicates, at several ranks: forward one all-gather of statistics; backward `sum_of_ranks` of dx in fp32. With
     the sequence layout each also gathers the hidden states.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        plan: Plan,
-        sizes: list[int] | None,
-        keep: bool,
-    ):
-        with torch.autocast(hidden_TD.device.type, enabled=False):
-            call, tokens, columns = plan.call, plan.tokens, weight_VD.shape[0]
-            later = linear_passes.backward_bytes(weight_VD, tokens, call) if keep else weight_VD.nbytes // 4
-            cached = chunk_sizes.cached_columns(call, tokens, columns, hidden_TD, later) if keep else 0
-            source = Source(_gathered(hidden_TD, plan, sizes), weight_VD, bias_V, call)
-            kept = source.new_kept(cached / max(columns, 1))
-            stats_LKT, shift_LT = _statistics(source, plan, kept, later)
-            own_KT = _of_this_rank(stats_LKT, plan)
-            stats_RKT = plan.exchange(own_KT)
-            stats = statistics.combine(stats_RKT, stats_LKT.amax(0), call, shift_LT[0])
-            if engine_order.applies(call, source.x_TD):
-                stats = engine_order.rounded(stats, stats_RKT)
-            results, saved = plan.results(stats, stats_RKT, own_KT)
-        ctx.sizes = sizes
-        # Hooks on saved tensors (offloading, recomputation) hand back another object, without its attributes.
-        ctx.parameter = weight_VD if call.fuse_main_grad else None
-        keep_for_backward(ctx, plan, (hidden_TD, weight_VD, bias_V, shift_LT, *kept), stats, saved)
-        return give(ctx, plan, results)
+    def __init__(self, sizes: list[int] | None, keep: bool):
+        self.sizes, self.keep = sizes, keep
 
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor | None):
-        inputs, stats, saved = kept_from_forward(ctx)
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            assert stats is not None
-            basis = ctx.plan.basis(stats, saved, first_of_each(ctx, grads))
-            found = _backward(ctx, inputs, stats, basis)
-        return *found, None, None, None
+    def forward(self, plan: Plan, *inputs: Any) -> Passed:
+        (hidden_TD, weight_VD, _), call = inputs, plan.call
+        later, cached = kept_columns(weight_VD, hidden_TD, plan, self.keep)
+        source = self._source(inputs, plan)
+        kept = source.new_kept(cached / max(weight_VD.shape[0], 1))
+        stats_LKT, shift_LT = _statistics(source, plan, kept, later)
+        own_KT = _of_this_rank(stats_LKT, plan)
+        stats_RKT = plan.exchange(own_KT)
+        stats = statistics.combine(stats_RKT, stats_LKT.amax(0), call, shift_LT[0])
+        if engine_order.applies(call, source.x_TD):
+            stats = engine_order.rounded(stats, stats_RKT)
+        return Passed(stats, *plan.results(stats, stats_RKT, own_KT), (shift_LT, *kept))
 
+    def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
+        plan, (_, weight_VD, bias_V), (shift_LT, *kept) = asked.plan, asked.inputs, asked.kept
+        source, out = self._source(asked.inputs, plan), HeadGradients(asked, self.sizes)
+        basis = plan.basis(asked.stats, asked.saved, asked.grads)
+        gradient = Gradient(source, plan, kept, asked.stats, shift_LT, basis)
+        total_VD: Any = gradient.total(weight_VD, out.fused) if out.dw else None
+        total_V: Any = gradient.total(bias_V) if out.db else None
+        sum_TD: Any = None
+        tiles = source.tiles(kept)
+        for rows, blocks in tiles:
+            tree = TreeSum()
+            for at in range(len(source.leaves)):
+                product_tD = None
+                for block in blocks[at]:
+                    g_tV = gradient.matrix(rows, at, block)
+                    if out.dx:
+                        product_tD = products.product(g_tV, source.weights[at][block], product_tD)
+                    if out.dw:
+                        gradient.add_dw(total_VD, rows, at, block, g_tV, total_VD is out.fused)
+                    if out.db:
+                        gradient.add_db(total_V, rows, at, block, g_tV)
+                    del g_tV  # before the next one is made
+                if product_tD is not None:
+                    tree.add(gradient.dx(rows, at, product_tD))
+            if out.dx and len(tiles) == 1:
+                sum_TD = tree.total()
+            elif out.dx:
+                sum_TD = shift_LT.new_empty(plan.tokens, weight_VD.shape[1]) if sum_TD is None else sum_TD
+                sum_TD[rows] = tree.total()
+        if out.dx:
+            out.send(shift_LT.new_empty(0, weight_VD.shape[1]) if sum_TD is None else sum_TD)
+        if out.dw:
+            gradient.add_labels(total_VD, source.x_TD)
+            out.dw_VD = gradient.of_shard(total_VD, weight_VD, out.fused)
+        if out.db:
+            gradient.add_labels(total_V.unsqueeze(1), total_V.new_ones(plan.tokens, 1))
+            out.db_V = gradient.of_shard(total_V, bias_V)
+        return out.given()
 
-def _gathered(hidden_TD: Tensor, plan: Plan, sizes: list[int] | None) -> Tensor:
-    if sizes is None or plan.tokens == 0:
-        return hidden_TD
-    return collectives.all_gather(hidden_TD, plan.call.group, sizes=sizes)
+    def _source(self, inputs: Any, plan: Plan) -> Source:
+        x_TD, weight_VD, bias_V = inputs
+        if self.sizes is not None and plan.tokens:
+            x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
+        return Source(x_TD, weight_VD, bias_V, plan.call)
 
 
 def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tuple[Tensor, Tensor]:
@@ -99,25 +109,14 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
         for at, leaf in enumerate(source.leaves):
             z_tV, exp_tV = _logits(source, rows, at, kept[at])
             target_t = leaf.columns(plan.target_T[rows])
-            row_statistics(
-                z_tV,
-                target_t,
-                found[at][:, rows],
-                exp_tV,
-                shift_LT[at, rows],
-                source.biases[at],
-                leaf.vocab.counted,
-                call.softcap,
-                call.temperature,
-                call.mean,
-                call.expected,
-                call.hits,
-            )
+            own_Kt, bias_V = found[at][:, rows], source.biases[at]
+            sums = call.sums(leaf.vocab.counted)
+            row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_LT[at, rows], bias_V, *sums)
             if engine_order.applies(call, source.x_TD):
-                engine_order.write_sums(z_tV, found[at][:, rows], source.biases[at], leaf.vocab.counted, call)
+                engine_order.write_sums(z_tV, own_Kt, bias_V, leaf.vocab.counted, call)
             if call.softcap is not None and not source.on_gpu:
-                slope_t = _slope_at(target_t, z_tV, source.biases[at], call.softcap, source.dtype)
-                found[at][statistics.own_rows(call) - 1, rows] = slope_t
+                slope_t = _slope_at(target_t, z_tV, bias_V, call.softcap, source.dtype)
+                own_Kt[statistics.own_rows(call) - 1] = slope_t
             del z_tV, exp_tV  # before the next ones are made
     return torch.stack(found), shift_LT
 
@@ -145,54 +144,6 @@ def _of_this_rank(stats_LKT: Tensor, plan: Plan) -> Tensor:
     found_KT = statistics.joined(stats_LKT[..., :-1], call)
     own_KT[: len(found_KT), :-1] = found_KT
     return own_KT
-
-
-def _backward(
-    ctx: Any, inputs: list[Any], stats: Any, basis: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    plan, sizes, call = ctx.plan, ctx.sizes, ctx.plan.call
-    hidden_TD, weight_VD, bias_V, shift_LT, *kept = inputs
-    need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-    source = Source(_gathered(hidden_TD, plan, sizes), weight_VD, bias_V, call)
-    gradient = Gradient(source, plan, kept, stats, shift_LT, basis)
-
-    fused = main_grad.buffer_of(ctx.parameter) if need_dw and call.fuse_main_grad else None
-    total_VD: Any = gradient.total(weight_VD, fused) if need_dw else None
-    total_V: Any = gradient.total(bias_V) if need_db else None
-    sum_TD: Any = None
-    tiles = source.tiles(kept)
-    for rows, blocks in tiles:
-        tree = TreeSum()
-        for at in range(len(source.leaves)):
-            product_tD = None
-            for block in blocks[at]:
-                g_tV = gradient.matrix(rows, at, block)
-                if need_dx:
-                    product_tD = products.product(g_tV, source.weights[at][block], product_tD)
-                if need_dw:
-                    gradient.add_dw(total_VD, rows, at, block, g_tV, total_VD is fused)
-                if need_db:
-                    gradient.add_db(total_V, rows, at, block, g_tV)
-                del g_tV  # before the next one is made
-            if product_tD is not None:
-                tree.add(gradient.dx(rows, at, product_tD))
-        if need_dx and len(tiles) == 1:
-            sum_TD = tree.total()
-        elif need_dx:
-            sum_TD = shift_LT.new_empty(plan.tokens, hidden_TD.shape[1]) if sum_TD is None else sum_TD
-            sum_TD[rows] = tree.total()
-    if need_dx and sum_TD is None:
-        sum_TD = shift_LT.new_empty(0, hidden_TD.shape[1])
-    dx_TD = sum_of_ranks(sum_TD, hidden_TD, call.group, sizes) if need_dx else None
-    if need_dw:
-        gradient.add_labels(total_VD, source.x_TD)
-    if need_db:
-        gradient.add_labels(total_V.unsqueeze(1), total_V.new_ones(plan.tokens, 1))
-        total_V = gradient.of_shard(total_V, bias_V)
-    if fused is None:
-        return dx_TD, None if total_VD is None else gradient.of_shard(total_VD, weight_VD), total_V
-    gradient.into(fused, total_VD)
-    return dx_TD, main_grad.finish(ctx.parameter, weight_VD.dtype), total_V
 
 
 def _slope_at(column_t: Tensor, z_tV: Tensor, bias_V: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:

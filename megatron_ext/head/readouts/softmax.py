@@ -43,9 +43,7 @@ class DenseSoftmax(torch.autograd.Function):
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)
-        row_statistics(
-            z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, counted, None, temperature, False, False, False
-        )
+        row_statistics(z_TV, nowhere_T, stats_KT[:, :-1], None, None, None, *call.sums(counted))
         statistics.sign(stats_KT, call, lambda: f"logarithm {logarithm}", [], places_T)
         stats_RKT = statistics.exchange(stats_KT, call, places_T)
         argument_checks.check_exchange(stats_RKT, nowhere_T, call)

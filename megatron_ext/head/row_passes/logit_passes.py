@@ -231,6 +231,11 @@ def part_of(x: Tensor, rows: slice, columns: int | None = None) -> Tensor:
     return x if columns is None or columns >= x.shape[1] else x[:, :columns]
 
 
+def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
+    """`part_of` of each that there is."""
+    return [None if x is None else part_of(x, rows) for x in given]
+
+
 def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
     """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
     fp32 temporarily."""

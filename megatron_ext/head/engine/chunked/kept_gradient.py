@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.engine.chunked.sources import Product
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
@@ -28,22 +29,19 @@ class Kept:
     A row that is not finite is kept as 0, so that it does no harm where its factor is 0, and `bad`.
     """
 
-    def __init__(self, plan: Plan, source: Any, tokens: int):
-        self._plan, self._source = plan, source
-        self.unit_TV = matmul.new_matrix(source.x_TD, tokens, source.w_VD.shape[0])
-        self.bad_T = torch.zeros(tokens, dtype=torch.bool, device=source.x_TD.device)
-        source.memory_TV = self.unit_TV
+    def __init__(self, plan: Plan, source: Product, unit_TV: Tensor, bad_T: Tensor):
+        self._plan, self._source, self.unit_TV, self.bad_T = plan, source, unit_TV, bad_T
+        self.tokens = unit_TV.shape[0]
 
     def chunks(self) -> list[slice]:
         """Of all tokens: none is of kept ones and others."""
-        kept, (x_TD, w_VD) = self.unit_TV.shape[0], (self._source.x_TD, self._source.w_VD)
-        parts = slice(0, kept), slice(kept, self._plan.tokens)
-        options = self._plan.call.chunk_tokens, w_VD.shape[0], x_TD, 0
+        parts = slice(0, self.tokens), slice(self.tokens, self._plan.tokens)
+        options = self._plan.call.chunk_tokens, self._source.w_VD.shape[0], self._source.x_TD, 0
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
-    def write(self, rows: slice, readout: Any, raw_tV: Tensor, logits: list[Tensor], stats_Kt: Tensor) -> None:
+    def write(self, rows: slice, readout: Any, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:
         """U of a chunk that `readout` has scanned, in the memory of its logits; `raw_tV`: before bias and softcap."""
-        if rows.stop > self.unit_TV.shape[0]:
+        if rows.stop > self.tokens:
             return
         out_tV, tokens = logits[0], rows.stop - rows.start
         (value_t, *_), saved = readout.results(None, stats_Kt.unsqueeze(0), stats_Kt)
@@ -59,8 +57,23 @@ class Kept:
         if rule.changes or matmul.widens(self._source.x_TD, rule.rounds):
             self.unit_TV[rows] = out_tV
 
+    def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, ...]) -> None:
+        """Write dx of the kept tokens, and add what they give to dW and db: `out`, each None where it is not wanted."""
+        kept, (dx_TD, total_VD, total_V), x_TD = self.tokens, out, self._source.x_TD
+        g_T = x_TD.new_zeros(kept) if grad_T is None else grad_T[:kept]
+        g_T = g_T.to(accumulation_dtype(x_TD.dtype))
+        g_T1 = g_T.masked_fill(self.bad_T & (g_T != 0), torch.nan).unsqueeze(1)
+        if dx_TD is not None:
+            dx_TD[:kept] = matmul.add_product(None, self.unit_TV, self._source.w_VD).mul_(g_T1)
+        if total_VD is not None:
+            # Hidden states of tokens that do not count may be NaN.
+            scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
+            main_grad.add_product(total_VD, self.unit_TV, scaled_TD)
+        if total_V is not None:
+            total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 
-def of(plan: Plan, source: Any) -> Kept | None:
+
+def of(plan: Plan, source: Product) -> Kept | None:
     """Where to keep the gradients of a call whose logits `source` makes; None: nothing is kept of it."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
     if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.bits != "fast":
@@ -68,21 +81,7 @@ def of(plan: Plan, source: Any) -> Kept | None:
     if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
         return None
     tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
-    return Kept(plan, source, tokens) if tokens else None
-
-
-def add_products(
-    unit_TV: Tensor, bad_T: Tensor, grad_T: Tensor, x_TD: Tensor, w_VD: Tensor, out: tuple[Tensor | None, ...]
-) -> None:
-    """Write dx of the kept tokens, and add what they give to dW and db: `out`, each None where it is not wanted."""
-    kept, (dx_TD, total_VD, total_V) = unit_TV.shape[0], out
-    g_T1 = grad_T[:kept].to(accumulation_dtype(x_TD.dtype))
-    g_T1 = g_T1.masked_fill(bad_T & (g_T1 != 0), torch.nan).unsqueeze(1)
-    if dx_TD is not None:
-        dx_TD[:kept] = matmul.add_product(None, unit_TV, w_VD).mul_(g_T1)
-    if total_VD is not None:
-        # Hidden states of tokens that do not count may be NaN.
-        scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
-        main_grad.add_product(total_VD, unit_TV, scaled_TD)
-    if total_V is not None:
-        total_V += cpu_products.mm(unit_TV.t(), g_T1.to(unit_TV.dtype)).squeeze(1)
+    if not tokens:
+        return None
+    source.memory_TV = matmul.new_matrix(x_TD, tokens, w_VD.shape[0])
+    return Kept(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))

@@ -1,0 +1,151 @@
+"""The gradient of logits, chunk by chunk: that through the softmax, at chosen columns and places, and what read-outs
+pull from a chunk of logits.
+
+Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine import logit_gradient
+from megatron_ext.head.engine.autograd import Asked
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
+from megatron_ext.head.row_passes.dispatch import row_gradient
+from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
+from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+
+
+def logits_of_chunk(plan: Plan, made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
+    """The logits of each source as read-outs take them, which are those that bias, scale and softcap leave if any wants
+    logits; and with `keep_raw` the first ones before that."""
+    raw_tV, bends = made[0](rows), plan.needs_logits
+    first_tV = made[0].rule.applied(raw_tV) if bends else raw_tV
+    raw_tV = raw_tV if keep_raw else None  # before the teachers' are made
+    return raw_tV, [first_tV, *(each.rule.applied(each(rows)) if bends else each(rows) for each in made[1:])]
+
+
+def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
+    """The first logits, and those of the teacher of read-out `at`, where it has one."""
+    teacher = plan.teachers[at]
+    return logits[:1] if teacher is None else [logits[0], logits[teacher]]
+
+
+class _Softmax(NamedTuple):
+    """The gradient through the softmax: what `row_gradient` takes, and its scale and slope in fp64."""
+
+    passed: logit_gradient.PassCoefficients
+    value: Tensor  # at the label
+    scale: Tensor
+    slope: Tensor | None
+
+
+class ChunkGradient:
+    """The gradient of logits, chunk by chunk: all read-outs' added in it. `made`: where logits come from."""
+
+    def __init__(self, asked: Asked, made: Sequence[Any]):
+        plan, stats, saved, grads = asked.plan, asked.stats, asked.saved, asked.grads
+        self.plan, self.made, self.stats = plan, made, stats
+        self.given = [
+            (at, readout, each, grad)
+            for at, (readout, each, grad) in enumerate(zip(plan.readouts, saved, grads, strict=True))
+            if grad is not None
+        ]
+        self.softmax: Any = None
+        if stats is not None:
+            basis = plan.basis(stats, saved, grads)
+            if any(grad_T is not None for grad_T in basis):
+                coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
+                passed = logit_gradient.pass_coefficients(stats, coef)
+                value = (coef.target if coef.d is None else coef.target + coef.d) * logit_gradient.target_bend(stats)
+                scale, slope = coef.alpha * coef.a, None
+                if coef.c is not None:
+                    slope = coef.alpha * coef.c
+                    scale = scale + slope * logit_gradient.below_expected(stats, coef.alpha)
+                self.softmax = _Softmax(passed, value.to(stats.shift.dtype), scale, slope)
+
+    def write(self, rows: slice, out_tV: Tensor) -> None:
+        """Write that of the tokens `rows`."""
+        plan, call = self.plan, self.plan.call
+        if call.counted == 0:
+            out_tV.zero_()
+            return
+        pulling = [each for each in self.given if each[1].reads_logits(each[2], rows)]
+        columns = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
+        found = [each for each in columns if each is not None]
+        places = [readout.at_places(saved, rows, grad) for _, readout, saved, grad in self.given]
+        bent = plan.needs_logits and self.made[0].rule.changes
+        logits = raw_tV = None
+        if self.softmax is not None or pulling or bent:
+            raw_tV, logits = logits_of_chunk(plan, self.made, rows, keep_raw=bent)
+        nothing = True
+        if self.softmax is not None and logits is not None:
+            self._write_softmax(logits[0], rows, out_tV)
+            nothing = False
+        if found:
+            if nothing:
+                out_tV.zero_()
+            self._add_at_columns(found, None if logits is None else logits[0], rows, out_tV)
+            nothing = False
+        for at, readout, saved, grad in pulling:
+            assert logits is not None
+            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, nothing)
+            if nothing:
+                out_tV[:, call.counted :] = 0
+            nothing = False
+        if nothing:
+            out_tV.zero_()
+        for each in places:
+            if each is not None:
+                self._add_at_places(each, out_tV)
+        if raw_tV is not None:
+            self.made[0].rule.pull(raw_tV, out_tV)
+
+    def _write_softmax(self, z_tV: Tensor, rows: slice, out_tV: Tensor) -> None:
+        plan, call = self.plan, self.plan.call
+        given = (plan.target_T, self.stats.shift, *self.softmax.passed, self.softmax.value)
+        bends = call.counted, call.softcap, call.temperature
+        row_gradient(z_tV, False, *parts_of(rows, *given), out_tV, None, *bends)
+
+    def _add_at_places(self, each: AtPlaces, out_tV: Tensor) -> None:
+        """In fp64, rounded once beside what is there."""
+        at = each.token_n, self.plan.call.place(each.column_n)
+        value_n = out_tV[at].double() + each.grad_n / self.plan.call.temperature
+        out_tV.index_put_(at, value_n.to(out_tV.dtype))
+
+    def _add_at_columns(self, found: Sequence[AtColumns], z_tV: Any, rows: slice, out_tV: Tensor) -> None:
+        """At the ids in fp64, rounded once: there the terms cancel where the model is sure of one."""
+        call = self.plan.call
+        ids_tK = torch.cat([each.ids_tK for each in found], 1) if len(found) > 1 else found[0].ids_tK
+        grad_tK = torch.cat([each.grad_tK for each in found], 1) if len(found) > 1 else found[0].grad_tK
+        softmax = self.softmax is not None and z_tV is not None
+        for part in blocks(ids_tK, 0.25):
+            ids_uK, out_uV = ids_tK[part], out_tV[part]
+            own_uK = call.vocab.owns(ids_uK)
+            # Column 0 is written too: nothing is added to it.
+            at_uK = call.place(ids_uK - call.vocab.start).where(own_uK, 0)
+            value_uK = sums_of_equals((grad_tK[part].double() / call.temperature).where(own_uK, 0.0), at_uK)
+            if softmax:
+                of_all = slice(rows.start + part.start, rows.start + part.stop)
+                value_uK = value_uK + self._softmax_at(z_tV[part], at_uK, of_all)
+            # Not by `scatter_`: on CPU it makes 16-bit matrices fp32 temporarily.
+            row_u1 = torch.arange(out_uV.shape[0], device=out_uV.device).unsqueeze(1)
+            out_uV.index_put_((row_u1, at_uK), value_uK.to(out_uV.dtype))
+
+    def _softmax_at(self, z_tV: Tensor, at_tK: Tensor, rows: slice) -> Tensor:
+        """The gradient through the softmax at a few columns, fp64."""
+        shift_t = self.stats.shift[rows]
+        u_tK = transformed(z_tV.gather(1, at_tK), None, None, self.plan.call.temperature, shift_t.dtype).double()
+        u_tK = u_tK - shift_t.unsqueeze(1)
+        factor_tK = self.softmax.scale[rows].unsqueeze(1)
+        if self.softmax.slope is not None:
+            factor_tK = factor_tK + self.softmax.slope[rows].unsqueeze(1) * u_tK.clamp(min=-1e4)
+        found_tK = u_tK.exp() * factor_tK
+        if self.softmax.passed.offset is not None:
+            found_tK = found_tK + self.softmax.passed.offset[rows].unsqueeze(1) * (u_tK > -torch.inf)
+        is_label_tK = at_tK == self.plan.target_T[rows].unsqueeze(1)
+        return self.softmax.value[rows].double().unsqueeze(1).where(is_label_tK, found_tK)

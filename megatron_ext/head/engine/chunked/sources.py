@@ -1,0 +1,164 @@
+"""Where a chunk's logits come from: they exist, or a product makes them; and what turns those into the ones read.
+
+Legend: T tokens, t of a chunk, D hidden size, V columns of this rank's vocabulary shard.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group
+from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.flatten import rows_of
+from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
+
+
+class Rule(NamedTuple):
+    """What turns a product's logits into those that are read: a bias `[V]` of this rank's columns, scale, softcap."""
+
+    bias_V: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    rounds: bool = False  # whether the product is rounded to the operands' 16 bits
+    fixed: bool = False  # whether logits have the same bits whatever other tokens there are
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything."""
+        return self.bias_V is not None or self.softcap is not None or self.scale != 1.0
+
+    def applied(self, z_tV: Tensor) -> Tensor:
+        """`softcap * tanh(scale * (z + bias) / softcap)`, in the dtype of the passes; `z` itself if nothing changes."""
+        if not self.changes:
+            return z_tV
+        return transformed(z_tV, self.bias_V, self._own_cap, 1.0 / self.scale, accumulation_dtype(z_tV.dtype))
+
+    def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
+        """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
+        if self._own_cap is not None:
+            slope = products.softcap_slope if self.fixed else bend
+            out_tV.mul_(slope(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
+        if self.scale != 1.0:
+            out_tV.mul_(self.scale)
+
+    @property
+    def _own_cap(self) -> float | None:
+        """Of the logits before they are multiplied."""
+        return None if self.softcap is None else self.softcap / self.scale
+
+
+class Given:
+    """Logits that exist."""
+
+    def __init__(self, z: Tensor, rule: Rule):
+        self.z, self.rule = z, rule
+
+    def __call__(self, rows: slice) -> Tensor:
+        return rows_of(self.z, rows)
+
+
+class Product:
+    """Logits that the product of hidden states and weight makes, in forward and in backward by the same matmul.
+
+    `repeats`: how many tokens in a row each row of hidden states is of. `memory_TV`: of the first tokens' logits.
+    """
+
+    memory_TV: Tensor | None = None
+
+    def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule, repeats: int = 1):
+        self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
+        if rule.fixed:
+            self.x_TD, self.w_VD = products.aligned(x_TD), products.aligned(w_VD)
+
+    def __call__(self, rows: slice) -> Tensor:
+        if self.repeats == 1:
+            return self._made(rows)
+        first = rows.start // self.repeats
+        z_tV = self._made(slice(first, -(-rows.stop // self.repeats))).repeat_interleave(self.repeats, 0)
+        return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
+
+    def _made(self, rows: slice) -> Tensor:
+        if not self.rule.fixed:
+            kept_TV = self.memory_TV
+            out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
+            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
+        z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
+        products.logits(self.x_TD[rows], self.w_VD, z_tV)
+        return z_tV
+
+    # What backward takes of it, with the same bits for any other tokens where the rule says so.
+
+    def room(self, rows: slice) -> Tensor:
+        """Memory for the gradient of these rows' logits."""
+        new = products.new_rows if self.rule.fixed else matmul.new_matrix
+        return new(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
+
+    def times_weight(self, dz_tV: Tensor) -> Tensor:
+        """dx in the dtype of the passes."""
+        return products.product(dz_tV, self.w_VD) if self.rule.fixed else matmul.add_product(None, dz_tV, self.w_VD)
+
+    def add_times_hidden(self, total_VD: Tensor, dz_tV: Tensor, rows: slice) -> None:
+        """Add what these rows give to dW."""
+        add = products.add_transposed if self.rule.fixed else main_grad.add_product
+        add(total_VD, dz_tV, self.x_TD[rows])
+
+    def add_sums(self, total_V: Tensor, dz_tV: Tensor) -> None:
+        """Add what they give to db."""
+        for part_tV in dz_tV.split(products.TOKENS) if self.rule.fixed else (dz_tV,):
+            total_V += part_tV.sum(0, dtype=total_V.dtype)
+
+
+def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
+    """The student's, and the teachers'."""
+    return [Given(z, rule) for z, rule in zip(logits, rules, strict=True)]
+
+
+def of_hidden(
+    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
+) -> list[Product]:
+    """The same with all tokens' hidden states; `inputs`: those, weight and bias of each. Communicates: with `sizes`
+    1 all-gather."""
+    hidden, weights, biases = [*inputs[::3]], [*inputs[1::3]], [*inputs[2::3]]
+    if call.chosen is not None:
+        weights[0] = weights[0].index_select(0, call.chosen)
+        biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)
+    if sizes and any(sizes):
+        hidden = gather_tokens(hidden, call.group, sizes)
+    found = []
+    for x_TD, w_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
+        wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
+        repeats = max(len(hidden[0]) // max(len(x_TD), 1), 1)
+        whole = Rule(wide_V, *rule, call.bits != "fast")
+        found.append(Product(x_TD, w_VD.to(x_TD.dtype), whole, repeats))
+    return found
+
+
+def of_each(x_TD: Tensor, tokens: int) -> Tensor:
+    """A row for each of `tokens`, of rows that are of several in a row."""
+    return x_TD if len(x_TD) == tokens else x_TD.repeat_interleave(tokens // len(x_TD), 0)
+
+
+def gather_tokens(hidden: list[Tensor], group: Group, sizes: list[int]) -> list[Tensor]:
+    """All ranks' tokens of each `[t, D]`, whose D and dtypes may differ, and some of which may have a row for several
+    tokens. Communicates: 1 all-gather."""
+    if len(hidden) == 1:
+        return [collectives.all_gather(hidden[0], group, sizes=sizes)]
+    dtypes = [x.dtype for x in hidden]
+    alike = all(dtype == dtypes[0] for dtype in dtypes)
+    fewest = min(len(x) for x in hidden)
+    together = len(hidden[0]) // max(fewest, 1)  # tokens of which one row is sent
+    sides = hidden if alike else [x.contiguous().view(torch.uint8) for x in hidden]
+    if together > 1:
+        sides, sizes = [x.reshape(fewest, -1) for x in sides], [size // together for size in sizes]
+    whole = collectives.all_gather(torch.cat(sides, 1), group, sizes=sizes)
+    found = [
+        x if alike else x.contiguous().view(dtype)
+        for x, dtype in zip(whole.split([x.shape[1] for x in sides], 1), dtypes, strict=True)
+    ]
+    return [x.reshape(-1, own.shape[1]) for x, own in zip(found, hidden, strict=True)]
