@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.distributed import VocabShard
 from megatron_ext.head import (
+    batch_invariant_mode,
     linear_cross_entropy,
     linear_log_probs,
     token_entropy,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VocabShard",
+    "batch_invariant_mode",
     "linear_cross_entropy",
     "linear_log_probs",
     "restore_tensor_parallel",

@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "--skip-ignored", type=_bound, metavar="N", help="masked tokens make no product; any, or N: no more count"
     )
     parser.add_argument("--bits", choices=["fast", "batch", "tensor_parallel"], help="which bits of the head are equal")
+    parser.add_argument("--logit-dtype", type=_dtype, metavar="X", help="bfloat16 or float16: logits are rounded to it")
     parser.add_argument("--check", action="store_true", help="build the models, say what would be fused, train nothing")
     parser.add_argument("--pipeline-vocab", action="store_true", help="pipeline stages share embedding and lm head")
     parser.add_argument("--tensor-parallel", action="store_true", help="megatron.core.tensor_parallel is ours")
@@ -97,14 +98,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Those of the fused head that were given."""
-    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored", "bits")
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
+    names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored")
+    return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
 
 
 def _tokens(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a positive number of tokens")
     return int(text)
+
+
+def _dtype(text: str) -> Any:
+    import torch
+
+    allowed = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    if text not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {', '.join(allowed)}")
+    return allowed[text]
 
 
 def _bound(text: str) -> int | bool:

@@ -151,6 +151,7 @@ BY_KEYWORDS = [
     "head/*.py *log_probs",
     "head/*.py vocab_parallel_cross_entropy",
     "dtensor/causal_lm.py causal_lm_*",
+    "dtensor/output/fused_loss.py use_fused_loss",
     "sequence/attention.py attend",
     "policy/ray_policy.py __init__",
 ]

@@ -18,6 +18,7 @@ from megatron_ext.dtensor.decoder import embedding, import_transformers, text_mo
 from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD
 from megatron_ext.dtensor.sequence_arguments import SequenceArguments, SequenceLayout
+from megatron_ext.head.batch_invariance import attention_kernels
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.sequence.attention import Window, attend
 
@@ -87,20 +88,21 @@ def attention(
     q, k, v = (x.to(value.dtype).permute(2, 0, 1, 3) for x in (query, key, value))
     if packing is not None and batch > 1:
         q, k, v = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
-    out = attend(
-        q,
-        k,
-        v,
-        Window(left=None if sliding_window is None else sliding_window - 1, right=0),
-        mask=None if hidden is None else hidden[:, None, None],
-        q_packing=packing,
-        kv_packing=packing,
-        cp_group=sequence_layout.cp_group,
-        scale=scaling,
-        dropout=dropout,
-        softcap=softcap,
-        sinks=s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux,
-    )
+    with attention_kernels(q):
+        out = attend(
+            q,
+            k,
+            v,
+            Window(left=None if sliding_window is None else sliding_window - 1, right=0),
+            mask=None if hidden is None else hidden[:, None, None],
+            q_packing=packing,
+            kv_packing=packing,
+            cp_group=sequence_layout.cp_group,
+            scale=scaling,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux,
+        )
     if packing is not None and batch > 1:
         return out.view(batch, tokens, heads, -1), None
     return out.transpose(0, 1), None

@@ -78,6 +78,7 @@ def causal_lm_loss(
     chunk_tokens: int | None = None,
     skip_ignored: bool | int = False,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Cross entropy of every token of whole sequences, without holding logits where the model's head allows that.
 
@@ -92,7 +93,7 @@ def causal_lm_loss(
         attention_mask: `[B, S]`, 0 where a token is padding; behind the tokens it costs nothing, elsewhere a mask.
         cu_seqlens: integers `[documents + 1]`, B = 1: where packed documents begin, padding counted, and the last one
             ends, S. Under context parallelism each document's length must be a multiple of 2W.
-        temperature, label_smoothing, z_loss, cache, chunk_tokens, skip_ignored, bits: as for
+        temperature, label_smoothing, z_loss, cache, chunk_tokens, skip_ignored, bits, logit_dtype: as for
             `megatron_ext.linear_cross_entropy`. A bound of tokens is that of one rank's part of the sequences.
 
     Returns:
@@ -117,6 +118,7 @@ def causal_lm_loss(
         functools.partial(linear_cross_entropy, cache=cache, skip_ignored=skip_ignored, **options),
         functools.partial(vocab_parallel_cross_entropy, **options),
         bits=bits,
+        logit_dtype=logit_dtype,
     )
     return _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)[0]
 
@@ -135,6 +137,7 @@ def causal_lm_log_probs(
     return_entropy: bool = False,
     skip_ignored: bool | int = False,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each position's target; arguments, communication and errors as for `causal_lm_loss`.
 
@@ -149,6 +152,7 @@ def causal_lm_log_probs(
         functools.partial(linear_log_probs, cache=cache, skip_ignored=skip_ignored, **options),
         functools.partial(token_log_probs, **options),
         bits=bits,
+        logit_dtype=logit_dtype,
     )
     found = _on_whole_sequences(model, read, tokens_BS, Labels(labels, shift_labels), attention_mask, cu_seqlens)
     return found if return_entropy else found[0]
@@ -180,6 +184,7 @@ def causal_lm_sampled_log_probs(
     temperature: float = 1.0,
     with_plain: bool = False,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probability of each position's next token under the distribution that top-k and top-p leave of the model's.
 
@@ -195,7 +200,14 @@ def causal_lm_sampled_log_probs(
         return [Sampled(labels, top_k, top_p), *([LogProbs(labels)] if with_plain else [])]
 
     found = causal_lm_read(
-        model, tokens_BS, readouts, columns=1 + with_plain, cu_seqlens=cu_seqlens, temperature=temperature, bits=bits
+        model,
+        tokens_BS,
+        readouts,
+        columns=1 + with_plain,
+        cu_seqlens=cu_seqlens,
+        temperature=temperature,
+        bits=bits,
+        logit_dtype=logit_dtype,
     )
     return found.unbind(-1)
 
@@ -212,6 +224,7 @@ def causal_lm_read(
     labels: Tensor | None = None,
     skip_ignored: bool | int = False,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Any read-outs of `megatron_ext.head` of whole sequences, in one pass over the head; no logits.
 
@@ -220,7 +233,8 @@ def causal_lm_read(
             given, both in the head's order of tokens; gives the read-outs.
         columns: how many numbers these give of each position together.
         beside: `[B, S, K]`, what they need of each position.
-        labels, skip_ignored, bits: as for `causal_lm_loss`; with `skip_ignored` results are 0 where a label is -100.
+        labels, skip_ignored, bits, logit_dtype: as for `causal_lm_loss`; with `skip_ignored` results are 0 where a
+            label is -100.
 
     Returns:
         `[B, S, columns]`, fp32, the results side by side, token ids as numbers. Communicates and raises as
@@ -238,7 +252,7 @@ def causal_lm_read(
         found = side_by_side(Logits(logits, **facts).read(*readouts(*given)), given[0].dim())
         return found.where((given[0] != IGNORE_INDEX).unsqueeze(-1), 0.0) if skip_ignored else found
 
-    read = Read(temperature, fused, unfused, columns=(columns,), bits=bits)
+    read = Read(temperature, fused, unfused, columns=(columns,), bits=bits, logit_dtype=logit_dtype)
     return _on_whole_sequences(model, read, tokens_BS, Labels(labels), None, cu_seqlens, beside=beside)[0]
 
 

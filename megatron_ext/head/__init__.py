@@ -1,5 +1,6 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
+from megatron_ext.head.batch_invariance import batch_invariant_mode
 from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.distributions_of_hidden_states import (
@@ -54,6 +55,7 @@ __all__ = [
     "TopK",
     "TotalVariation",
     "ZLoss",
+    "batch_invariant_mode",
     "gather_log_probs",
     "gather_logits",
     "js_divergence",

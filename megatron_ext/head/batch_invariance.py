@@ -1,35 +1,100 @@
-"""Megatron's `batch_invariant_mode`, and the bits that heads take by themselves where it is on."""
+"""The mode in which a token's forward numbers have the same bits in any batch: who turned it on, and what it asks of
+heads and layers.
 
+Megatron calls it `batch_invariant_mode`. There it replaces `aten::mm` and `aten::addmm` on CUDA, or has cuBLASLt take
+one order of sums: layers must call these two operators, and no others. Elsewhere, and where Megatron's switch is off,
+the products are the head's own (`fixed_bits/products.py`).
+
+Legend: M rows, K what a product sums over, N columns.
+"""
+
+import contextlib
 import functools
+import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.replaced_products import replace_products
 from megatron_ext.head.validation.option_checks import Bits
 
 KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+VLLMS = "VLLM_BATCH_INVARIANT"
+
+_entered = 0
+
+
+@contextlib.contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """While entered, this process computes a token's forward numbers with the same bits in any batch.
+
+    Matrix products of every layer (`aten::mm`, `addmm`, `bmm`, `baddbmm`) are made in tiles of one size on the CPU, and
+    on CUDA, but for batches of matrices, by Triton's kernels with tiles of one size. Heads take `bits="batch"`, and our
+    tensor-parallel layers and attention keep the mode too. Compiled code has products of its own. It may be entered
+    again inside.
+    """
+    global _entered
+    with contextlib.ExitStack() as undo:
+        if not _entered:
+            replace_products(undo, on_cuda=not switched_on())
+        _entered += 1
+        try:
+            yield
+        finally:
+            _entered -= 1
+
+
+def switched_on() -> bool:
+    """Whether Megatron's global switch is on."""
+    kernels = sys.modules.get(KERNELS)
+    return kernels is not None and bool(kernels.is_batch_invariant_mode_enabled())
 
 
 def is_on(config: Any = None) -> bool:
-    """Whether Megatron's global switch is on, or the `batch_invariant_mode` of a config."""
-    kernels = sys.modules.get(KERNELS)
-    return (kernels is not None and kernels.is_batch_invariant_mode_enabled()) or bool(
-        getattr(config, "batch_invariant_mode", False)
-    )
+    """Whether the mode is: ours, by Megatron's global switch, or by the `batch_invariant_mode` of a config."""
+    return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
 
 
 def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
-    """The bits that were asked for; where none were, "batch" if Megatron's mode is on, which is said once, else "fast".
+    """The bits that were asked for; where none were, "batch" if the mode is on or vLLM is asked for it in this process,
+    which is said once, else "fast".
 
     Megatron's own kernels do not reach the head's products. Where the head has no such bits it refuses to run rather
     than give others.
     """
     if asked is not None:
         return asked
-    if not is_on(config):
-        return "fast"
-    say_once('Megatron\'s batch_invariant_mode is on: the fused head takes bits="batch"')
-    return "batch"
+    if is_on(config):
+        say_once('Megatron\'s batch_invariant_mode is on: the fused head takes bits="batch"')
+        return "batch"
+    if os.environ.get(VLLMS, "") not in ("", "0"):
+        say_once(f'{VLLMS} is set in the environment: the fused head takes bits="batch"')
+        return "batch"
+    return "fast"
+
+
+def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x @ w + bias` of a layer in the mode: by Megatron's kernels on CUDA where its switch is on, else by ours."""
+    if x_MK.is_cuda and switched_on():
+        return torch.mm(x_MK, w_KN) if bias_N is None else torch.addmm(bias_N, x_MK, w_KN)
+    y_MN = products.mm(x_MK, w_KN)
+    return y_MN if bias_N is None else y_MN.add_(bias_N)
+
+
+def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """What SDPA of `x` runs under: in the mode, on CUDA, its memory-efficient kernel alone.
+
+    The flash kernel cuts keys into parts by the number of sequences and heads, where these do not fill the GPU.
+    """
+    if x.is_cuda and is_on(config):
+        return sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION)
+    return contextlib.nullcontext()
 
 
 @functools.cache

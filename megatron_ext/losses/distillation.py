@@ -271,7 +271,7 @@ def _log_rest(log_probs: Tensor) -> Tensor:
 
 
 def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
-    """The teacher's head: a weight's ranks, layout, vocabulary and bits are the student's.
+    """The teacher's head: a weight's ranks, layout, vocabulary, bits and `logit_dtype` are the student's.
 
     Raises:
         ValueError: it has a temperature of its own, where the student's divides both logits.
@@ -283,7 +283,14 @@ def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
                 f"{student.temperature}, divides the logits of both; leave the teacher's at 1.0"
             )
         return weight
-    return LmHead(weight, student.tp_group, student.hidden_layout, vocab=student.vocab, bits=student.bits)
+    return LmHead(
+        weight,
+        student.tp_group,
+        student.hidden_layout,
+        vocab=student.vocab,
+        bits=student.bits,
+        logit_dtype=student.logit_dtype,
+    )
 
 
 def _mean(

@@ -48,6 +48,7 @@ class FromHidden:
         gradient_accumulation_fusion: weight gradients go straight into `weight.main_grad`.
         bits: which bits are the same; None: as Megatron's `batch_invariant_mode` says.
         skip_ignored: leave out tokens that do not count; an int: no more than these do. See `linear_cross_entropy`.
+        logit_dtype: the hidden states' 16 bits, for logits that are rounded to it as inference engines do; None: fp32.
     """
 
     tp_group: Group = None
@@ -58,6 +59,7 @@ class FromHidden:
     gradient_accumulation_fusion: bool = False
     bits: Bits | None = None
     skip_ignored: bool | int = False
+    logit_dtype: torch.dtype | None = None
 
     def _head(self, weight: Tensor | LmHead, **more: Any) -> LmHead:
         """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
@@ -73,6 +75,7 @@ class FromHidden:
             chunk_tokens=self.chunk_tokens,
             gradient_accumulation_fusion=self.gradient_accumulation_fusion,
             bits=self.bits,
+            logit_dtype=self.logit_dtype,
             **more,
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.distributed.groups import Group, check_group, context_parallel_group, group_rank, group_size
+from megatron_ext.head.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
 from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import zigzag_positions
@@ -151,7 +152,7 @@ class CoreAttention(MegatronModule):
             if causal and _only_causal(mask, queries, ranks, rank):
                 mask = None
         window, dropout = self._window(causal), self._dropout()
-        with self._draws(dropout):
+        with self._draws(dropout), attention_kernels(query, self.config):
             if dropout > 0 and ranks == 1:
                 out = self._drop_as_megatron(query, key, value, window, mask, dropout)
             else:
@@ -178,7 +179,7 @@ class CoreAttention(MegatronModule):
                 f"{list(kv_packing.lengths)} keys: they must be equal; pass one cu_seqlens for both"
             )
         dropout = self._dropout()
-        with self._draws(dropout):
+        with self._draws(dropout), attention_kernels(query, self.config):
             out = attend(
                 query.unsqueeze(1),
                 key.unsqueeze(1),

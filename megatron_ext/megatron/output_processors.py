@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -39,12 +40,14 @@ class _Processor:
         chunk_tokens: tokens per chunk; None lets the head choose.
         cache: what the head keeps for backward; see `LmHead`.
         bits: which bits are the same, as in `LmHead`; None: as Megatron's `batch_invariant_mode` says.
+        logit_dtype: what logits are rounded to, as in `HeadSettings`.
     """
 
     temperature: float = 1.0
     chunk_tokens: int | None = None
     cache: Cache = "bounded"
     bits: Bits | None = None
+    logit_dtype: torch.dtype | None = None
 
     def __call__(
         self,
@@ -83,7 +86,11 @@ class _Processor:
     def head(self, terms: Terms, weight: Tensor) -> LmHead:
         """The model's head with a weight that was gathered for it."""
         settings = HeadSettings(
-            chunk_tokens=self.chunk_tokens, cache=self.cache, temperature=self.temperature, bits=self.bits
+            chunk_tokens=self.chunk_tokens,
+            cache=self.cache,
+            temperature=self.temperature,
+            bits=self.bits,
+            logit_dtype=self.logit_dtype,
         )
         return settings.lm_head(terms, weight, getattr(terms.layer, "config", None))
 

@@ -74,6 +74,7 @@ def from_parallel_hidden_states_to_logprobs(
     gradient_accumulation_fusion: bool = False,
     skip_ignored: bool | int = False,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of next tokens from hidden states and the lm head's weight; logits are never held as a whole.
 
@@ -95,8 +96,8 @@ def from_parallel_hidden_states_to_logprobs(
             `from_parallel_logits_to_logprobs_packed_sequences`.
         cache: how much of forward's work is kept for backward, as for `megatron_ext.linear_cross_entropy`.
         gradient_accumulation_fusion: the weight's gradient is added into its `main_grad`, by Megatron's protocol.
-        skip_ignored, bits: as for `megatron_ext.linear_cross_entropy`. With `skip_ignored` targets of -100 and -1 make
-            no products; an int bounds how many others a rank's part of the sequences has.
+        skip_ignored, bits, logit_dtype: as for `megatron_ext.linear_cross_entropy`. With `skip_ignored` targets of -100
+            and -1 make no products; an int bounds how many others a rank's part of the sequences has.
 
     Returns:
         `[B, S - 1]`, of a pack `[N, unpacked_seqlen - 1]`, fp32 (fp64 for fp64), the whole on every rank; with
@@ -144,6 +145,7 @@ def from_parallel_hidden_states_to_logprobs(
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             skip_ignored=skip_ignored,
             bits=bits,
+            logit_dtype=logit_dtype,
         )
 
     check = label_check(_rows(weight) or 1, tp_group)

@@ -79,6 +79,8 @@ class Settings:
     expert_parallel_size: int = 1
     bits: Bits | None = None
     skip_masked_tokens: bool | int = False
+    logit_dtype: torch.dtype | None = None
+    batch_invariant_mode: bool = False
 
 
 def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") -> Settings:
@@ -96,11 +98,12 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
     `sequence_packing` `enabled`, `train_mb_tokens`, `logprob_mb_tokens`; under `generation` `temperature`, by which
     logits are divided, and `top_k` and `top_p`: with them log-probabilities are those of the distribution that they
     leave, which the generator draws from (None, -1 and 0, and 1.0, leave it whole). `bits` are those of the head (see
-    `LmHead`), "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True. With
-    `skip_masked_tokens` tokens that `token_mask` or `sample_mask` leave out, and padding, take no part in the head's
-    products: losses see 0 there, and where they take logits, all. An int is a bound: no more tokens of a micro-batch
-    are left, else `train` refuses them; sizes then follow from it, without waiting for the device, each rank's slice
-    of a sequence having room for so many.
+    `LmHead`), "batch" where `batch_invariant_mode` under `dtensor_cfg` or `megatron_cfg` is True; there the model's
+    layers keep their promise too (`megatron_ext.batch_invariant_mode`). `logit_dtype`, "float32" or the `precision`, is
+    what the head rounds logits to. With `skip_masked_tokens` tokens that `token_mask` or `sample_mask` leave out, and
+    padding, take no part in the head's products: losses see 0 there, and where they take logits, all. An int is a
+    bound: no more tokens of a micro-batch are left, else `train` refuses them; sizes then follow from it, without
+    waiting for the device, each rank's slice of a sequence having room for so many.
 
     Raises:
         ValueError: a key is missing or has a value that it cannot have.
@@ -150,6 +153,8 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
         expert_parallel_size=_positive(parallel, "expert_model_parallel_size", parallel_key, 1),
         bits=_bits(config, parallel),
         skip_masked_tokens=_skips(config.get("skip_masked_tokens")),
+        logit_dtype=_logit_dtype(config, precision),
+        batch_invariant_mode=bool(parallel.get("batch_invariant_mode", False)),
     )
 
 
@@ -163,6 +168,16 @@ def _bits(config: Mapping[str, Any], parallel: Mapping[str, Any]) -> Bits | None
         one_of("bits", bits, get_args(Bits))
         return cast(Bits, bits)
     return "batch" if parallel.get("batch_invariant_mode") else None
+
+
+def _logit_dtype(config: Mapping[str, Any], precision: str) -> torch.dtype | None:
+    name = config.get("logit_dtype")
+    if name not in (None, "float32", precision):
+        raise ValueError(
+            f"logit_dtype is {name!r} and precision {precision!r}: logits are summed in float32, or rounded to the "
+            f"dtype that the model computes in; set it to one of these, or leave it out"
+        )
+    return None if name is None else PRECISIONS[name]
 
 
 def _gives_rewards(config: Mapping[str, Any], parallel_key: str) -> bool:

@@ -107,7 +107,8 @@ class DTensorPolicyWorker(PolicyWorker):
     ) -> Tensor:
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": self.settings.temperature}
         skip = labels is not None and self.settings.skip_masked_tokens
-        options |= {"labels": labels, "skip_ignored": skip, "bits": self.settings.bits}
+        options |= {"labels": labels, "skip_ignored": skip}
+        options |= {"bits": self.settings.bits, "logit_dtype": self.settings.logit_dtype}
         return causal_lm_read(self.model, tokens_BS, readouts, columns=columns, beside=beside, **options)
 
     def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:

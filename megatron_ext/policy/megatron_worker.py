@@ -201,7 +201,8 @@ class MegatronPolicyWorker(PolicyWorker):
             parts = [inputs.split(labels_BS, IGNORE_INDEX), *([] if beside is None else [inputs.split(beside)])]
             given = [x.transpose(0, 1) for x in parts]  # as the model's hidden states lie
             only: Any = {} if labels is None else {"counts": given[0] != IGNORE_INDEX, "at_most": at_most}
-            processor = ReadOuts(readouts=readouts(*given), bits=self.settings.bits, **only)
+            only |= {"bits": self.settings.bits, "logit_dtype": self.settings.logit_dtype}
+            processor = ReadOuts(readouts=readouts(*given), **only)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
                 return forward(*inputs.arguments, **inputs.options), None

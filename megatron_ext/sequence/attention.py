@@ -270,7 +270,8 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
             bias = F.pad(bias, (1, 0), value=True)
     dense = bias is not None and type(bias) is Tensor
     grouped = q.shape[2] != k.shape[2]
-    if grouped and q.device.type == "cuda" and (dense or q.dtype in (torch.float32, torch.float64)):
+    no_flash = q.dtype in (torch.float32, torch.float64) or not torch.backends.cuda.flash_sdp_enabled()
+    if grouped and q.device.type == "cuda" and (dense or no_flash):
         # Only the flash kernels share keys among queries; without them SDPA would fall back to whole score matrices.
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         grouped = False

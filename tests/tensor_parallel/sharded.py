@@ -30,6 +30,7 @@ class Config:
     _cpu_offloading_context: Any = None
     cpu_offloading_activations: bool = True
     tp_comm_overlap: bool = False
+    batch_invariant_mode: bool = False
 
 
 def world() -> dist.ProcessGroup | None:

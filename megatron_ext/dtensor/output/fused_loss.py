@@ -21,7 +21,7 @@ from megatron_ext.dtensor.output.hidden_states_or_logits import (
     Read,
     is_registered,
     read_hidden,
-    refuse_bits,
+    refuse_of_logits,
     rule_of,
     say_once,
 )
@@ -34,11 +34,12 @@ _OF_THE_LOSS = ("labels", "num_items_in_batch", "shift_labels", "ignore_index") 
 
 
 class _Fused(NamedTuple):
-    """The head's function for a model's losses, whether it is for eval mode too, and which bits are the same."""
+    """The head's function for a model's losses, whether it is for eval mode too, and which bits its logits have."""
 
     losses: Callable[..., Tensor]
     in_eval: bool
     bits: Bits | None = None
+    logit_dtype: torch.dtype | None = None
 
 
 def use_fused_loss(
@@ -51,6 +52,7 @@ def use_fused_loss(
     cache: Any = "bounded",
     chunk_tokens: int | None = None,
     bits: Bits | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Let `model(input_ids, labels=labels)` compute its loss without logits; in place, and returned.
 
@@ -63,8 +65,8 @@ def use_fused_loss(
             DDP or FSDP2 will wrap; or what `parallelize` made, without context parallelism (there call
             `causal_lm_loss`).
         in_eval: leave logits out in eval mode as well, where metrics may want them.
-        label_smoothing, z_loss, skip_ignored, cache, chunk_tokens, bits: as for `megatron_ext.linear_cross_entropy`.
-            `skip_ignored` saves the work for prompts that are masked.
+        label_smoothing, z_loss, skip_ignored, cache, chunk_tokens, bits, logit_dtype: as for
+            `megatron_ext.linear_cross_entropy`. `skip_ignored` saves the work for prompts that are masked.
 
     Communicates: what the model does; with tensor parallelism what `linear_cross_entropy` does.
 
@@ -98,7 +100,7 @@ def use_fused_loss(
         cache=cache,
         chunk_tokens=chunk_tokens,
     )
-    inside.__dict__[_FUSED] = _Fused(losses, in_eval, bits)
+    inside.__dict__[_FUSED] = _Fused(losses, in_eval, bits, logit_dtype)
     return model
 
 
@@ -115,7 +117,7 @@ def _fused_forward(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         rule, reason = _rule_or_reason(self)
         if rule is None:
-            refuse_bits(fused.bits, reason)
+            refuse_of_logits(fused.bits, fused.logit_dtype, reason)
             say_once(reason)
             return own(self, *args, **kwargs)
         return _answer(self, own, rule, given)
@@ -153,7 +155,11 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
     read = Read(
-        1.0, functools.partial(fused.losses, ignore_index=ignore), vocab_parallel_cross_entropy, bits=fused.bits
+        1.0,
+        functools.partial(fused.losses, ignore_index=ignore),
+        vocab_parallel_cross_entropy,
+        bits=fused.bits,
+        logit_dtype=fused.logit_dtype,
     )
     count = given.get("num_items_in_batch")
     if count is None:

@@ -19,7 +19,7 @@ from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked
 from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.layer_facts import local_shard
 from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.option_checks import Bits
+from megatron_ext.head.validation.option_checks import Bits, rounds
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
@@ -31,8 +31,8 @@ class Read(NamedTuple):
     """A function of the fused head, and the same of logits; both take a temperature.
 
     After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    `results` tensors, each a number of a position, or `columns` numbers. `bits`: as in `LmHead`; of logits that a model
-    makes none but "fast" can be had.
+    `results` tensors, each a number of a position, or `columns` numbers. `bits`, `logit_dtype`: as in `LmHead`; of
+    logits that a model makes none but "fast" can be had, and they are as it rounds them.
     """
 
     temperature: float
@@ -41,6 +41,7 @@ class Read(NamedTuple):
     results: int = 1
     columns: tuple[int, ...] = ()
     bits: Bits | None = None
+    logit_dtype: torch.dtype | None = None
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
         """That of the results together."""
@@ -85,7 +86,7 @@ def read_out(
     elif is_hooked(model):
         reason = f"{name} or its head has hooks"
     if reason is not None and fused != LOGITS:
-        refuse_bits(read.bits, reason)
+        refuse_of_logits(read.bits, read.logit_dtype, reason)
         say_once(reason)
     if rule is None or reason is not None or fused == LOGITS:
         return _through_logits(model, read, tokens_BP, given_BP, **inputs)
@@ -93,8 +94,14 @@ def read_out(
     return through_head(rule, read, tokens_BP, given_BP, **inputs)
 
 
-def refuse_bits(asked: Bits | None, reason: str) -> None:
-    """Raises ValueError if bits that a model's own logits do not have were asked for, by Megatron's mode too."""
+def refuse_of_logits(asked: Bits | None, logit_dtype: torch.dtype | None, reason: str) -> None:
+    """Raises ValueError if a model's own logits do not have what was asked for: bits, by Megatron's mode too, or a
+    dtype that they are rounded to."""
+    if rounds(logit_dtype):
+        raise ValueError(
+            f"logit_dtype is {logit_dtype}, and {reason}: its log-probabilities come through logits that the model "
+            f"makes, and rounds as it does; pass logit_dtype=None, or use a model whose head is read from hidden states"
+        )
     if (bits := bits_or_mode(asked)) != "fast":
         raise ValueError(
             f'bits is "{bits}", and {reason}: its log-probabilities come through logits that the model makes, whose '
@@ -163,6 +170,7 @@ def read_hidden(
                 vocab=vocab,
                 **rule.facts(read.temperature),
                 bits=read.bits,
+                logit_dtype=read.logit_dtype,
             )
         ),
         read.shape(given_BP[0]),

@@ -20,6 +20,7 @@ from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.fixed_bits.products import aligned
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 
 LEAVES = 8
 
@@ -113,7 +114,7 @@ class TreeSum:
 
 
 def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:
-    """The sum of every rank's `x`, added in the tree's order and rounded once to the dtype of `like`.
+    """The sum of every rank's `x`, added in the tree's order, in fp32 at least, and rounded once to `like`'s dtype.
 
     `sizes`: each rank keeps so many tokens of it; None: all ranks get all of it.
 
@@ -126,5 +127,5 @@ def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | No
     each = sizes or [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
     own = each[group_rank(group)]
     parts_RTD = collectives.all_to_all(x_TD, group, [own] * ranks, each).unflatten(0, (ranks, own))
-    found_TD = tree_sum(parts_RTD.unbind(0)).to(like.dtype)
+    found_TD = tree_sum(parts_RTD.to(accumulation_dtype(x_TD.dtype)).unbind(0)).to(like.dtype)
     return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)

@@ -7,14 +7,15 @@ A library picks its order of additions by the shape of a product: in fp32 a row 
 last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
 and taller ones are used where they are seen to give the bits of that tile. Columns come in blocks that follow from
 their number alone, and so do the blocks over which a product is summed. What is not promised by anybody is looked at:
-`heights` multiplies a tile of equal rows, once for each shape, and refuses a processor on which they come out
-different. What holds is for one machine, one build of torch, one number of threads.
+`heights` multiplies a tile of equal rows, once for each shape, and where they come out different, rows are multiplied
+one at a time. What holds is for one machine, one build of torch, one number of threads.
 
 Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
 """
 
 import functools
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,7 +89,7 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
             if total.dtype == g_TV.dtype:
                 cpu_products.mm(g_tV[:, block].t(), x_tD, total, added=total)
             else:
-                total += cpu_products.mm(g_tV[:, block].t(), x_tD)
+                total += _mm(g_tV[:, block].t(), x_tD)
 
 
 def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
@@ -119,13 +120,33 @@ def softcap_slope(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.d
     return 4.0 * t / (1.0 + t).square()
 
 
+def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`a @ b` of any layer, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
+    a_MK = aligned(a_MK)
+    b_KN = aligned(b_KN.t()).t() if b_KN.stride(0) == 1 else aligned(b_KN)
+    out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    if a_MK.is_cuda:
+        _kernels().product(a_MK, b_KN, out_MN)
+    elif a_MK.shape[1]:
+        _rows_times(a_MK, b_KN, out_MN)
+    else:
+        out_MN.zero_()
+    return out_MN
+
+
 def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
-    rows = a_MK.shape[0]
-    for tile in _tiles(rows, _heights_of(a_MK, b_KN)):
-        if tile.stop <= rows:
+    rows, allowed = a_MK.shape[0], _heights_of(a_MK, b_KN)
+    for tile in _tiles(rows, allowed):
+        if tile.stop <= rows and allowed[-1] == TILE:
             cpu_products.mm(a_MK[tile], b_KN, out_MN[tile])
         else:
-            out_MN[tile.start :] = cpu_products.mm(_padded(a_MK[tile.start :], TILE), b_KN)[: rows - tile.start]
+            whole = aligned(_padded(a_MK[tile], tile.stop - tile.start))
+            out_MN[tile] = _mm(whole, b_KN)[: rows - tile.start]
+
+
+def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    """Into memory that is given: where `aten::mm` is replaced by these products, it is what they are made of."""
+    return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(left_MK.shape[0], right_KN.shape[1]))
 
 
 def _padded(x_MK: Tensor, rows: int) -> Tensor:
@@ -140,7 +161,7 @@ def _padded(x_MK: Tensor, rows: int) -> Tensor:
 def _tiles(rows: int, heights: tuple[int, ...]) -> Iterator[slice]:
     at = 0
     while at < rows:
-        height = next(height for height in heights if height <= max(rows - at, TILE))
+        height = next(height for height in heights if height <= max(rows - at, heights[-1]))
         yield slice(at, at + height)
         at += height
 
@@ -148,7 +169,6 @@ def _tiles(rows: int, heights: tuple[int, ...]) -> Iterator[slice]:
 def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
     if not has_values(a_MK):
         return (*_TALLER, TILE)
-    check_functions(torch.get_num_threads())
     transposed = b_KN.stride(0) == 1 and b_KN.shape[1] != 1
     by_torch = a_MK.dtype not in cpu_products.QUESTIONS or cpu_products.has_sixteen_bit_products(a_MK.dtype)
     return heights(*b_KN.shape, a_MK.dtype, transposed, torch.get_num_threads(), by_torch)
@@ -156,31 +176,36 @@ def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, by_torch: bool) -> tuple[int, ...]:
-    """The numbers of rows, falling to 64, that products with `[k, n]` may have: a row has the same bits in all.
+    """The numbers of rows, falling, that products with `[k, n]` may have: a row has the same bits in all.
 
-    Raises:
-        RuntimeError: this processor's products do not keep them within one tile.
+    The last of them, 64, is what rows are padded to; 1 where the rows of 64 do not come out alike.
     """
     with torch.no_grad():
         own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
         row_K = torch.randn(k, generator=own).to(dtype)
         b_KN = (torch.randn(n, k, generator=own).t() if transposed else torch.randn(k, n, generator=own)).to(dtype)
-        first_N = cpu_products.mm(_repeated(row_K, TILE), b_KN)[0].clone()
 
-        def keeps(height: int) -> bool:
-            return bool((cpu_products.mm(_repeated(row_K, height), b_KN) == first_N).all())
+        def rows_of(height: int) -> Tensor:
+            return _mm(_repeated(row_K, height), b_KN)
 
-        if not keeps(TILE):
-            raise RuntimeError(
-                f"bits: a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
-                f'processor with torch {torch.__version__} and {threads} threads: only bits="fast" can be had here'
+        def keeps(height: int, first_N: Tensor) -> bool:
+            return bool((rows_of(height) == first_N).all())
+
+        least, first_N = TILE, rows_of(TILE)[0]
+        if not keeps(TILE, first_N):
+            warnings.warn(
+                f"a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
+                f"processor with torch {torch.__version__} and {threads} threads: rows are multiplied one at a time, "
+                f"for the same bits in any batch",
+                stacklevel=2,
             )
-        return (*(height for height in _TALLER if keeps(height)), TILE)
+            least, first_N = 1, rows_of(1)[0]
+        return (*(height for height in (*_TALLER, TILE) if height > least and keeps(height, first_N)), least)
 
 
 @functools.cache
-def check_functions(threads: int) -> None:
-    """Raises RuntimeError if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
+def functions_fault(threads: int) -> ValueError | None:
+    """What is wrong if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
     with torch.no_grad():
         number = torch.tensor(-0.731)
         places = number.expand(1 << 16).contiguous()
@@ -188,10 +213,17 @@ def check_functions(threads: int) -> None:
         for name in ("exp", "expm1", "log1p", "tanh"):
             function = getattr(torch, name)
             if any((function(places[at:end]) != function(number)).any() for at in (0, 1, 5) for end in (9, 77, None)):
-                raise RuntimeError(f"bits: {name} depends on an element's place, on this processor and torch's build")
+                return _not_here(f"{name} depends on an element's place")
         sums_T = row_V.repeat(77, 1).sum(1)
         if (sums_T != row_V.unsqueeze(0).sum(1)).any():
-            raise RuntimeError("bits: the sum of a row depends on its place, on this processor and torch's build")
+            return _not_here("the sum of a row depends on its place")
+    return None
+
+
+def _not_here(what: str) -> ValueError:
+    return ValueError(
+        f'bits: {what}, on this processor with torch {torch.__version__}: only bits="fast" can be had here'
+    )
 
 
 def _repeated(row_K: Tensor, height: int) -> Tensor:

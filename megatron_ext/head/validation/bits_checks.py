@@ -4,15 +4,18 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
+from megatron_ext.head.fixed_bits.products import functions_fault
 from megatron_ext.head.validation.option_checks import Bits
+from megatron_ext.head.validation.readable_values import has_values
 
 
 def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
-    """What is wrong with this rank's shard, given bits that are not "fast".
+    """What is wrong with this rank's shard, or its processor, given bits that are not "fast".
 
     Raises:
         ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out that has no
@@ -32,8 +35,11 @@ def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readou
                 f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; pass "
                 f'bits="fast", or turn Megatron\'s batch_invariant_mode off, where that asked for other bits'
             )
+    fault = None
+    if has_values(hidden) and not hidden.is_cuda:
+        fault = functions_fault(torch.get_num_threads())
     if bits != "tensor_parallel":
-        return None
+        return fault
     if LEAVES % ranks:
         raise ValueError(f'bits is "tensor_parallel" over {ranks} ranks: it must be 1, 2, 4 or 8; use bits="batch"')
     for readout in readouts:
@@ -43,4 +49,4 @@ def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readou
                 f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; use "
                 f'bits="batch"'
             )
-    return leaves_fault(shard, ranks)
+    return leaves_fault(shard, ranks) or fault

@@ -14,7 +14,7 @@ from megatron_ext.head.training_loss import (
     linear_training_loss,
     training_loss_of_logits,
 )
-from megatron_ext.head.validation.option_checks import Bits
+from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
 from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
@@ -116,7 +116,7 @@ class Region:
         try:
             made = _made(logits)
             if made is not None:
-                _check_bits_of_made(self.settings.bits, type(self.model).__name__)
+                _check_made(made, self.settings, type(self.model).__name__)
         except ValueError as fault:
             return self.refused(fault, labels)
         if made is not None:
@@ -194,12 +194,18 @@ def _made(logits: Tensor) -> Tensor | None:
     return None if logits.terms.made is None else logits.logits()
 
 
-def _check_bits_of_made(bits: Bits | None, model: str) -> None:
-    """Raises ValueError if bits were asked for that logits which Megatron makes do not have."""
-    if bits not in (None, "fast"):
+def _check_made(made: Tensor, settings: HeadSettings, model: str) -> None:
+    """Raises ValueError if bits or a dtype were asked for that logits which Megatron makes do not have."""
+    if rounds(settings.logit_dtype) and made.dtype != settings.logit_dtype:
         raise ValueError(
-            f'bits is "{bits}", and the loss of {model} is taken from logits that Megatron made, whose bits may depend '
-            f'on the batch: see in fusion_report() who asked for them, and leave them out, or pass bits="fast"'
+            f"logit_dtype is {settings.logit_dtype}, and the loss of {model} is taken from logits that Megatron made, "
+            f"in {made.dtype}: see in fusion_report() who asked for them, and leave them out, or pass logit_dtype=None"
+        )
+    if settings.bits not in (None, "fast"):
+        raise ValueError(
+            f'bits is "{settings.bits}", and the loss of {model} is taken from logits that Megatron made, whose bits '
+            f"may depend on the batch: see in fusion_report() who asked for them, and leave them out, or pass "
+            f'bits="fast"'
         )
 
 

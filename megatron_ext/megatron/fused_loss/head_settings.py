@@ -140,7 +140,8 @@ class HeadSettings:
     def beyond_megatron(self) -> str | None:
         """The options that Megatron's own loss does not have, as "z_loss=0.0001, bits='batch'", or None."""
         bits = None if self.bits in (None, "fast") else f"bits={self.bits!r}"
-        return ", ".join(filter(None, (self.changed_loss(), bits))) or None
+        rounded = f"logit_dtype={self.logit_dtype}" if option_checks.rounds(self.logit_dtype) else None
+        return ", ".join(filter(None, (self.changed_loss(), bits, rounded))) or None
 
     def changed_loss(self) -> str | None:
         """The options that make the loss another one than Megatron's, as "z_loss=0.0001", or None."""

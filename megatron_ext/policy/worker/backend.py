@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.head import ReadOut
+from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy.config import Settings, read_config
 from megatron_ext.policy.data.batch_plan import Place
 from megatron_ext.policy.worker import device_memory
@@ -44,6 +45,10 @@ class Backend(ABC):
         self.optimizer = make_optimizer(self.model.parameters(), self.settings.optimizer) if init_optimizer else None
         self.scheduler = None if self.optimizer is None else make_scheduler(self.optimizer, self.settings.scheduler)
         self._loss_scale = LossScale(dynamic=self.settings.dtype == torch.float16)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        """What passes run in: the model's layers keep what `batch_invariant_mode` promises, as the head does."""
+        return batch_invariant_mode() if self.settings.batch_invariant_mode else nullcontext()
 
     @abstractmethod
     def _build_model(self) -> nn.Module:

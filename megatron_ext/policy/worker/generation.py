@@ -95,7 +95,8 @@ class Generating(Refitting):
             numbers = range(batch.size) if rows is None else rows
             sampler = Sampler(settings, None if greedy else row_seeds(seed, numbers), self.device)
             assert self._generator is not None
-            return _generated(self._generator, batch.to(self.device), settings, sampler)
+            with self._mode():
+                return _generated(self._generator, batch.to(self.device), settings, sampler)
         finally:
             if not prepared:
                 self.finish_generation()

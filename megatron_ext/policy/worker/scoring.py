@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
+from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
@@ -160,7 +161,8 @@ class Scoring(Backend):
             if counts:
                 whole[rows_, : found.shape[1]] = found.cpu()
 
-        self._run_passes(step, batch, read, keep)
+        with self._mode():
+            self._run_passes(step, batch, read, keep)
         self._end_inference()
         return self._from_last_stage(whole)
 
@@ -250,6 +252,11 @@ class Scoring(Backend):
             raise ValueError(
                 f'bits is "{bits}", by that key or by batch_invariant_mode, and logits are asked for, which the model '
                 f"makes and whose bits may depend on the batch: take a loss of log-probabilities, or leave the key out"
+            )
+        if rounds(self.settings.logit_dtype):
+            raise ValueError(
+                f"logit_dtype is {self.settings.logit_dtype}, and logits are asked for, which the model "
+                f"makes, in a dtype of its own: take a loss of log-probabilities, or leave the key out"
             )
         rows = self._rows(micro_batch)
         return rows.at_positions(self._whole_logits(rows.tokens, rows.cu_seqlens, columns))

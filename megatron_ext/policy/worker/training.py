@@ -147,7 +147,8 @@ class Training(Scoring):
             # FSDP2 and Megatron average gradients over the data-parallel ranks, whose losses add up.
             return (loss + nothing) * self._loss_scale.value * self.dp_size
 
-        self._run_passes(step, batch, inputs.read, loss_of)
+        with self._mode():
+            self._run_passes(step, batch, inputs.read, loss_of)
         return self._agreed_loss(number, total, fault), self._from_last_stage(metrics)
 
     def _note(

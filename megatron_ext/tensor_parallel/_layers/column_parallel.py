@@ -123,7 +123,7 @@ class ColumnParallelLinear(ParallelLayer):
             deferral=self._deferral(),
             output_dtype=self.output_dtype,
             symmetric=self.symmetric,
-        )
+        ).in_mode(self.config)
 
     def _deferral(self) -> Deferral | None:
         if self.grad_output_buffer is None or not option(self.config, "defer_embedding_wgrad_compute", False):

@@ -94,7 +94,7 @@ class InferenceLinear(ParallelLayer):
             init_method(self.weight)
 
     def plan(self) -> Plan:
-        return Plan(fuse_main_grad=self.gradient_accumulation_fusion)
+        return Plan(fuse_main_grad=self.gradient_accumulation_fusion).in_mode(self.config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(output, bias)` of `x` `[..., D]`: `[..., N]`, and None unless the layer has `skip_bias_add`.

@@ -25,7 +25,7 @@ Legend: T tokens (all leading dimensions) of all ranks, t of this rank; D input 
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -44,6 +44,8 @@ from megatron_ext.distributed.collectives import (
 )
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
+from megatron_ext.head.batch_invariance import is_on, product, say_once
+from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
 from megatron_ext.head.validation.readable_values import check_plain
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
 
@@ -72,6 +74,9 @@ class Plan:
         output_dtype: dtype of the output; None: that of the matmul.
         frozen: the weight gets no gradient, even if it asks for one.
         symmetric: multiply and communicate in one, where a layout is "sequence" (and `output_dtype` is None).
+        invariant: a token's output has the same bits whatever other tokens there are: `batch_invariant_mode`. The sum
+            over more than two ranks is then an all-to-all, and for a "replicated" output an all-gather, whose parts are
+            added in one order: an all-reduce promises none.
     """
 
     group: Group = None
@@ -82,11 +87,31 @@ class Plan:
     output_dtype: torch.dtype | None = None
     frozen: bool = False
     symmetric: bool = False
+    invariant: bool = False
+
+    def in_mode(self, config: Any = None) -> "Plan":
+        """This one, or where `batch_invariant_mode` is on the one that keeps what it promises."""
+        if not is_on(config):
+            return self
+        say_once("batch_invariant_mode is on: the tensor-parallel layers take products and sums of one order")
+        return replace(self, invariant=True, symmetric=False)
 
     @property
     def communication(self) -> str:
         """The collectives of a call, in words."""
-        return "none" if group_size(self.group) == 1 else _COMMUNICATION[self.input, self.output]
+        if group_size(self.group) == 1:
+            return "none"
+        words = _COMMUNICATION[self.input, self.output]
+        if not self.adds_in_order:
+            return words
+        return words.replace("forward all-reduce", "forward all-to-all + all-gather").replace(
+            "forward reduce-scatter", "forward all-to-all"
+        )
+
+    @property
+    def adds_in_order(self) -> bool:
+        """Whether the ranks' parts of the output are added in one order; of two parts there is no other."""
+        return self.invariant and self.output != "sharded" and group_size(self.group) > 2
 
     def output_shape(self, x_shape: torch.Size, outputs: int) -> list[int]:
         """`[..., N]` for an input `[..., D]`."""
@@ -107,6 +132,10 @@ class Plan:
 
     def reduce_output(self, y_TN: Tensor) -> Tensor:
         """The output in its layout, from this rank's part of the sum. `y_TN` may be overwritten."""
+        if self.adds_in_order:
+            ranks = group_size(self.group)
+            sizes = [y_TN.shape[0] // ranks] * ranks if self.output == "sequence" else None
+            return sum_of_ranks(y_TN, y_TN, self.group, sizes)
         if self.output == "replicated":
             return all_reduce(y_TN, self.group, in_place=True)
         return reduce_scatter(y_TN, self.group) if self.output == "sequence" else y_TN
@@ -157,7 +186,7 @@ class ParallelLinear(torch.autograd.Function):
             elif plan.symmetric and plan.output == "sequence":
                 y_tN = matmul_reduce_scatter(x_tD, w_DN, plan.group)
             else:
-                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, early_bias, plan.output_dtype))
+                y_tN = plan.reduce_output(_multiply(x_tD, w_DN, plan, early_bias))
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
@@ -213,9 +242,12 @@ class ParallelLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def _multiply(x_TD: Tensor, w_DN: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ w + bias`, in `dtype` if it is given: a wider one than the operands' keeps what the matmul accumulated."""
-    dtype = dtype or x_TD.dtype
+def _multiply(x_TD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None) -> Tensor:
+    """`x @ w + bias`, in the plan's dtype: a wider one than the operands' keeps what the matmul accumulated."""
+    dtype = plan.output_dtype or x_TD.dtype
+    if plan.invariant:
+        wide = torch.promote_types(dtype, x_TD.dtype)
+        return product(x_TD.to(wide), w_DN.to(wide), None if bias is None else bias.to(wide)).to(dtype)
     if dtype == x_TD.dtype:
         return cpu_products.mm(x_TD, w_DN, added=None if bias is None else bias.to(dtype))
     if x_TD.is_cuda and dtype == torch.float32:
@@ -232,9 +264,9 @@ def _gather_and_multiply(x_tD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | 
         y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
         return y_TN if bias is None else y_TN.add_(bias), x_TD
     gathering = start_all_gather(x_tD, plan.group)
-    if not x_tD.is_cuda or plan.output_dtype is not None or torch.compiler.is_compiling():
+    if not x_tD.is_cuda or plan.output_dtype is not None or plan.invariant or torch.compiler.is_compiling():
         x_TD = gathering.wait()
-        return _multiply(x_TD, w_DN, bias, plan.output_dtype), x_TD
+        return _multiply(x_TD, w_DN, plan, bias), x_TD
     return _own_rows_first(x_tD, w_DN, plan.group, bias, gathering)
 
 

@@ -124,7 +124,7 @@ def _plan(group: Group, allreduce_dgrad: bool, sequence_parallel: bool, **option
             "reduce-scattered already; pass allreduce_dgrad=False"
         )
     layout: ActivationLayout = "sequence" if sequence_parallel else "replicated" if allreduce_dgrad else "sharded"
-    return Plan(require_tensor_parallel_group(group), layout, "sharded", **options)
+    return Plan(require_tensor_parallel_group(group), layout, "sharded", **options).in_mode()
 
 
 class LinearWithGradAccumulationAndAsyncCommunication:

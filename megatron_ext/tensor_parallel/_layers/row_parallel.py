@@ -104,7 +104,7 @@ class RowParallelLinear(ParallelLayer):
             layout,
             fuse_main_grad=self.gradient_accumulation_fusion,
             symmetric=self.symmetric,
-        )
+        ).in_mode(self.config)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """`(output, bias)`; the bias is None unless the layer has `skip_bias_add`.

@@ -238,5 +238,6 @@ class ParallelLayer(ShardedLayer):
     def extra_repr(self) -> str:
         plan = self.plan()
         sizes = f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}"
-        path = "" if plan.communication == "none" else f", path={self.path}"
+        way = f"{self.path}, batch-invariant" if plan.invariant else self.path
+        path = "" if plan.communication == "none" else f", path={way}"
         return f"{sizes}, TP={group_size(self.tp_group)}, communication={plan.communication}{path}"
