@@ -97,6 +97,9 @@ class ClippedPGLoss:
         return cls(**{"reference_policy_kl_penalty": 0.01} | given)
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.type is bool and not isinstance(value := getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} is {value!r}: it must be True or False, in YAML true or false unquoted")
         for name in ("reference_policy_kl_penalty", "ratio_clip_min", "ratio_clip_max", "positive_example_nll_weight"):
             check_number(name, getattr(self, name), "at least 0", at_least_0)
         check_number("ratio_clip_c", self.ratio_clip_c, "above 1", lambda x: x > 1, optional=True)

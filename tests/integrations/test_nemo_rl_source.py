@@ -201,7 +201,7 @@ def packed_distillation(parts, tp: int, cp: int) -> dict:
     rank = dist.get_rank()
     config = {"sequence_packing": {"enabled": True, "fuse_loss": False}, "logprob_chunk_size": 3}
     config["megatron_cfg"] = {"context_parallel_size": cp}
-    logits, data = batch(parts)
+    data = batch(parts)[1]
     g = torch.Generator().manual_seed(9)
     student, teacher = torch.randn(2, 1, SEQUENCES * LENGTH, VOCABULARY, generator=g)
     starts = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)

@@ -62,8 +62,11 @@ def test_log_probs_of_tokens_that_count():
     """There a mask lies as the token ids do."""
     with model_parallel(1):
         model, tokens = one_gpt(), batch()[0]
-        with patched():
+        with patched(), measure() as whole:
             expected = run(model, tokens, tokens, return_logprobs_for_linear_ce_fusion=True)
-        with patched(skip_ignored=True):
-            found = run(model, tokens, tokens, return_logprobs_for_linear_ce_fusion=True, loss_mask=MASK)
-        torch.testing.assert_close(found, expected * (MASK[:, 1:] != 0), rtol=1e-6, atol=1e-6)
+        each, counting = 2 * model.shared_embedding_or_output_weight().numel(), int((MASK[:, 1:] != 0).sum())
+        for skip, multiplied in ((True, counting), (9, 9)):
+            with patched(skip_ignored=skip), measure() as left:
+                found = run(model, tokens, tokens, return_logprobs_for_linear_ce_fusion=True, loss_mask=MASK)
+            torch.testing.assert_close(found, expected * (MASK[:, 1:] != 0), rtol=1e-6, atol=1e-6)
+            assert whole.flops - left.flops == each * (tokens.numel() - multiplied)

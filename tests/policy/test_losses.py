@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_ext.policy import ClippedPGLoss, DPOLossFn, NLLLoss
+from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DPOLossFn, NLLLoss
 from megatron_ext.policy.losses import valid_counts
 from megatron_ext.policy.worker.partial_train_step import TrainSteps
 from tests.policy.problems import tiny_batch
@@ -316,6 +316,22 @@ def test_a_key_of_the_configuration_that_is_not_known_is_refused(config):
         ClippedPGLoss.from_config(config)
 
 
+@pytest.mark.parametrize(
+    "nested, said",
+    [
+        ({"loss_fn": {"ratio_clip_min": 0.3}}, "the loss_fn configuration has 'loss_fn'"),
+        ({"ratio_clip_min": {"value": 0.3}}, "ratio_clip_min is {'value': 0.3}: it must be"),
+        ({"ratio_clip_c": {}}, "ratio_clip_c is {}: it must be"),
+        ({"use_cispo": {"enabled": False}}, "use_cispo is {'enabled': False}: it must be True or False"),
+        ({"token_level_loss": "false"}, "token_level_loss is 'false': it must be True or False"),
+    ],
+)
+def test_a_configuration_inside_another_is_refused(nested, said):
+    """Where a key holds options of its own, none of them would be read."""
+    with pytest.raises(ValueError, match=said):
+        ClippedPGLoss.from_config(nested)
+
+
 @pytest.mark.parametrize("key", ["ratio_clip_min", "ratio_clip_c", "reference_policy_kl_penalty"])
 @pytest.mark.parametrize(
     "text, fix",
@@ -327,3 +343,25 @@ def test_a_number_that_yaml_reads_as_text_is_refused_with_how_to_write_it(key, t
     assert config == {key: text}
     with pytest.raises(ValueError, match=f"{key} is '{text}': it must be .*; {fix}"):
         ClippedPGLoss.from_config(config)
+
+
+def test_repeated_ids_are_refused_where_the_rest_is_reckoned_from_them():
+    """Of tokens that count: NeMo-RL's post-processor gives those behind a row's end k times the id 0."""
+    _, data = problem()
+    rows, positions = data["input_ids"].shape
+    ids = torch.arange(3).expand(rows, positions, 3).clone()
+    outside = ((data["token_mask"] * data["sample_mask"][:, None]) == 0).roll(-1, 1)
+    outside[:, -1] = True
+    ids[outside] = 0
+    log_probs = torch.full((rows, positions - 1, 3), 0.2).log()
+    given = log_probs, log_probs, torch.zeros(rows, positions - 1)
+
+    def loss(ids, **options):
+        counts = counts_for(DistillationLossFn(), data)
+        return DistillationLossFn(**options)(*given, dict(data, teacher_topk_indices=ids), *counts)[0]
+
+    assert loss(ids, zero_outside_topk=True).isfinite()
+    ids[tuple((~outside).nonzero()[0])] = 2
+    with pytest.raises(ValueError, match="teacher_topk_indices has an id twice for a token that counts"):
+        loss(ids, zero_outside_topk=True)
+    loss(ids)
