@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoint
 import text
+from folders import check_writable
 
 COUNTS = (
     "tensor_model_parallel_size",
@@ -66,7 +67,8 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     """Every rank comes to the same verdict by itself, before anything is sent.
 
     Raises:
-        ValueError: numbers that fit neither each other nor the `world_size`, or files that are not there.
+        ValueError: numbers that fit neither each other nor the `world_size`, files that are not there, folders that
+            cannot be written, or a checkpoint that has as many iterations as this run shall have.
     """
     for name in COUNTS:
         if getattr(args, name) < 1:
@@ -84,7 +86,12 @@ def check_arguments(args: Namespace, world_size: int) -> None:
         if not Path(file).is_file():
             raise ValueError(f"--data names {file!r}, which is not a file")
     if args.load:
-        checkpoint.find_latest(args.load)
+        done = checkpoint.iteration_of(checkpoint.find_latest(args.load))
+        if args.train_iters <= done:
+            raise ValueError(
+                f"--load has {done} iterations behind it: --train-iters is {args.train_iters}, and must be more"
+            )
+    check_writable(save=args.save, metrics=args.metrics and Path(args.metrics).parent)
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:

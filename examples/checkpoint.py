@@ -91,6 +91,11 @@ def find_latest(directory: str) -> Path:
     return Path(directory) / f"iter_{int(pointer.read_text()):07d}"
 
 
+def iteration_of(folder: Path) -> int:
+    """How many iterations the checkpoint has behind it."""
+    return int(folder.name.removeprefix("iter_"))
+
+
 def load(directory: str, seed: int, model, optimizer, scheduler) -> tuple[int, int]:
     """Restore what `save` wrote; all ranks call it. Returns the iterations done and the samples consumed.
 

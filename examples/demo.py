@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import report
 import torch
+from folders import check_writable
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -68,7 +69,10 @@ def main() -> None:
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     logging.disable(logging.WARNING)  # of the launcher; errors and the ranks have their say
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        check_writable(out=args.out)
+    except ValueError as error:
+        parser.error(str(error))
     print(
         f"A GPT of {MODEL['num-layers']} layers, width {MODEL['hidden-size']}, vocabulary {MODEL['vocab-size']}, "
         f"tensor parallel {ranks} on {where}.\nTwo runs of {args.train_iters} steps from the same seed:",

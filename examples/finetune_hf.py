@@ -24,6 +24,7 @@ import hf_directory
 import text
 import torch
 import torch.distributed as dist
+from folders import check_writable
 from interrupt import end_on_interrupt
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -73,7 +74,8 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     """Every rank comes to the same verdict by itself, before anything is sent.
 
     Raises:
-        ValueError: numbers that fit neither each other nor the `world_size`, or files that are not there.
+        ValueError: numbers that fit neither each other nor the `world_size`, files that are not there, or folders that
+            cannot be written.
     """
     for name, value in vars(args).items():
         if type(value) in (int, float) and name != "seed" and value <= 0:
@@ -100,6 +102,7 @@ def check_arguments(args: Namespace, world_size: int) -> None:
     for file in args.data or []:
         if not Path(file).is_file():
             raise ValueError(f"--data names {file!r}, which is not a file")
+    check_writable(save=args.save, export=args.export, metrics=args.metrics and Path(args.metrics).parent)
 
 
 def _flag(name: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from folders import check_writable
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig
@@ -112,15 +113,15 @@ class Progress:
     rewards: list[float]
 
     def write(self, out: Path, policy: RayPolicy) -> None:
-        """A new checkpoint first, then the file that names it: at any time that one is whole. Older ones go."""
-        folder = out / f"step-{len(self.rewards):05d}"
+        """A new checkpoint first, then the file that names it: at any time that one is whole. The one before goes."""
+        folder, named = out / f"step-{len(self.rewards):05d}", out / "progress.json"
+        before = out / json.loads(named.read_text())["folder"] if named.exists() else folder
         policy.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
         new = out / "progress.json.new"
         new.write_text(json.dumps({"folder": folder.name, "rewards": self.rewards}))
-        new.replace(out / "progress.json")
-        for old in out.glob("step-*"):
-            if old != folder:
-                shutil.rmtree(old)
+        new.replace(named)
+        if before != folder:
+            shutil.rmtree(before, ignore_errors=True)
 
     @classmethod
     def read(cls, out: Path) -> "Progress":
@@ -201,7 +202,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--samples is {args.samples}: an advantage compares samples of one prompt; take 2 or more")
     if args.resume and not (args.out / "progress.json").exists():
         parser.error(f"--resume: there is no checkpoint in {args.out}; run without it first")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        check_writable(out=args.out)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

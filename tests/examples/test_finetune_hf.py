@@ -152,6 +152,7 @@ def test_transformers_loads_what_was_exported_and_so_do_we(tmp_path, words):
         ("--vocab-size 200", "a vocabulary of 257"),
         ("--save-interval 2", "without --save DIR"),
         ("--data nothing.txt", "'nothing.txt', which is not a file"),
+        (f"--export {__file__}", "--export writes to '.*py': File exists; give a folder that can be written"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(words, message):

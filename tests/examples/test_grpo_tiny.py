@@ -60,6 +60,24 @@ def test_resumed_as_if_never_interrupted(ray, tmp_path):
     assert [folder.name for folder in (tmp_path / "cut").glob("step-*")] == ["step-00008"]
 
 
+def test_only_the_runs_own_checkpoint_is_removed(tmp_path):
+    class Policy:
+        def save_checkpoint(self, weights: str, optimizer: str) -> None:
+            Path(weights).mkdir(parents=True)
+
+    (tmp_path / "step-by-step.md").mkdir()
+    for steps in (1, 2):
+        grpo_tiny.Progress([0.5] * steps).write(tmp_path, Policy())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["progress.json", "step-00002", "step-by-step.md"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(SystemExit):
+        grpo_tiny.arguments(["--out", str(tmp_path / "taken")])
+    assert "--out writes to" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -138,6 +138,18 @@ BAD = {
 }
 
 
+def test_what_a_run_would_find_out_at_its_end_is_refused_at_its_start(tmp_path):
+    (tmp_path / "file").write_text("6\n")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6\n")
+    for words, message in {
+        f"--save {tmp_path}/file": "--save writes to '.*file': File exists; give a folder that can be written",
+        f"--metrics {tmp_path}/file/x.json": "--metrics writes to '.*file': File exists",
+        f"--load {tmp_path}": "--load has 6 iterations behind it: --train-iters is 6, and must be more",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            check_arguments(parse(f"{SMALL} {words}"), world_size=4)
+
+
 @pytest.mark.parametrize("words,message", BAD.items(), ids=list(BAD))
 def test_bad_arguments_are_refused(words, message):
     args = parse(f"{SMALL} {words}")

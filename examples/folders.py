@@ -1,0 +1,26 @@
+"""Folders that a run will write to, looked at before it starts: at its end it would be too late."""
+
+import errno
+import os
+from pathlib import Path
+
+
+def check_writable(**paths: str | os.PathLike | None) -> None:
+    """Each path, named by its flag, is a folder that can be written, or is made one. None: nothing will be written.
+
+    Raises:
+        ValueError: the path is something else, or this process may not write there.
+    """
+    for name, path in paths.items():
+        if path is None:
+            continue
+        reason = None
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror
+        if reason is None and not os.access(path, os.W_OK):
+            reason = os.strerror(errno.EACCES)
+        if reason is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} writes to {os.fspath(path)!r}: {reason}; give a folder that can be written")
