@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.head.fixed_bits import products
-from megatron_ext.head.fixed_bits.replaced_products import replace_products
+from megatron_ext.head.fixed_bits.replaced_operators import replace_operators
 from megatron_ext.head.validation.option_checks import Bits
 
 KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
@@ -42,7 +42,7 @@ def batch_invariant_mode() -> Iterator[None]:
     global _entered
     with contextlib.ExitStack() as undo:
         if not _entered:
-            replace_products(undo, on_cuda=not switched_on())
+            replace_operators(undo, on_cuda=not switched_on())
         _entered += 1
         try:
             yield
@@ -83,8 +83,7 @@ def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """`x @ w + bias` of a layer in the mode: by Megatron's kernels on CUDA where its switch is on, else by ours."""
     if x_MK.is_cuda and switched_on():
         return torch.mm(x_MK, w_KN) if bias_N is None else torch.addmm(bias_N, x_MK, w_KN)
-    y_MN = products.mm(x_MK, w_KN)
-    return y_MN if bias_N is None else y_MN.add_(bias_N)
+    return products.mm(x_MK, w_KN, bias_N)
 
 
 def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,6 @@ from tests.policy.problems import plain_log_probs, plain_model, shard, tiny_batc
 from tests.ranks import ranks
 
 MODEL = tiny_model(vocab_size=98)
-WIDE = tiny_model(vocab_size=98, hidden_size=96, intermediate_size=160)  # products whose bits show
 MODE = {"batch_invariant_mode": True}
 
 
@@ -58,7 +57,7 @@ def test_the_layers_keep_the_mode_too(backend):
     key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
     data = tiny_batch(8)
     for given, same in (({}, False), ({key: MODE}, True)):
-        worker = backend(tiny_config(WIDE, bits="batch") | given, init_reference_model=False)
+        worker = backend(tiny_config(MODEL, bits="batch") | given, init_reference_model=False)
         try:
             mine = shard(data, worker)
             found = [worker.get_logprobs(mine, micro_batch_size=rows)["logprobs"] for rows in (4, 2, 1)]

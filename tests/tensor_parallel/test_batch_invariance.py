@@ -121,7 +121,7 @@ def test_the_switches_reach_layers_and_functions(monkeypatch):
             warnings.simplefilter("always")
             found = [linear_with_grad_accumulation_and_async_allreduce(x[:n], *given) for n in (1, 3, S)]
             assert layer.plan().invariant
-            assert torch.equal(layer(x[:3])[0], products.mm(x[:3], weight.t()) + bias)
+            assert torch.equal(layer(x[:3])[0], products.mm(x[:3], weight.t(), bias))
         assert ["tensor-parallel layers take products and sums of one" in str(one.message) for one in said] == [True]
         assert all(torch.equal(y, fixed[: len(y)]) for y in found)
     assert not layer.plan().invariant

@@ -120,33 +120,37 @@ def softcap_slope(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.d
     return 4.0 * t / (1.0 + t).square()
 
 
-def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """`a @ b` of any layer, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
+def mm(a_MK: Tensor, b_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
+    """`a @ b + added` of any layer, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
     a_MK = aligned(a_MK)
     b_KN = aligned(b_KN.t()).t() if b_KN.stride(0) == 1 else aligned(b_KN)
     out_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    if a_MK.is_cuda and added_N is not None:
+        wide_MN = out_MN.to(accumulation_dtype(out_MN.dtype))
+        _kernels().product(a_MK, b_KN, wide_MN)
+        return out_MN.copy_(wide_MN.add_(added_N))
     if a_MK.is_cuda:
         _kernels().product(a_MK, b_KN, out_MN)
     elif a_MK.shape[1]:
-        _rows_times(a_MK, b_KN, out_MN)
+        _rows_times(a_MK, b_KN, out_MN, added_N)
     else:
-        out_MN.zero_()
+        out_MN.copy_(added_N) if added_N is not None else out_MN.zero_()
     return out_MN
 
 
-def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> None:
+def _rows_times(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_N: Tensor | None = None) -> None:
     rows, allowed = a_MK.shape[0], _heights_of(a_MK, b_KN)
     for tile in _tiles(rows, allowed):
         if tile.stop <= rows and allowed[-1] == TILE:
-            cpu_products.mm(a_MK[tile], b_KN, out_MN[tile])
+            cpu_products.mm(a_MK[tile], b_KN, out_MN[tile], added_N)
         else:
             whole = aligned(_padded(a_MK[tile], tile.stop - tile.start))
-            out_MN[tile] = _mm(whole, b_KN)[: rows - tile.start]
+            out_MN[tile] = _mm(whole, b_KN, added_N)[: rows - tile.start]
 
 
-def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+def _mm(left_MK: Tensor, right_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
     """Into memory that is given: where `aten::mm` is replaced by these products, it is what they are made of."""
-    return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(left_MK.shape[0], right_KN.shape[1]))
+    return cpu_products.mm(left_MK, right_KN, left_MK.new_empty(left_MK.shape[0], right_KN.shape[1]), added_N)
 
 
 def _padded(x_MK: Tensor, rows: int) -> Tensor:
