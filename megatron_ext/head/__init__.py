@@ -21,7 +21,9 @@ from megatron_ext.head.distributions_of_logits import (
     vocab_parallel_softmax,
     vocab_topk,
 )
+from megatron_ext.head.draft_vocabulary import DraftLabels, DraftVocabulary
 from megatron_ext.head.lm_head import LmHead, Logits
+from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.divergences.kl_divergence import KL
 from megatron_ext.head.readouts.divergences.teacher import Teacher
@@ -37,6 +39,8 @@ __all__ = [
     "KL",
     "AcceptanceRate",
     "CrossEntropy",
+    "DraftLabels",
+    "DraftVocabulary",
     "Entropy",
     "Gather",
     "IsArgmax",
@@ -44,6 +48,7 @@ __all__ = [
     "Kept",
     "KeptEntropy",
     "LmHead",
+    "LoRA",
     "LogProbs",
     "LogSumExp",
     "Logits",

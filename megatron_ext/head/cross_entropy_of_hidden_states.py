@@ -3,6 +3,7 @@
 Shapes: `[...]` are the leading dims of the labels, D the hidden size, V the vocabulary, R the ranks of `tp_group`.
 """
 
+from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.lm_head import LmHead
+from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.reduction import log_prob_readouts, masked, reduced
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, Reduction, one_of, token_bound
@@ -37,6 +39,7 @@ def linear_cross_entropy(
     gradient_accumulation_fusion: bool = False,
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
+    lora: LoRA | Sequence[LoRA] | None = None,
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T` against `labels`, a chunk of logits at a time.
 
@@ -68,6 +71,7 @@ def linear_cross_entropy(
             on the number of ranks either; None: as Megatron's `batch_invariant_mode` says. See `LmHead`.
         logit_dtype: the hidden states' 16 bits: logits are rounded to it first, as inference engines do. None or
             torch.float32: they are not, where the device gives them in fp32; see `LmHead`.
+        lora: low-rank parts of the head, `megatron_ext.head.LoRA(A, B, scaling)` or several.
 
     Returns:
         `[...]` (a scalar if reduced), fp32 (fp64 for fp64), on every rank alike.
@@ -91,6 +95,7 @@ def linear_cross_entropy(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         bits=bits,
         logit_dtype=logit_dtype,
+        lora=lora,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored else None
@@ -119,6 +124,7 @@ def linear_log_probs(
     return_hits: bool = False,
     bits: Bits | None = None,
     logit_dtype: torch.dtype | None = None,
+    lora: LoRA | Sequence[LoRA] | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probability of each label under `softmax(hidden @ weight.T)`, a chunk of logits at a time.
 
@@ -142,6 +148,7 @@ def linear_log_probs(
         gradient_accumulation_fusion=gradient_accumulation_fusion,
         bits=bits,
         logit_dtype=logit_dtype,
+        lora=lora,
     )
     asked = masked(labels, loss_mask, ignore_index)
     counts = asked != ignore_index if skip_ignored or return_entropy else None

@@ -1,6 +1,7 @@
 """The facts of a head beside its weight, and what a layer that makes logits says of them: an `nn.Linear`, a DTensor,
 Megatron-Core's output layer."""
 
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -9,6 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.lora import LoRA
+from megatron_ext.head.peft_layers import unwrapped
 from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 
@@ -25,6 +28,7 @@ class HeadFacts(TypedDict, total=False):
     gradient_accumulation_fusion: bool
     bits: Bits | None
     logit_dtype: torch.dtype | None
+    lora: LoRA | Sequence[LoRA] | None
 
 
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -33,8 +37,10 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     A given weight stands for the layer's: the embedding's where they are tied, or one that was gathered.
 
     Raises:
-        ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.
+        ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it has
+            adapters that are not known here.
     """
+    layer, adapters = unwrapped(layer)
     weight = layer if isinstance(layer, Tensor) else getattr(layer, "weight", None)
     weight = weight if given.get("weight") is None else given["weight"]
     if not isinstance(weight, Tensor):
@@ -43,7 +49,8 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
             f"under weight tying pass weight=, the embedding's"
         )
     bias = None if isinstance(layer, Tensor) or getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
-    said: dict[str, Any] = {"weight": weight, "hidden_layout": "replicated"}
+    lora = [each._replace(A=_local(each.A), B=_local(each.B)) for each in adapters] or None
+    said: dict[str, Any] = {"weight": weight, "hidden_layout": "replicated", "lora": lora}
     if isinstance(weight, DTensor):
         said["weight"], said["tp_group"], said["vocab"] = local_shard(weight, 0)
     elif isinstance(layer, nn.Linear):
@@ -56,8 +63,12 @@ def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
         said["logit_dtype"] = made if rounds(made) else None
         said["gradient_accumulation_fusion"] = bool(getattr(layer, "gradient_accumulation_fusion", False))
     if isinstance(bias, Tensor):
-        said["bias"] = local_shard(bias, 0)[0] if isinstance(bias, DTensor) else bias
+        said["bias"] = _local(bias)
     return said | {name: value for name, value in given.items() if value is not None}
+
+
+def _local(x: Tensor) -> Tensor:
+    return local_shard(x, 0)[0] if isinstance(x, DTensor) else x
 
 
 def local_shard(x: Tensor, dim: int) -> tuple[Tensor, Any, VocabShard]:

@@ -26,6 +26,7 @@ from megatron_ext.head.engine.linear import OfSoftmax
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.lora import LoRA, adapters_of, low_rank, ranks_of, rows_fault, widened
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
@@ -71,6 +72,8 @@ class LmHead:
             before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
             Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
             used as they are; a CPU's products of 16-bit operands come rounded in any case.
+        lora: `LoRA`, or several: low-rank parts of the logits, before scale, softcap and temperature. With bits="fast".
+            No gradient of a weight that wants none (`requires_grad` False) is computed, or has memory.
     """
 
     weight: Tensor
@@ -86,6 +89,7 @@ class LmHead:
     gradient_accumulation_fusion: bool = field(default=False, kw_only=True)
     bits: Bits | None = field(default=None, kw_only=True)
     logit_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    lora: LoRA | Sequence[LoRA] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
@@ -100,8 +104,11 @@ class LmHead:
         object.__setattr__(self, "tp_group", group)
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
         object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, max(rows, 1), self.tp_group))
+        adapters = adapters_of(self.lora, self.weight, self.tp_group, self.hidden_layout == "sequence")
+        object.__setattr__(self, "adapters", adapters)
 
     shard: VocabShard = field(init=False, repr=False)
+    adapters: tuple[LoRA, ...] = field(init=False, repr=False)
 
     @classmethod
     def of(
@@ -111,12 +118,14 @@ class LmHead:
 
         Args:
             layer: a tensor or a `DTensor` `[V, D]` (sharded over a 1-D mesh: its group and shards are taken from it);
-                an `nn.Linear`; or Megatron-Core's output layer, of which bias, softcap, tensor-parallel group, sequence
-                parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
+                an `nn.Linear`; what PEFT puts in its place, with the LoRA adapters that are active, or the copy that
+                trains (`modules_to_save`); or Megatron-Core's output layer, of which bias, softcap, tensor-parallel
+                group, sequence parallelism, gradient accumulation fusion and a `logit_dtype` of 16 bits are taken.
             tp_group, hidden_layout, facts: as for `LmHead`, `weight` too; they go before what the layer says.
 
         Raises:
-            ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary.
+            ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it
+                has adapters that are more than a low-rank product.
         """
         return cls(**head_facts(layer, {"tp_group": tp_group, "hidden_layout": hidden_layout, **facts}))
 
@@ -157,9 +166,10 @@ class LmHead:
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
+        fault = fault or rows_fault(self.adapters, self.weight)
         fault = fault or option_checks.logit_dtype_fault(self.logit_dtype, computed_dtype(hidden), "hidden")
         if (bits := bits_or_mode(self.bits)) != "fast":
-            fault = bits_fault(bits, self.shard, ranks, hidden, readouts) or fault
+            fault = bits_fault(bits, self, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
             fault = fault or argument_checks.main_grad_fault(self.weight)
         teachers = [r.teacher for r in readouts if r.teacher is not None]
@@ -191,7 +201,10 @@ class LmHead:
                 own = sizes[group_rank(self.tp_group)]
                 shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
                 rows = [own, *(own // hidden.shape[-2] if each else own for each in shared)]
-                zeros = [x.new_zeros(count, x.shape[1]) for x, count in zip(sides, rows, strict=True)]
+                more = [ranks_of(head.adapters) for head in (self, *(t.head for t in teachers))]
+                zeros = [
+                    x.new_zeros(count, x.shape[1] + beside) for x, count, beside in zip(sides, rows, more, strict=True)
+                ]
                 gather_tokens(zeros, self.tp_group, sizes)
             plan.refuse(fault, accumulation_dtype(sides[0].dtype), hidden.device)
         plan.choose_columns()
@@ -204,19 +217,25 @@ class LmHead:
     def _apply(
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
-        weight, bias = self.weight, self.bias
-        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (sides[0], weight, bias))
+        weight, bias, low = self.weight, self.bias, low_rank(self.adapters)
+        x_TD = self.beside_low_rank(sides[0])
+        keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
         if plan.needs_logits:
-            inputs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in (side, *t.head.fixed())]
+            inputs = [
+                x
+                for side, t in zip(sides[1:], teachers, strict=True)
+                for x in (t.head.beside_low_rank(side).detach(), *t.head.fixed())
+            ]
             rules = [head.rule() for head in (self, *(t.head for t in teachers))]
-            return Read.apply(OfChunks(rules, sizes, keep), plan, sides[0], weight, bias, *inputs)
+            return Read.apply(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
             weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+            low = None if low is None else F.pad(low, (0, 0, 0, 1))
         if plan.call.bits != "fast":
-            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, sides[0], weight, bias)
-        return Read.apply(OfSoftmax(sizes, keep), plan, sides[0], weight, bias)
+            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, None)
+        return Read.apply(OfSoftmax(sizes, keep), plan, x_TD, weight, bias, low)
 
     def _leading(
         self, hidden: Tensor, readouts: Sequence[ReadOut], ranks: int, in_slices: bool, fault: ValueError | None
@@ -253,9 +272,14 @@ class LmHead:
         """Softcap and scale of its logits, and whether they are rounded."""
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
-    def fixed(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias without a gradient: of a teacher."""
-        return self.weight.detach(), None if self.bias is None else self.bias.detach()
+    def beside_low_rank(self, x_TD: Tensor) -> Tensor:
+        """Hidden states with the columns that the low rank takes: see `lora.py`."""
+        return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence")
+
+    def fixed(self) -> list[Tensor | None]:
+        """Weight, bias and low rank without a gradient: of a teacher."""
+        each = (self.weight, self.bias, low_rank(self.adapters))
+        return [None if x is None else x.detach() for x in each]
 
 
 @dataclass(frozen=True, eq=False)

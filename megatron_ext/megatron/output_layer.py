@@ -46,6 +46,11 @@ def why_not_product(layer: Any) -> str | None:
     )
     if plain or hasattr(layer, "softcap"):
         return None
+    if hasattr(layer, "to_wrap"):
+        return (
+            f"its output layer is a {type(layer).__name__}, which adds an adapter to another layer's logits; leave "
+            f"output_layer out of the adapter's target modules, or merge the adapter into the weight"
+        )
     return (
         f"its output layer is a {type(layer).__name__} with a forward of its own; if that is a linear layer, with "
         f"a softcap or without, give it an attribute `softcap` (a number, or None)"

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from benchmarks.meter import one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, token_entropy, vocab_parallel_cross_entropy
-from megatron_ext.head import distributions_of_hidden_states, distributions_of_logits
+from megatron_ext.head import LoRA, distributions_of_hidden_states, distributions_of_logits
 from megatron_ext.head.engine.linear import OfSoftmax
 from tests.devices import GPU
 from tests.head.as_on_cuda import rehearsal
@@ -56,13 +56,15 @@ def empty(*shape, dtype):
     return torch.empty(*shape, dtype=dtype, device=GPU)
 
 
-def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False):
+def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False, lora=False):
     def call(dtype, group, layout):
         ranks = 1 if group is None or layout == "replicated" else group.size()
         hidden, weight = empty(T // ranks, D, dtype=dtype), empty(V, D, dtype=dtype)
         if fused:
             weight.main_grad = empty(V, D, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         more = {"bias": empty(V, dtype=dtype) if with_bias else None, "gradient_accumulation_fusion": fused}
+        if lora:
+            more["lora"] = [LoRA(empty(3, D, dtype=torch.float32), empty(V, 3, dtype=torch.float32), 2.0)] * 2
         labels = torch.zeros(T, dtype=torch.int64, device=GPU)
         function(hidden, weight, labels, group, layout, cache=cache, chunk_tokens=chunk_tokens, **more, **options)
 
@@ -109,6 +111,8 @@ CALLS = {
     "loss, main_grad": linear(linear_cross_entropy, 1, None, {}, fused=True),
     "log-probs": linear(linear_log_probs, 0.5, 7, {**BENDS, **READ_BOTH}),
     "log-probs, main_grad": linear(linear_log_probs, 0, 7, READ_BOTH, with_bias=True, fused=True),
+    "loss, lora": linear(linear_cross_entropy, 0.5, 7, EVERYTHING, with_bias=True, fused=True, lora=True),
+    "log-probs, lora": linear(linear_log_probs, 1, None, READ_BOTH, lora=True),
     "loss of logits": on_logits(vocab_parallel_cross_entropy, labels, **EVERYTHING),
     "loss into logits": on_logits(vocab_parallel_cross_entropy, labels, gradient_into_logits=True, reduction="mean"),
     "entropy": on_logits(token_entropy, **BENDS),

@@ -28,6 +28,7 @@ from megatron_ext.head import (
     Logits,
     LogProbs,
     LogSumExp,
+    LoRA,
     MeanLogit,
     Sampled,
     SumOfSquares,
@@ -137,6 +138,9 @@ class Case:
         self.graded = [pick([True, True, True, False]) for _ in self.names]
         self.upstream = randn(64, *self.shape)
         self.fused = pick([False, False, True])
+        ranks_of_lora = pick([(), (), (2,), (1, 3)])
+        self.lora = [LoRA(randn(r, self.width), randn(self.columns, r), 0.5 / r) for r in ranks_of_lora]
+        self.frozen = bool(self.lora) and pick([True, False])
 
     def makers(self):
         """The name of each read-out: what makes it, and what it should give of whole logits `z` and the teacher's."""
@@ -196,13 +200,17 @@ class Case:
         """Results and gradients in fp64, of the whole."""
         leaves = [x.double().clone().requires_grad_() for x in (self.hidden, self.weight)]
         bias = None if self.bias is None else self.bias.double().clone().requires_grad_()
+        adapters = [[x.double().clone().requires_grad_() for x in (each.A, each.B)] for each in self.lora]
         z = raw = leaves[0] @ leaves[1].t()
+        for (a, b), each in zip(adapters, self.lora, strict=True):
+            z = raw = z + each.scaling * (leaves[0] @ a.t() @ b.t())
         if from_logits:
             raw = z.detach().clone().requires_grad_()
             z, leaves = raw, [raw]
         else:
             z = (z if bias is None else z + bias) * self.facts["logit_scale"]
-            leaves += [] if bias is None else [bias]
+            leaves = [leaves[0], *([] if self.frozen else leaves[1:]), *([] if bias is None else [bias])]
+            leaves += [x for pair in adapters for x in pair]
         teacher = self.teacher[0].double() @ self.teacher[1].double().t()
         cap = self.facts["softcap"]
         z = z if cap is None else cap * torch.tanh(z / cap)
@@ -239,7 +247,8 @@ class Case:
         facts = {name: value for name, value in self.facts.items() if name != "logit_scale" or not from_logits}
         group_ = group if self.ranks > 1 else "unsharded"
         if from_logits:
-            z = (self.hidden.double() @ self.weight.double().t()).to(self.dtype)[..., mine].clone().requires_grad_()
+            merged = self.weight.double() + sum(x.scaling * (x.B.double() @ x.A.double()) for x in self.lora)
+            z = (self.hidden.double() @ merged.t()).to(self.dtype)[..., mine].clone().requires_grad_()
             teacher = (self.teacher[0].double() @ self.teacher[1].double().t()).to(self.dtype)[..., mine]
             teacher = Logits(teacher, group_, vocab=shard, softcap=self.teacher_softcap)
             readouts = [self.makers()[name][0](teacher) for name in self.names]
@@ -253,10 +262,13 @@ class Case:
                 return x.chunk(self.ranks)[rank] if part else x
 
             hidden = cut(self.hidden).clone().requires_grad_()
-            weight = self.weight[mine].clone().requires_grad_()
+            weight = self.weight[mine].clone().requires_grad_(not self.frozen)
+            lora = [
+                LoRA(x.A.clone().requires_grad_(), x.B[mine].clone().requires_grad_(), x.scaling) for x in self.lora
+            ]
             bias = None if self.bias is None else self.bias[mine].clone().requires_grad_()
             weight.main_grad = torch.full_like(weight, 0.5)
-            facts |= {"bias": bias, "cache": self.cache, "gradient_accumulation_fusion": self.fused}
+            facts |= {"bias": bias, "cache": self.cache, "gradient_accumulation_fusion": self.fused, "lora": lora}
             head = LmHead(weight, group_, self.layout, vocab=shard, **facts)
             softcap = self.teacher_softcap
             theirs = LmHead(self.teacher[1][mine].clone(), group_, self.layout, vocab=shard, softcap=softcap)
@@ -266,23 +278,26 @@ class Case:
                 found = head.read(hidden, *readouts, counts=self.only)
                 with pytest.raises(ValueError, match="do not have the same labels"):  # and nothing is sent
                     head.read(hidden, *readouts, LogProbs(self.labels), IsArgmax(self.labels.clone()))
-            leaves = [hidden, weight] + ([] if bias is None else [bias])
+            leaves = [hidden, *([] if self.frozen else [weight]), *([] if bias is None else [bias])]
+            leaves += [x for each in lora for x in each[:2]]
         found = found if len(self.names) > 1 else (found,)
         with count_collectives() as backward:
             results, grads = self._with_gradients(found, leaves)
         if self.only is None or self.only.any():  # where no token counts all ranks know it, and may send nothing
             self._check_collectives(from_logits, found, forward.total(), backward.total())
-        if self.fused and not from_logits:
+        if self.fused and not from_logits and not self.frozen:
             grads[1] = weight.main_grad - 0.5
         return results, grads, mine, rank
 
     def _check_collectives(self, from_logits, found, forward, backward):
-        """One forward and one backward, none backward of logits; with the sequence layout twice as many."""
+        """One forward and one backward, none backward of logits; with the sequence layout twice as many, and one for
+        all A of LoRA."""
         sent = 0 if self.ranks == 1 else 1 if from_logits or self.layout == "replicated" else 2
         assert forward == sent or (sent and forward > sent and SEND_MORE & {*self.names}), (self.names, forward)
         first = [x[0] if isinstance(x, tuple) else x for x in found]
         asked = any(graded and x.requires_grad for graded, x in zip(self.graded, first, strict=True))
-        assert backward == (sent if asked and not from_logits else 0), (self.names, backward)
+        of_lora = 1 if self.lora and sent == 2 else 0  # each rank has A's gradient of its own tokens
+        assert backward == (sent + of_lora if asked and not from_logits else 0), (self.names, backward)
 
     def check(self, from_logits: bool, group):
         wanted, wanted_grads = self.truth(from_logits)
@@ -291,7 +306,9 @@ class Case:
             wanted_grads = [wanted_grads[0][..., mine]]
         else:
             dx = wanted_grads[0].chunk(self.ranks)[rank] if self.layout == "sequence" else wanted_grads[0]
-            wanted_grads = [dx, *(x[mine] for x in wanted_grads[1:])]
+            whole = {len(wanted_grads) - 2 * at for at in range(1, len(self.lora) + 1)}  # where A's are
+            rest = enumerate(wanted_grads[1:], 1)
+            wanted_grads = [dx, *(x if at in whole else x[mine] for at, x in rest)]
         limit = LIMITS[self.dtype]
         for ours, theirs in zip([*found, *grads], [*wanted, *wanted_grads], strict=True):
             assert ours.shape == theirs.shape, (self.names, ours.shape, theirs.shape)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.attention import check_token_ids
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
-from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of
+from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of, why_unknown
 from megatron_ext.dtensor.output.hidden_states_or_logits import (
     Read,
     is_registered,
@@ -76,7 +76,8 @@ def use_fused_loss(
 
     Warns:
         Once a class of models, from forward: logits are made, and why. What the model does to them is not known here,
-        its loss is another one, it or its head has hooks or an adapter, or its head alone is sharded, not by FSDP2.
+        its loss is another one, it or its head has hooks, the head has an adapter other than LoRA, or is alone sharded,
+        not by FSDP2.
     """
     version = import_transformers().__version__
     if int(version.partition(".")[0]) < 5:
@@ -137,7 +138,7 @@ def _rule_or_reason(model: Any) -> tuple[HeadRule | None, str]:
         return None, f"the lm head of {name} is sharded by itself, and not by FSDP2"
     if is_hooked(model):
         return None, f"{name} or its head has hooks"
-    return rule_of(model), f"what {name} does to its logits is not known here"
+    return rule_of(model), why_unknown(model, name)
 
 
 def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model_path
+from megatron_ext.head.peft_layers import unwrapped
 
 # Small ones for the scale, large ones for the cap, and some between that tell other functions from both.
 _PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1e30)
@@ -43,14 +44,24 @@ def head_rule(model: nn.Module) -> HeadRule | None:
         head: Any = model.get_submodule(path)
         if owner is not model and not any(cls.__name__ in _TRANSPARENT for cls in type(model).__mro__):
             return None
+        head, _ = unwrapped(head)
         if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-            return None  # an adapter, say
+            return None
         probe = torch.tensor(_PROBE, dtype=torch.float64, device="cpu")
         rule = _measured(_through(owner, path.rpartition(".")[2], probe), probe)
     except Exception:  # a forward that needs more than a decoder and a head may raise anything
         return None
     # A scale before the head would leave its bias alone, one behind it would not.
     return None if rule is not None and rule.scale != 1 and head.bias is not None else rule
+
+
+def why_unknown(model: nn.Module, name: str) -> str:
+    """Why there is no rule of `model`, called `name`."""
+    try:
+        unwrapped(model.get_submodule(output_head_path(model)))
+    except ValueError as fault:
+        return str(fault)
+    return f"what {name} does to its logits is not known here"
 
 
 def is_hooked(model: nn.Module) -> bool:

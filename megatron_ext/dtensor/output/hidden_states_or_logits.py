@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.dtensor.decoder import output_head_path, text_model
-from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked
+from megatron_ext.dtensor.output.head_rule import HeadRule, head_rule, is_hooked, why_unknown
 from megatron_ext.head.batch_invariance import bits_or_mode
-from megatron_ext.head.layer_facts import local_shard
+from megatron_ext.head.layer_facts import head_facts, local_shard
+from megatron_ext.head.peft_layers import unwrapped
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import Bits, rounds
 
@@ -82,7 +83,7 @@ def read_out(
     rule = rule_of(model)
     name, reason = type(model).__name__.removeprefix("FSDP"), None
     if rule is None:
-        reason = f"what {name} does to its logits is not known here"
+        reason = why_unknown(model, name)
     elif is_hooked(model):
         reason = f"{name} or its head has hooks"
     if reason is not None and fused != LOGITS:
@@ -147,7 +148,8 @@ def read_hidden(
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """As `_through_head`, from the hidden states `[B, P, D]` that come to the head, or this rank's slice of them."""
     head: Any = model.get_submodule(output_head_path(model))
-    weight, group, vocab = local_shard(head.weight, 0)
+    facts = head_facts(head, {})
+    weight, group, vocab = local_shard(unwrapped(head)[0].weight, 0)
     if isinstance(hidden, DTensor):
         hidden = hidden.to_local()
     in_slices = hidden.shape[1] != given_BP[0].shape[1]
@@ -166,7 +168,8 @@ def read_hidden(
                 *given_BP,
                 tp_group=group,
                 hidden_layout="sequence" if in_slices else "replicated",
-                bias=None if head.bias is None else local_shard(head.bias, 0)[0],
+                bias=facts.get("bias"),
+                lora=facts["lora"],
                 vocab=vocab,
                 **rule.facts(read.temperature),
                 bits=read.bits,

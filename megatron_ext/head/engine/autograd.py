@@ -134,12 +134,12 @@ class Read(torch.autograd.Function):
 
 
 class HeadGradients:
-    """The gradients of hidden states, weight and bias, a way's first inputs, that one backward is asked for.
+    """The gradients of hidden states, weight, bias and low rank, a way's first inputs, that one backward is asked for.
 
     Attributes:
-        dx, dw, db: whether each is wanted.
+        dx, dw, db, dlow: whether each is wanted; dweights: that of the weight or of the low rank.
         fused: the weight's `main_grad`, where the gradient is added into it; None: `dw_VD` is to be filled.
-        dw_VD, db_V: the gradients once they are there, in any dtype.
+        dw_VD, db_V, dlow_VR: the gradients once they are there, in any dtype.
 
     Args:
         sizes: with the sequence layout the number of each rank's tokens; else None.
@@ -147,10 +147,12 @@ class HeadGradients:
 
     dw_VD: Tensor | None = None
     db_V: Tensor | None = None
+    dlow_VR: Tensor | None = None
 
     def __init__(self, asked: Asked, sizes: list[int] | None):
         self._asked, self._sizes = asked, sizes
-        self.dx, self.dw, self.db = asked.needs[:3]
+        self.dx, self.dw, self.db, self.dlow = asked.needs[:4]
+        self.dweights = self.dw or self.dlow
         self.fused = None if asked.parameter is None or not self.dw else main_grad.buffer_of(asked.parameter)
         self._sum: Pending | None = None
 
@@ -167,15 +169,16 @@ class HeadGradients:
         else:
             self._sum = collectives.start_all_reduce(dx_TD, call.group if tokens else None, in_place=True)
 
-    def given(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def given(self) -> tuple[Tensor | None, ...]:
         """What autograd gets, each in its input's dtype."""
-        dw_VD, db_V, (_, weight_VD, bias_V, *_) = self.dw_VD, self.db_V, self._asked.inputs
+        dw_VD, (_, weight_VD, *others) = self.dw_VD, self._asked.inputs[:4]
         if self.fused is not None and self._asked.parameter is not None:
             dw_VD = main_grad.finish(self._asked.parameter, weight_VD.dtype)
         elif dw_VD is not None:
             dw_VD = dw_VD.to(weight_VD.dtype)
         dx_TD = None if self._sum is None else self._sum.wait()
-        return dx_TD, dw_VD, None if db_V is None else db_V.to(bias_V.dtype)
+        rest = zip((self.db_V, self.dlow_VR), others, strict=True)
+        return dx_TD, dw_VD, *(None if found is None else found.to(like.dtype) for found, like in rest)
 
 
 def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

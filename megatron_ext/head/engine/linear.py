@@ -22,17 +22,19 @@ from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.weight_gradient import WeightGradient
+from megatron_ext.head.engine.weight_gradient import WeightGradients
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import add_label_rows, token_gradient
 from megatron_ext.head.row_passes.logit_passes import part_of
+from megatron_ext.head.row_passes.side_by_side import operand
 
 
 class OfSoftmax(Way):
-    """Hidden states `[T, D]`, weight and bias, for read-outs of the softmax alone.
+    """Hidden states `[T, D]`, weight, bias and low rank, for read-outs of the softmax alone.
 
     `sizes`: with the sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else
-    None. `keep`: a backward may follow.
+    None. `keep`: a backward may follow. The low rank lies beside the weight, and the last columns of the hidden states
+    are its own.
 
     Communicates, at several ranks: forward one all-gather of statistics, backward one all-reduce of dx. With the
     sequence layout each also gathers the hidden states, and dx is reduce-scattered.
@@ -42,28 +44,29 @@ class OfSoftmax(Way):
         self.sizes, self.keep = sizes, keep
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
-        hidden_TD, weight_VD, bias_V = inputs
-        first = linear_passes.statistics_pass(hidden_TD, weight_VD, bias_V, plan, self.sizes, self.keep)
+        hidden_TD, weight_VD, bias_V, low_VR = inputs
+        w_VD = operand(weight_VD, low_VR)
+        first = linear_passes.statistics_pass(hidden_TD, w_VD, bias_V, plan, self.sizes, self.keep)
         return linear_passes.read_out(first, plan.exchange(first.stats_KT), plan)._replace(kept=(first.exp_TV,))
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
         plan, sizes, call, target_T = asked.plan, self.sizes, asked.plan.call, asked.plan.target_T
-        (hidden_TD, weight_VD, bias_V), (exp_TV,) = asked.inputs, asked.kept
+        (hidden_TD, weight_VD, bias_V, low_VR), (exp_TV,) = asked.inputs, asked.kept
         out = HeadGradients(asked, sizes)
         tokens, columns = plan.tokens, weight_VD.shape[0]
         in_slices = sizes is not None and tokens > 0
-        if in_slices and (out.dw or not keeps_all(call, tokens, hidden_TD)):  # alike on all ranks
+        if in_slices and (out.dweights or not keeps_all(call, tokens, hidden_TD)):  # alike on all ranks
             gathered = collectives.start_all_gather(hidden_TD, call.group, sizes=sizes)
         else:
             gathered = collectives.Pending(hidden_TD)
 
         basis = plan.basis(asked.stats, asked.saved, asked.grads)
         grad = token_gradient(asked.stats, plan.kept_T, target_T, basis, call)
-        w_VD = weight_VD.to(hidden_TD.dtype)
+        w_VD = operand(weight_VD, low_VR).to(hidden_TD.dtype)
         db_V: Any = grad.target.new_zeros(columns) if out.db else None
         product_TD = dx_TD = dw = None
         cached, as_kept = exp_TV.shape[1], grad.inside is None
-        for tile in tiles(hidden_TD, tokens, columns, cached, as_kept, out.dw, call.chunk_tokens):
+        for tile in tiles(hidden_TD, tokens, columns, cached, as_kept, out.dweights, call.chunk_tokens):
             rows, block = tile
             if as_kept and block.stop <= cached:
                 g_TV = part_of(exp_TV, rows)  # E is G
@@ -83,11 +86,14 @@ class OfSoftmax(Way):
                         dx_TD[rows] = done_TD
                     if rows.stop == tokens:
                         out.send(dx_TD)
-            if out.dw:
+            if out.dweights:
                 if dw is None:
-                    out.dw_VD = torch.empty_like(weight_VD) if out.fused is None else out.fused
-                    accumulate = out.fused is not None
-                    dw = WeightGradient(out.dw_VD, gathered.wait(), bias_V, grad, plan, accumulate)
+                    if out.dw:
+                        out.dw_VD = torch.empty_like(weight_VD) if out.fused is None else out.fused
+                    if out.dlow:
+                        out.dlow_VR = torch.empty_like(low_VR)
+                    each, accumulate = (out.dw_VD, out.dlow_VR), out.fused is not None
+                    dw = WeightGradients(w_VD, each, gathered.wait(), bias_V, grad, plan, accumulate=accumulate)
                 dw.add(block, g_TV)
             if out.db:
                 db_V[block] += cpu_products.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)

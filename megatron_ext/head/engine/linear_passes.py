@@ -17,6 +17,7 @@ from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, finish_dx, row_gradient, row_statistics
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, part_of, parts_of
+from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide, tensors_of
 
 
 class FirstPass(NamedTuple):
@@ -34,7 +35,7 @@ class FirstPass(NamedTuple):
 
 
 def statistics_pass(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
+    hidden_TD: Tensor, weight_VD: Operand, bias_V: Tensor | None, plan: Plan, sizes: list[int] | None, keep: bool
 ) -> FirstPass:
     """Logits, their statistics, and what is kept of them. `sizes`, `keep`, and what is communicated: see `OfSoftmax`,
     which has the exchange of statistics besides."""
@@ -90,13 +91,15 @@ def _keeps_logits(call, x_TD) -> bool:
     return call.softcap is not None and (not matmul.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
-def kept_columns(weight_VD: Tensor, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
+def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
     """Bytes that backward will need for dx and dW and that nothing holds during forward, or some if none will follow,
     and for how many columns exponentials are kept."""
     if not keep:
         return weight_VD.nbytes // 4, 0
     tokens, size = plan.tokens, weight_VD.element_size()
-    dw = 0 if plan.call.fuse_main_grad or not weight_VD.requires_grad else weight_VD.nbytes
+    first, *others = tensors_of(weight_VD)
+    alone = others if plan.call.fuse_main_grad else [first, *others]
+    dw = sum(part.nbytes for part in alone if part.requires_grad)
     later = dw + (4 + 2 * size) * tokens * weight_VD.shape[1]
     return later, cached_columns(plan.call, tokens, weight_VD.shape[0], hidden_TD, later)
 
@@ -133,6 +136,15 @@ def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
 
     `passing`: dx is only on its way to a reduce-scatter, so it may sit in the first half of the product's memory.
     """
+    if isinstance(w_VD, SideBySide):
+        whole_TD = (
+            product_TD if product_TD.dtype == w_VD.dtype else product_TD.new_empty(product_TD.shape, dtype=w_VD.dtype)
+        )
+        for (part_TD, w_VP), (out_TD, _) in zip(w_VD.across(product_TD), w_VD.across(whole_TD), strict=True):
+            done_TD = finished_dx(tile, part_TD, grad, w_VP, bias_V, plan, passing=False)
+            if done_TD is not part_TD:
+                out_TD.copy_(done_TD)
+        return whole_TD
     if product_TD.dtype == w_VD.dtype:
         out_TD = product_TD
     elif passing:  # rows are converted in order: those not read yet lie behind those written

@@ -9,6 +9,9 @@ Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard. G_TV
 one.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from megatron_ext.head.engine.linear_passes import counted
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import add_label_rows
 from megatron_ext.head.row_passes.logit_passes import part_of
+from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.row_passes.token_terms import Gradient
 
 # Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
@@ -106,6 +110,37 @@ class WeightGradient:
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD
+
+
+class WeightGradients:
+    """`WeightGradient` of each part of an operand with its columns of `x`; `outs`: None where a part wants none, and
+    where there is none.
+
+    `accumulate`: the first part's is added to what is there.
+    """
+
+    def __init__(self, w_VD: Operand, outs: Sequence[Tensor | None], x_TD: Tensor, *terms: Any, accumulate: bool):
+        spans = column_spans(tensors_of(w_VD))
+        self._each = [
+            WeightGradient(out_VD, x_TD if len(spans) == 1 else x_TD[:, span], *terms, accumulate and at == 0)
+            for at, (out_VD, span) in enumerate(zip(outs, spans, strict=False))
+            if out_VD is not None
+        ]
+
+    def add(self, block: slice, g_TV: Tensor) -> None:
+        """As `WeightGradient.add`."""
+        for each in self._each:
+            each.add(block, g_TV)
+
+    def release(self) -> None:
+        """As `WeightGradient.release`."""
+        for each in self._each:
+            each.release()
+
+    def finish(self) -> None:
+        """As `WeightGradient.finish`."""
+        for each in self._each:
+            each.finish()
 
 
 def _product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:

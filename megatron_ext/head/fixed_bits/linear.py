@@ -39,7 +39,7 @@ class OfSoftmaxFixed(Way):
         self.sizes, self.keep = sizes, keep
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
-        (hidden_TD, weight_VD, _), call = inputs, plan.call
+        (hidden_TD, weight_VD, *_), call = inputs, plan.call
         later, cached = kept_columns(weight_VD, hidden_TD, plan, self.keep)
         source = self._source(inputs, plan)
         kept = source.new_kept(cached / max(weight_VD.shape[0], 1))
@@ -52,7 +52,7 @@ class OfSoftmaxFixed(Way):
         return Passed(stats, *plan.results(stats, stats_RKT, own_KT), (shift_LT, *kept))
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
-        plan, (_, weight_VD, bias_V), (shift_LT, *kept) = asked.plan, asked.inputs, asked.kept
+        plan, (_, weight_VD, bias_V, _), (shift_LT, *kept) = asked.plan, asked.inputs, asked.kept
         source, out = self._source(asked.inputs, plan), HeadGradients(asked, self.sizes)
         basis = plan.basis(asked.stats, asked.saved, asked.grads)
         gradient = Gradient(source, plan, kept, asked.stats, shift_LT, basis)
@@ -91,7 +91,7 @@ class OfSoftmaxFixed(Way):
         return out.given()
 
     def _source(self, inputs: Any, plan: Plan) -> Source:
-        x_TD, weight_VD, bias_V = inputs
+        x_TD, weight_VD, bias_V, _ = inputs
         if self.sizes is not None and plan.tokens:
             x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
         return Source(x_TD, weight_VD, bias_V, plan.call)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
 
 # Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
 # of its own. That one is summed over this many chunks of columns: several rounded products err less than one.
@@ -47,9 +48,15 @@ def widens(x_TD: Tensor, rounds: bool = False) -> bool:
     return on_tensor_cores(x_TD) and not rounds
 
 
-def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
+def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
     """`x @ W.T`: fp32 on CUDA for 16-bit operands, if they are not to be rounded; else in their dtype, and then in
-    `out_TV`'s memory if given."""
+    `out_TV`'s memory if given. Of parts the last product comes first: where sums are rounded, it is the smallest."""
+    if isinstance(w_VD, SideBySide):
+        *others, last = w_VD.across(x_TD)
+        out_TV = logits(*last, out_TV, rounds)
+        for x_TP, w_VP in reversed(others):
+            main_grad.add_product(out_TV, x_TP.t(), w_VP.t())
+        return out_TV
     if widens(x_TD, rounds):
         out_TV = new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], torch.float32)
         return torch.mm(x_TD, w_VD.t(), out_dtype=torch.float32, out=out_TV)
@@ -57,9 +64,15 @@ def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: boo
     return cpu_products.mm(x_TD, w_VD.t(), out_TV)
 
 
-def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Tensor) -> Tensor:
+def add_product(total_TD: Tensor | None, g_TV: Tensor, w_VD: Operand) -> Tensor:
     """`total + G @ W` in fp32 (fp64 for fp64), in place; a new tensor without a total."""
     wide = accumulation_dtype(g_TV.dtype)
+    if isinstance(w_VD, SideBySide):
+        if total_TD is None:
+            total_TD = g_TV.new_zeros(g_TV.shape[0], w_VD.shape[1], dtype=wide)
+        for part_TD, w_VP in w_VD.across(total_TD):
+            add_product(part_TD, g_TV, w_VP)
+        return total_TD
     if g_TV.is_cuda:
         if total_TD is None:
             return torch.mm(g_TV, w_VD) if g_TV.dtype == wide else torch.mm(g_TV, w_VD, out_dtype=wide)

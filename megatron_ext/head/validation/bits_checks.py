@@ -7,20 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
 from megatron_ext.head.fixed_bits.products import functions_fault
 from megatron_ext.head.validation.option_checks import Bits
 from megatron_ext.head.validation.readable_values import has_values
 
 
-def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
+def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
     """What is wrong with this rank's shard, or its processor, given bits that are not "fast".
 
     Raises:
-        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out that has no
-            such bits.
+        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out or a part
+            of the head that has no such bits.
     """
+    if head.adapters:
+        raise ValueError(
+            f'bits is "{bits}" and the head has lora: the products of its low rank do not have these bits; pass '
+            f'bits="fast" (or turn Megatron\'s batch_invariant_mode off, where that asked for other bits), or merge '
+            f"the adapters into the weight"
+        )
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
             f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA its products are Triton\'s, which is not '
@@ -49,4 +54,4 @@ def bits_fault(bits: Bits, shard: VocabShard, ranks: int, hidden: Tensor, readou
                 f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; use "
                 f'bits="batch"'
             )
-    return leaves_fault(shard, ranks) or fault
+    return leaves_fault(head.shard, ranks) or fault

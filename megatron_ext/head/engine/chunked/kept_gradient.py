@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products, main_grad
+from megatron_ext import cpu_products
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.chunked.sources import Product
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.row_passes.side_by_side import WeightSums
 from megatron_ext.head.validation.readable_values import has_values
 
 
@@ -57,18 +58,18 @@ class Kept:
         if rule.changes or matmul.widens(self._source.x_TD, rule.rounds):
             self.unit_TV[rows] = out_tV
 
-    def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, ...]) -> None:
+    def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
         """Write dx of the kept tokens, and add what they give to dW and db: `out`, each None where it is not wanted."""
-        kept, (dx_TD, total_VD, total_V), x_TD = self.tokens, out, self._source.x_TD
+        kept, (dx_TD, sums, total_V), x_TD = self.tokens, out, self._source.x_TD
         g_T = x_TD.new_zeros(kept) if grad_T is None else grad_T[:kept]
         g_T = g_T.to(accumulation_dtype(x_TD.dtype))
         g_T1 = g_T.masked_fill(self.bad_T & (g_T != 0), torch.nan).unsqueeze(1)
         if dx_TD is not None:
             dx_TD[:kept] = matmul.add_product(None, self.unit_TV, self._source.w_VD).mul_(g_T1)
-        if total_VD is not None:
+        if sums.wanted:
             # Hidden states of tokens that do not count may be NaN.
             scaled_TD = (x_TD[:kept] * g_T1).masked_fill_(g_T1 == 0, 0).to(x_TD.dtype)
-            main_grad.add_product(total_VD, self.unit_TV, scaled_TD)
+            sums.add(self.unit_TV, scaled_TD)
         if total_V is not None:
             total_V += cpu_products.mm(self.unit_TV.t(), g_T1.to(self.unit_TV.dtype)).squeeze(1)
 

@@ -17,6 +17,7 @@ from megatron_ext.head.engine.flatten import rows_of
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
+from megatron_ext.head.row_passes.side_by_side import WeightSums, operand
 
 
 class Rule(NamedTuple):
@@ -71,7 +72,7 @@ class Product:
 
     memory_TV: Tensor | None = None
 
-    def __init__(self, x_TD: Tensor, w_VD: Tensor, rule: Rule, repeats: int = 1):
+    def __init__(self, x_TD: Tensor, w_VD: Any, rule: Rule, repeats: int = 1):
         self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
         if rule.fixed:
             self.x_TD, self.w_VD = products.aligned(x_TD), products.aligned(w_VD)
@@ -103,10 +104,9 @@ class Product:
         """dx in the dtype of the passes."""
         return products.product(dz_tV, self.w_VD) if self.rule.fixed else matmul.add_product(None, dz_tV, self.w_VD)
 
-    def add_times_hidden(self, total_VD: Tensor, dz_tV: Tensor, rows: slice) -> None:
-        """Add what these rows give to dW."""
-        add = products.add_transposed if self.rule.fixed else main_grad.add_product
-        add(total_VD, dz_tV, self.x_TD[rows])
+    def add_times_hidden(self, sums: WeightSums, dz_tV: Tensor, rows: slice) -> None:
+        """Add what these rows give to dW, and to that of the low rank."""
+        sums.add(dz_tV, self.x_TD[rows], products.add_transposed if self.rule.fixed else main_grad.add_product)
 
     def add_sums(self, total_V: Tensor, dz_tV: Tensor) -> None:
         """Add what they give to db."""
@@ -122,9 +122,10 @@ def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
 def of_hidden(
     inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
 ) -> list[Product]:
-    """The same with all tokens' hidden states; `inputs`: those, weight and bias of each. Communicates: with `sizes`
-    1 all-gather."""
-    hidden, weights, biases = [*inputs[::3]], [*inputs[1::3]], [*inputs[2::3]]
+    """The same with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each. Communicates: with
+    `sizes` 1 all-gather."""
+    hidden, biases = [*inputs[::4]], [*inputs[2::4]]
+    weights = [operand(*each) for each in zip(inputs[1::4], inputs[3::4], strict=True)]
     if call.chosen is not None:
         weights[0] = weights[0].index_select(0, call.chosen)
         biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)

@@ -23,6 +23,7 @@ from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
 from megatron_ext.head.row_passes.dispatch import combined, row_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, part_of
+from megatron_ext.head.row_passes.side_by_side import WeightSums
 
 
 class OfLogits(Way):
@@ -52,7 +53,8 @@ class OfLogits(Way):
 
 
 class OfChunks(Way):
-    """Hidden states `[T, D]`, weight `[V, D]` and bias `[V]`, and those of each read-out's teacher, without a gradient.
+    """Hidden states `[T, D]`, weight `[V, D]`, bias `[V]` and a low rank beside the weight, whose columns of the hidden
+    states are the last ones; and the same of each read-out's teacher, without a gradient.
 
     `rules`: softcap and scale of these logits, and whether they are rounded, and of each teacher's. Never holds more
     than a chunk of logits of each: backward makes them again, 8 T V D FLOPs in all (6 where the gradient needs none),
@@ -74,22 +76,18 @@ class OfChunks(Way):
         return found if kept is None else found._replace(kept=(kept.unit_TV, kept.bad_T))
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
-        plan, chosen, (x_TD, weight_VD, bias_V, *_) = asked.plan, asked.plan.call.chosen, asked.inputs
+        plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = asked.plan, asked.plan.call.chosen, asked.inputs
         made = sources.of_hidden(asked.inputs, self.rules, plan.call, self.sizes)
         source, out = made[0], HeadGradients(asked, self.sizes)
         gradient, wide = ChunkGradient(asked, made), accumulation_dtype(x_TD.dtype)
         x_TD, columns = source.x_TD, source.w_VD.shape[0]
         fixed = source.rule.fixed
         dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype) if out.dx else None
-        total_VD = total_V = None
-        if out.dw:
-            whole = chosen is None and out.fused is not None
-            total_VD = out.fused if whole else x_TD.new_zeros(columns, x_TD.shape[1], dtype=wide)
-        if out.db:
-            total_V = x_TD.new_zeros(columns, dtype=wide)
+        sums = WeightSums(source.w_VD, (out.dw, out.dlow), wide, out.fused if chosen is None else None)
+        total_V = x_TD.new_zeros(columns, dtype=wide) if out.db else None
         kept = kept_gradient.Kept(plan, source, *asked.kept) if asked.kept else None
         if kept is not None:
-            kept.add_products(asked.grads[0], (dx_TD, total_VD, total_V))
+            kept.add_products(asked.grads[0], (dx_TD, sums, total_V))
         for rows in _product_chunks(plan, source, kept):
             if kept is not None and rows.stop <= kept.tokens:
                 continue
@@ -97,17 +95,17 @@ class OfChunks(Way):
             gradient.write(rows, dz_tV)
             if dx_TD is not None:
                 dx_TD[rows] = source.times_weight(dz_tV)
-            if total_VD is not None:
-                source.add_times_hidden(total_VD, dz_tV, rows)
+            if sums.wanted:
+                source.add_times_hidden(sums, dz_tV, rows)
             if total_V is not None:
                 source.add_sums(total_V, dz_tV)
             del dz_tV  # before the next one is made
         if dx_TD is not None:
             out.send(dx_TD)
-        if chosen is None:
-            out.dw_VD, out.db_V = total_VD, total_V
-        else:
-            out.dw_VD, out.db_V = _of_all(total_VD, chosen, weight_VD, out.fused), _of_all(total_V, chosen, bias_V)
+        out.dw_VD, out.dlow_VR, out.db_V = sums.totals[0], sums.totals[-1] if out.dlow else None, total_V
+        if chosen is not None:
+            out.dw_VD = _of_all(out.dw_VD, chosen, weight_VD, out.fused)
+            out.dlow_VR, out.db_V = _of_all(out.dlow_VR, chosen, low_VR), _of_all(total_V, chosen, bias_V)
         return out.given()
 
 

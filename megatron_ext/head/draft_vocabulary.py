@@ -1,0 +1,115 @@
+"""A draft head over a part of the target's vocabulary, as EAGLE-3 has it: labels, shards and a teacher's rows.
+
+A draft id d stands for the target id `d + d2t[d]`; both rise together. `d2t` and the mask `t2d` are the buffers of
+EAGLE-3's checkpoints (SpecForge, speculators, vLLM's `draft_id_to_target_id`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.validation.argument_checks import check_labels
+
+
+class DraftLabels(NamedTuple):
+    """Labels of a draft head.
+
+    Attributes:
+        labels: `[...]`, draft ids; `ignore_index` where the target has none, or there is no target.
+        outside: `[...]`, bool: there is a target, and the draft vocabulary does not have it.
+    """
+
+    labels: Tensor
+    outside: Tensor
+
+
+class DraftVocabulary:
+    """The ids of a target vocabulary that a draft head has columns for.
+
+    Attributes:
+        ids: `[D]`, int64, rising: the target id of each draft id.
+        size: of the target vocabulary.
+    """
+
+    def __init__(self, d2t: Tensor, size: int):
+        """Made once: on CUDA it waits for the device.
+
+        Args:
+            d2t: `[D]`, integers: what is added to a draft id to make it the target's.
+            size: of the target vocabulary.
+
+        Raises:
+            ValueError: the target ids do not rise, or are not in `[0, size)`.
+        """
+        if not isinstance(d2t, Tensor) or d2t.dim() != 1 or d2t.is_floating_point() or not len(d2t):
+            found = f"{d2t.dtype} {tuple(d2t.shape)}" if isinstance(d2t, Tensor) else type(d2t).__name__
+            raise ValueError(f"d2t is {found}: it must be integers [D], what is added to each draft id")
+        self.ids, self.size = d2t.long() + torch.arange(len(d2t), device=d2t.device), size
+        if (self.ids.diff() <= 0).any() or self.ids[0] < 0 or self.ids[-1] >= size:
+            raise ValueError(
+                f"d2t leads to target ids from {self.ids[0]} to {self.ids[-1]} of {size}: they must rise and lie in "
+                f"[0, {size}); pass what is added to draft ids, not target ids, and the target vocabulary's size"
+            )
+        self._draft_of = torch.full((size,), -1, device=d2t.device)
+        self._draft_of[self.ids] = torch.arange(len(d2t), device=d2t.device)
+
+    @classmethod
+    def of_mask(cls, t2d: Tensor) -> "DraftVocabulary":
+        """That of `t2d` `[V]`, bool: which target ids have a draft id.
+
+        Raises:
+            ValueError: it is no such mask, or has no id.
+        """
+        if not isinstance(t2d, Tensor) or t2d.dim() != 1 or t2d.dtype != torch.bool:
+            found = f"{t2d.dtype} {tuple(t2d.shape)}" if isinstance(t2d, Tensor) else type(t2d).__name__
+            raise ValueError(f"t2d is {found}: it must be bool [V], which target ids have a draft id")
+        ids = t2d.nonzero().squeeze(1)
+        return cls(ids - torch.arange(len(ids), device=ids.device), len(t2d))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def labels(self, labels: Tensor, ignore_index: int = -100) -> DraftLabels:
+        """The draft ids of `labels` `[...]`, target ids; for every read-out of the draft head that takes labels.
+
+        Raises:
+            ValueError: a label is neither a target id nor `ignore_index`.
+        """
+        check_labels(labels, ignore_index, self.size)
+        counts = labels != ignore_index
+        draft = self._draft_of.to(labels.device)[labels.long().where(counts, 0)]
+        inside = counts & (draft >= 0)
+        return DraftLabels(draft.where(inside, ignore_index), counts & ~inside)
+
+    def shard(self, target: VocabShard) -> VocabShard:
+        """The draft ids whose target ids are in a rank's shard of the target vocabulary: a draft head that is cut there
+        has its teacher's rows on the same rank. Shards are uneven, and may be empty.
+        """
+        ends = torch.tensor([target.start, target.stop], device=self.ids.device)
+        start, stop = torch.searchsorted(self.ids, ends).tolist()
+        return VocabShard(start, stop, len(self))
+
+    def rows(self, weight: Tensor, target: VocabShard | None = None) -> Tensor:
+        """Those of the target head's `weight` (or entries of its bias) that the draft vocabulary has, in its order: of
+        a teacher whose distribution is restricted to it, and as a draft head begins.
+
+        Args:
+            weight: `[V/R, ...]`, this rank's shard.
+            target: which columns these are; None: all.
+
+        Returns:
+            `[D/R, ...]`, a copy; those of `shard(target)`.
+
+        Raises:
+            ValueError: the weight has not as many rows as the shard.
+        """
+        whole: Any = VocabShard(0, self.size, self.size) if target is None else target
+        if weight.shape[0] != whole.columns:
+            raise ValueError(
+                f"weight has {weight.shape[0]} rows, the target's shard {whole.columns} columns: they must be equal; "
+                f"pass target=VocabShard(...) of this rank's rows"
+            )
+        mine = self.shard(whole)
+        return weight.index_select(0, (self.ids[mine.start : mine.stop] - whole.start).to(weight.device))

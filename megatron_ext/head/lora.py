@@ -1,0 +1,168 @@
+"""LoRA on an lm head: `logits = x W^T + s dropout(x) A^T B^T`, without a merged weight.
+
+The hidden states are given r columns more, `s dropout(x) A^T`, and the head's product has B beside W as its operand. So
+every read-out has it, statistics and exponentials are those of the whole, and the gradient of the r columns travels
+with dx: that of A is right on every rank without an exchange of its own. With the sequence layout each rank has it of
+its own tokens, and one small all-reduce adds them.
+
+Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard, r rank of an adapter, N all ranks together.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext import cpu_products
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.head.engine.autograd import differentiable_once
+from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.validation.argument_checks import check_floating
+
+
+class LoRA(NamedTuple):
+    """A low-rank part of an lm head's logits, `scaling * dropout(hidden) @ A.T @ B.T`.
+
+    Attributes:
+        A: `[r, D]`, the same on every rank that shares the vocabulary; its gradient is, too.
+        B: `[V/R, r]`, the rows of this rank's vocabulary shard, as the head's weight.
+        scaling: PEFT's `lora_alpha / r`, or `lora_alpha / sqrt(r)` with `use_rslora`.
+        dropout: the probability with which an entry of the hidden states is left out here, and the rest scaled up, as
+            PEFT does while a module trains; 0 outside of training. Hidden states and a mask are held for it.
+    """
+
+    A: Tensor
+    B: Tensor
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[LoRA, ...]:
+    """One adapter or several, checked as far as every rank sees it.
+
+    Raises:
+        ValueError: an adapter is no LoRA, shapes do not fit each other or the weight, or ranks would leave out other
+            entries of the same hidden states.
+    """
+    several = isinstance(lora, list | tuple) and not isinstance(lora, LoRA)
+    adapters = () if lora is None else tuple(lora) if several else (lora,)
+    for each in adapters:
+        if not isinstance(each, LoRA):
+            raise ValueError(f"lora is {each!r}: it must be LoRA(A, B, scaling), or several in a sequence")
+        for name, x in (("lora A", each.A), ("lora B", each.B)):
+            check_floating(name, x, 2)
+        if each.A.shape[0] != each.B.shape[1] or (isinstance(weight, Tensor) and each.A.shape[1] != weight.shape[-1]):
+            raise ValueError(
+                f"lora A has shape {tuple(each.A.shape)}, lora B {tuple(each.B.shape)}, weight "
+                f"{tuple(getattr(weight, 'shape', ()))}: "
+                f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
+                f"are, B's rows sharded as the weight's"
+            )
+        if not math.isfinite(each.scaling):
+            raise ValueError(f"lora scaling is {each.scaling!r}: it must be a finite number, as lora_alpha / r")
+        if not 0 <= each.dropout < 1:
+            raise ValueError(f"lora dropout is {each.dropout!r}: it must be in [0, 1); pass 0 outside of training")
+        if each.dropout and group_size(group) > 1 and not in_slices:
+            raise ValueError(
+                f"lora dropout is {each.dropout} over {group_size(group)} ranks that hold the same hidden states: they "
+                f'must leave out the same entries, which nothing here promises; use dropout=0, or hidden_layout="'
+                f'sequence"'
+            )
+    return adapters
+
+
+def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
+    """Whether B has this rank's rows and lies where the weight is, as this rank alone may see."""
+    for each in adapters:
+        if each.B.shape[0] != weight.shape[0]:
+            return ValueError(
+                f"lora B has shape {tuple(each.B.shape)}, weight {tuple(weight.shape)}: B must have a row for each of "
+                f"the weight's; pass this rank's vocabulary shard of it"
+            )
+        for name, x in (("lora A", each.A), ("lora B", each.B)):
+            if x.device != weight.device:
+                return ValueError(f"{name} is on {x.device}, weight on {weight.device}: move them to one device")
+    return None
+
+
+def ranks_of(adapters: Sequence[LoRA]) -> int:
+    """N, how many columns hidden states are given."""
+    return sum(each.A.shape[0] for each in adapters)
+
+
+def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
+    """All B side by side, `[V, N]`; None without an adapter."""
+    return torch.cat([each.B for each in adapters], 1) if len(adapters) > 1 else adapters[0].B if adapters else None
+
+
+def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool) -> Tensor:
+    """Hidden states and beside them those that the low rank is multiplied with, `[T, D + N]`, of `x`'s dtype.
+
+    Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
+    itself, as Megatron does where a parameter has `sequence_parallel` set.
+    """
+    if not adapters:
+        return x_TD
+    scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
+    if in_slices and group_size(group) > 1:
+        ours = [i for i, each in enumerate(adapters) if not getattr(each.A, "sequence_parallel", False)]
+        for i, a_RD in zip(ours, _summed([scaled[i] for i in ours], group), strict=True):
+            scaled[i] = a_RD
+    if any(each.dropout for each in adapters):
+        left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
+        more = [cpu_products.linear(x, a_RD.to(x.dtype)) for x, a_RD in zip(left, scaled, strict=True)]
+        return torch.cat([x_TD, *more], 1)
+    return _Widened.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0])
+
+
+def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+    """Those that all ranks hold and each uses for its own tokens: gradients are the sums of theirs, by one exchange."""
+    if not parameters:
+        return parameters
+    whole = _Summed.apply(torch.cat([*parameters]) if len(parameters) > 1 else parameters[0], group)
+    return whole.split([len(x) for x in parameters])
+
+
+class _Widened(torch.autograd.Function):
+    """`[x, x A^T]`, of which backward keeps nothing but the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor) -> Tensor:
+        tokens, width = x_TD.shape
+        with torch.autocast(x_TD.device.type, enabled=False):
+            out_TC = x_TD.new_empty(tokens, width + a_ND.shape[0])
+            out_TC[:, :width] = x_TD
+            out_TC[:, width:] = cpu_products.mm(x_TD, a_ND.to(x_TD.dtype).t())
+        ctx.save_for_backward(out_TC, a_ND)
+        return out_TC
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        out_TC, a_ND = ctx.saved_tensors
+        width, dx_TD, da_ND = a_ND.shape[1], None, None
+        low_TN = grad_TC[:, width:]
+        with torch.autocast(grad_TC.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx_TD = cpu_products.mm(low_TN, a_ND.to(low_TN.dtype)).add_(grad_TC[:, :width])
+            if ctx.needs_input_grad[1]:
+                da_ND = matmul.add_product(None, low_TN.t(), out_TC[:, :width]).to(a_ND.dtype)
+        return dx_TD, da_ND
+
+
+class _Summed(torch.autograd.Function):
+    """Forward gives what it takes, backward the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, a_RD: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return a_RD.view_as(a_RD)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_reduce(grad_RD, ctx.group), None

@@ -1,0 +1,156 @@
+"""PEFT's adapters on the lm head: losses, read-outs and gradients of the adapted model, without logits."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoHaConfig, LoraConfig, get_peft_model
+
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.head import Entropy, LmHead, LogProbs
+from tests.dtensor.models import VOCAB, batch, check_gradients, error, make
+from tests.dtensor.test_causal_lm import Largest
+
+
+def adapted(kind="llama", *, tied=False, **options):
+    """With B drawn: PEFT's own starts at 0, where A has no gradient."""
+    torch.manual_seed(4)
+    targets = {"target_modules": ["lm_head", "q_proj"]} if "modules_to_save" not in options else {}
+    model = get_peft_model(make(kind, tied=tied), LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM"} | targets | options))
+    return drawn(model)
+
+
+def drawn(model):
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return model
+
+
+def two_adapters(**options):
+    model = adapted(**options)
+    model.add_adapter("other", LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "other"])
+    return drawn(model)
+
+
+MODELS = {
+    "one": adapted,
+    "tied": lambda: adapted(tied=True),
+    "softcap": lambda: adapted("gemma2"),
+    "scaled": lambda: adapted("granite", use_rslora=True, lora_alpha=5),
+    "two": two_adapters,
+    "a copy that trains": lambda: adapted(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+}
+
+
+def off(model):
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model):
+    model.merge_adapter()
+
+
+@pytest.mark.parametrize("change", [None, off, merged], ids=["on", "off", "merged"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_model(name, change):
+    model = MODELS[name]()
+    if change is not None:
+        change(model)
+    expected = model(**batch())
+    trains = expected.loss.requires_grad
+    true = {}
+    if trains:
+        expected.loss.backward()
+        true = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    assert use_fused_loss(model) is model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = model(**batch())
+    torch.testing.assert_close(found.loss, expected.loss, rtol=3e-6, atol=0)
+    assert found.logits is None
+    if change is None:
+        assert any("lm_head" in name for name in true)
+    if trains:
+        found.loss.backward()
+        check_gradients(model, true)
+
+
+def test_dropout_is_that_of_a_module_that_trains():
+    """The same masks from the same seed: PEFT draws those of the head last. None where it evaluates."""
+    model = adapted(lora_dropout=0.5)
+    torch.manual_seed(9)
+    expected = model(**batch()).loss
+    use_fused_loss(model, in_eval=True)
+    torch.manual_seed(9)
+    found = model(**batch())
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, expected, rtol=3e-6, atol=0)
+    evaluated = model.eval()(**batch()).loss
+    assert not torch.isclose(evaluated, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(evaluated, model(**batch()).loss, rtol=0, atol=0)
+
+
+def test_no_logits_and_no_gradient_of_the_weight():
+    model = use_fused_loss(adapted(), cache=0, chunk_tokens=8)
+    with Largest() as found:
+        model(**batch(4, 32)).loss.backward()
+    assert 0 < found.elements <= 32 * VOCAB
+    head = model.get_base_model().lm_head
+    assert head.base_layer.weight.grad is None
+    assert head.lora_A["default"].weight.grad.norm() > 0
+
+
+def test_losses_and_log_probs_of_a_loop():
+    model = adapted().get_base_model()
+    tokens = batch()["input_ids"]
+    logits = model(input_ids=tokens).logits.double()
+    true = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(
+        len(tokens), -1
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses = causal_lm_loss(model, tokens)
+        log_probs, entropy = causal_lm_log_probs(model, tokens, return_entropy=True)
+    p = logits.log_softmax(-1)
+    assert error(losses[:, :-1], true) < 1e-6
+    assert error(log_probs[:, :-1], -true) < 1e-6
+    assert error(entropy[:, :-1], -(p.exp() * p).sum(-1)[:, :-1]) < 1e-6
+
+
+def test_any_read_out_of_the_layer():
+    layer = adapted().get_base_model().lm_head
+    hidden, labels = torch.randn(5, layer.in_features), torch.arange(5)
+    found, entropy = LmHead.of(layer).read(hidden, LogProbs(labels), Entropy())
+    p = layer(hidden).double().log_softmax(-1)
+    assert error(found, p[torch.arange(5), labels]) < 1e-6
+    assert error(entropy, -(p.exp() * p).sum(-1)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "make_model, said",
+    [
+        (lambda: adapted(use_dora=True), "is DoraLinearVariant: it is more than a low-rank product"),
+        (lambda: adapted(lora_bias=True), "has a bias of its own"),
+        (
+            lambda: get_peft_model(make("llama"), LoHaConfig(r=2, target_modules=["lm_head"], task_type="CAUSAL_LM")),
+            "of layers that wrap another only PEFT's LoRA is known here",
+        ),
+    ],
+    ids=["dora", "bias", "loha"],
+)
+def test_other_adapters_are_refused_or_keep_their_logits(make_model, said):
+    model = make_model()
+    with pytest.raises(ValueError, match=said):
+        LmHead.of(model.get_base_model().lm_head)
+    expected = model(**batch()).loss
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match=said):
+        found = use_fused_loss(model)(**batch())
+    assert found.logits is not None
+    assert torch.equal(found.loss, expected)

@@ -1,0 +1,182 @@
+"""LoRA on a head: costs, what is refused, dropout, 16 bits. tests/head/test_read.py has it with every read-out."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.meter import measure, one_rank_of
+from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.head import KL, Entropy, LmHead, LogProbs, LoRA, Teacher
+from tests.head.problems import error
+from tests.ranks import ranks
+
+T, D, V, RANK = 24, 16, 40, 4
+
+
+def drawn(dtype=torch.float64):
+    g = torch.Generator().manual_seed(5)
+    hidden, weight, a, b = (
+        torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+        for shape in ((T, D), (V, D), (RANK, D), (V, RANK))
+    )
+    return hidden, weight / 4, a / 4, b / 2, torch.randint(0, V, (T,), generator=g)
+
+
+def losses(hidden, weight, a, b, labels, scaling=0.5):
+    """Cross entropy of the merged weight, in the tensors' dtype."""
+    return torch.nn.functional.cross_entropy(hidden @ (weight + scaling * (b @ a)).t(), labels, reduction="none")
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("cache, own", [(0, 6), (1, 4)])
+def test_a_frozen_weight_costs_no_gradient_and_nothing_of_its_size(layout, cache, own):
+    """Products of D and of r alike: the low rank has those of a weight that trains, and those with A are small."""
+    tokens, width, columns, count, ranks_ = 1024, 512, 2048, 16, 4
+    with one_rank_of(ranks_) as group:
+        rows = tokens // ranks_ if layout == "sequence" else tokens
+        hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(columns, width, dtype=torch.bfloat16)
+        a, b = (torch.empty(*shape, requires_grad=True) for shape in ((count, width), (columns, count)))
+        with measure() as found:
+            loss = linear_cross_entropy(
+                hidden, weight, torch.zeros(tokens, dtype=torch.int64), group, layout, cache=cache, lora=LoRA(a, b, 2.0)
+            )
+            loss.backward(torch.randn(tokens))
+    assert (
+        found.flops == own * tokens * columns * width + (own + 2) * tokens * columns * count + 6 * rows * width * count
+    )
+    assert found.collectives.total() == (2 if layout == "replicated" else 5)
+    rows_of_weight = [shape for _, shape in found.largest if shape[:1] == (columns,) and shape[-1] > count]
+    assert not [shape for shape in rows_of_weight if shape != (columns,)], "neither dW nor a merged weight"
+    assert b.grad.dtype == a.grad.dtype == torch.float32
+
+
+@ranks(1, 2)
+def test_a_parameter_that_a_framework_sums_is_left_to_it():
+    """Megatron adds the gradients of parameters with `sequence_parallel` over tensor-parallel ranks itself."""
+    group, hidden, weight, a, b, labels = dist.group.WORLD, *drawn()
+    rank, count = dist.get_rank(), dist.get_world_size()
+    shard = VocabShard.equal(V // count, group)
+    mine, part = slice(shard.start, shard.stop), hidden.chunk(count)[rank]
+    true_a = a.clone().requires_grad_()
+    losses(hidden, weight, true_a, b, labels).sum().backward()
+    found = []
+    for marked in (False, True):
+        own_a = a.clone().requires_grad_()
+        own_a.sequence_parallel = marked
+        loss = linear_cross_entropy(part, weight[mine], labels, group, "sequence", lora=LoRA(own_a, b[mine], 0.5))
+        with count_collectives() as sent:
+            loss.sum().backward()
+        if marked:
+            dist.all_reduce(own_a.grad)
+        assert sent.total() == (0 if count == 1 else 1 if marked else 2), "frozen: no gather of hidden states"
+        found.append(error(own_a.grad, true_a.grad))
+    assert max(found) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_err_no_more_than_a_merged_weight(dtype):
+    hidden, weight, a, b, labels = drawn(dtype)
+    wide = [x.double().requires_grad_() for x in (hidden, a, b)]
+    true = losses(wide[0], weight.double(), *wide[1:], labels)
+    true.sum().backward()
+    narrow = [x.clone().requires_grad_() for x in (hidden, a, b)]
+    plain = losses(narrow[0], weight, *narrow[1:], labels)
+    plain.float().sum().backward()
+    ours = [x.clone().requires_grad_() for x in (hidden, a, b)]
+    loss = linear_cross_entropy(ours[0], weight, labels, lora=LoRA(*ours[1:], 0.5))
+    loss.sum().backward()
+    assert error(loss, true) <= error(plain, true)
+    for got, merged, exact in zip(ours, narrow, wide, strict=True):
+        assert got.grad.dtype == dtype
+        assert error(got.grad, exact.grad) <= 1.1 * error(merged.grad, exact.grad)
+
+
+def test_dropout_leaves_out_entries_and_gradients_of_the_low_rank_alone():
+    hidden, weight, a, b, labels = drawn()
+    leaves = [x.clone().requires_grad_() for x in (hidden, a, b)]
+    torch.manual_seed(1)
+    loss = linear_log_probs(leaves[0], weight, labels, lora=LoRA(*leaves[1:], 0.5, dropout=0.25))
+    loss.sum().backward()
+    torch.manual_seed(1)
+    same = [x.clone().requires_grad_() for x in (hidden, a, b)]
+    left = torch.nn.functional.dropout(same[0], 0.25)
+    z = same[0] @ weight.t() + 0.5 * (left @ same[1].t()) @ same[2].t()
+    (-torch.nn.functional.cross_entropy(z, labels, reduction="sum")).backward()
+    assert (left == 0).any()
+    for got, true in zip(leaves, same, strict=True):
+        assert error(got.grad, true.grad) < 1e-14
+
+
+def test_under_autocast_adapters_are_rounded_as_the_weight_is():
+    hidden, weight, a, b, labels = drawn(torch.float32)
+    leaves = [x.clone().requires_grad_() for x in (hidden, a, b)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(leaves[0], weight, labels, lora=LoRA(*leaves[1:], 0.5))
+    loss.sum().backward()
+    rounded = [x.bfloat16().double() for x in (hidden, weight, a, b)]
+    assert error(loss, losses(*rounded, labels)) < 1e-2
+    assert [x.grad.dtype for x in leaves] == [torch.float32] * 3
+
+
+def test_a_teacher_may_have_one_and_gets_no_gradient():
+    """Of a policy against its own base: the adapter is the student's, the teacher the weight alone; or vice versa."""
+    hidden, weight, a, b, _ = drawn()
+    low = [x.clone().requires_grad_() for x in (a, b)]
+    for of_student in (True, False):
+        with_it, without = LmHead(weight, lora=LoRA(*low, 0.5)), LmHead(weight)
+        student, teacher = (with_it, without) if of_student else (without, with_it)
+        x = hidden.clone().requires_grad_()
+        found = student.read(x, KL(Teacher(teacher, hidden)))
+        merged = [weight + 0.5 * (b @ a), weight]
+        p, q = ((hidden @ w.t()).log_softmax(-1) for w in (merged if not of_student else merged[::-1]))
+        assert error(found, (p.exp() * (p - q)).sum(-1)) < 1e-12
+        found.sum().backward()
+        assert all((each.grad is not None) == of_student for each in low)
+        low = [each.detach().requires_grad_() for each in low]
+
+
+@pytest.mark.parametrize(
+    "lora, said",
+    [
+        (object(), "it must be LoRA(A, B, scaling)"),
+        ((torch.ones(2, D), torch.ones(V, 2)), "it must be LoRA(A, B, scaling)"),
+        (LoRA(torch.ones(2, D), torch.ones(V, 3)), "they must be [r, D], [V/R, r] and [V/R, D]"),
+        (LoRA(torch.ones(2, D + 1), torch.ones(V, 2)), "they must be [r, D], [V/R, r] and [V/R, D]"),
+        (LoRA(torch.ones(2, D, dtype=torch.int64), torch.ones(V, 2)), "lora A is torch.int64"),
+        (LoRA(torch.ones(2, D), torch.ones(V, 2), float("nan")), "lora scaling is nan: it must be a finite number"),
+        (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, 1.0), "lora dropout is 1.0: it must be in [0, 1)"),
+        (LoRA(torch.ones(2, D), torch.ones(V - 1, 2)), "B must have a row for each of the weight's"),
+    ],
+    ids=range(8),
+)
+def test_what_is_refused(lora, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        linear_cross_entropy(torch.ones(3, D), torch.ones(V, D), torch.zeros(3).long(), lora=lora)
+
+
+def test_other_bits_are_refused_by_name():
+    head = LmHead(torch.ones(V, D), lora=LoRA(torch.ones(2, D), torch.ones(V, 2)), bits="batch")
+    with pytest.raises(ValueError, match='bits is "batch" and the head has lora'):
+        head.read(torch.ones(3, D), Entropy())
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_what_one_rank_sees_is_raised_on_both(layout):
+    """One whose B has a row too few; and dropout of what both hold, which would leave out other entries on each."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    hidden, labels = torch.ones(4 if layout == "replicated" else 2, D), torch.zeros(4).long()
+    lora = LoRA(torch.ones(2, D), torch.ones(V - rank, 2))
+    with pytest.raises(ValueError, match="B must have a row" if rank else "another rank of tp_group refused"):
+        LmHead(torch.ones(V, D), group, layout, lora=lora).read(hidden, LogProbs(labels), Entropy())
+    lora = LoRA(torch.ones(2, D), torch.ones(V, 2), dropout=0.1)
+    if layout == "replicated":
+        with pytest.raises(ValueError, match="they must leave out the same entries"):
+            LmHead(torch.ones(V, D), group, lora=lora)
+    else:
+        weight = torch.ones(V, D) * torch.arange(V).unsqueeze(1) * (1 + rank) / V
+        assert LmHead(weight, group, layout, lora=lora).read(hidden, Entropy()).shape == (4,)
