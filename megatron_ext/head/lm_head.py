@@ -44,7 +44,8 @@ class LmHead:
     rank may see (its shard of the weight) is told to the other ranks by the first `read`, and raised on all of them.
 
     Attributes:
-        weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast).
+        weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast). In fp32 over
+            hidden states of 16 bits: logits and gradients are computed in fp32, and dx is rounded once.
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
             initialised, else no sharding.
         hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its equal slice of dim 0.
@@ -167,7 +168,9 @@ class LmHead:
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
         fault = fault or rows_fault(self.adapters, self.weight)
-        fault = fault or option_checks.logit_dtype_fault(self.logit_dtype, computed_dtype(hidden), "hidden")
+        fault = fault or option_checks.logit_dtype_fault(
+            self.logit_dtype, computed_dtype(hidden, self.weight), "hidden"
+        )
         if (bits := bits_or_mode(self.bits)) != "fast":
             fault = bits_fault(bits, self, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
@@ -195,7 +198,9 @@ class LmHead:
         plan = Plan(readouts, self.call(), flat, tokens, hidden.device)
         if left is not None and sizes is None:  # ranks that leave out others learn it then
             plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
-        sides = [_computed(x) for x in (hidden, *(teacher.hidden.detach() for teacher in teachers))]
+        sides = [_computed(hidden, self.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
+        if sides[0].dtype != hidden.dtype and not self.adapters and not torch.is_autocast_enabled(hidden.device.type):
+            plan.held = hidden.dtype
         if fault is not None:
             if sizes is not None and tokens:
                 own = sizes[group_rank(self.tp_group)]
@@ -400,7 +405,9 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
             f"or the student's [..., n, D] and the teacher's [..., D]"
         )
     head, ranks = teacher.head, group_size(student.tp_group)
-    fault = option_checks.logit_dtype_fault(head.logit_dtype, computed_dtype(teacher.hidden), "teacher_hidden")
+    fault = option_checks.logit_dtype_fault(
+        head.logit_dtype, computed_dtype(teacher.hidden, head.weight), "teacher_hidden"
+    )
     return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks) or fault
 
 
@@ -423,16 +430,18 @@ def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     return [each for each in given if each is not None]
 
 
-def computed_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on."""
+def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on, else fp32 with a weight of fp32, else the hidden states'."""
     kind = hidden.device.type
-    narrow = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if narrow else hidden.dtype
+    if torch.is_autocast_enabled(kind):
+        return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    wide = hidden.itemsize == 2 and isinstance(weight, Tensor) and weight.dtype == torch.float32
+    return torch.float32 if wide else hidden.dtype
 
 
-def _computed(hidden: Tensor) -> Tensor:
+def _computed(hidden: Tensor, weight: Any) -> Tensor:
     """`[T, D]` in that dtype."""
-    x = hidden.to(computed_dtype(hidden))
+    x = hidden.to(computed_dtype(hidden, weight))
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 

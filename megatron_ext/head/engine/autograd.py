@@ -101,7 +101,8 @@ class Read(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.way, ctx.plan, ctx.parameter = way, plan, inputs[1] if plan.call.fuse_main_grad else None
         ctx.counts = len(inputs), len(kept), 0 if stats is None else len(stats), [len(each) for each in saved]
-        ctx.save_for_backward(*inputs, *kept, *(stats or ()), *(x for each in saved for x in each))
+        first = inputs[0] if plan.held is None or inputs[0] is None else inputs[0].to(plan.held)  # widened from it
+        ctx.save_for_backward(first, *inputs[1:], *kept, *(stats or ()), *(x for each in saved for x in each))
         ctx.lengths = [len(each) for each in results]
         plain = []  # the first result of each read-out may have a gradient
         for readout, each in zip(plan.readouts, results, strict=True):
@@ -118,9 +119,12 @@ class Read(torch.autograd.Function):
         def taken(count: int) -> list[Any]:
             return [next(tensors) for _ in range(count)]
 
+        given = taken(inputs)
+        if ctx.plan.held is not None:
+            given[0] = given[0].to(torch.float32)
         asked = Asked(
             ctx.plan,
-            taken(inputs),
+            given,
             taken(kept),
             Statistics(*taken(stats)) if stats else None,
             [taken(count) for count in saved],
@@ -128,7 +132,7 @@ class Read(torch.autograd.Function):
             ctx.needs_input_grad[2:],
             ctx.parameter,
         )
-        with _without_autocast(asked.inputs[0]):
+        with _without_autocast(given[0]):
             found = ctx.way.backward(asked)
         return None, None, *found, *[None] * (inputs - len(found))
 

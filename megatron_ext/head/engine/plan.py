@@ -40,6 +40,8 @@ class Plan:
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
         rows: statistics of the read-outs' own.
+        held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
+            are.
     """
 
     def __init__(self, readouts: "Sequence[ReadOut]", call: Call, flat: Any, tokens: int, device: torch.device):
@@ -58,6 +60,7 @@ class Plan:
         self.readouts = [r.bind(self.call, flat) for r in readouts]
         self.tokens = self.all_tokens = tokens
         self.places_T: Tensor | None = None
+        self.held: torch.dtype | None = None
         labels = next((r for r in self.readouts if r.reads_labels), None)
         if labels is None or labels.labels_T is None or labels.counts_T is None:
             self.target_T = torch.full((tokens,), -1, device=device)

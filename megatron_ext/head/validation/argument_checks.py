@@ -195,8 +195,13 @@ def linear_fault(
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.device != hidden.device:
             return ValueError(f"{name} is on {x.device}, hidden on {hidden.device}: move them to one device")
-        if x is not None and x.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            return ValueError(f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal; cast one, or autocast")
+        wide = hidden.itemsize == 2 and weight.dtype == torch.float32  # a head of fp32 over 16 bits
+        wanted = torch.float32 if wide else hidden.dtype
+        if x is not None and x.dtype != wanted and not torch.is_autocast_enabled(hidden.device.type):
+            return ValueError(
+                f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal, or weight and bias "
+                f"fp32 over 16 bits; cast one, or autocast"
+            )
     if bias is not None and bias.shape[0] != weight.shape[0]:
         return ValueError(
             f"bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: bias must have one entry per row of "
