@@ -30,6 +30,7 @@ from megatron_ext.head.lora import LoRA, adapters_of, low_rank, ranks_of, rows_f
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.bits_checks import bits_fault
@@ -45,7 +46,8 @@ class LmHead:
 
     Attributes:
         weight: `[V/R, D]`, this rank's vocabulary shard, of the hidden states' dtype (any under autocast). In fp32 over
-            hidden states of 16 bits: logits and gradients are computed in fp32, and dx is rounded once.
+            hidden states of 16 bits: logits and gradients are computed in fp32, and dx is rounded once. A quantised one
+            that has `dequantize()` (torchao, quanto), frozen: it is dequantised in each pass, and not held between.
         tp_group: the ranks that share the vocabulary; None: Megatron's tensor-parallel group where `parallel_state` is
             initialised, else no sharding.
         hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its equal slice of dim 0.
@@ -436,6 +438,7 @@ def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
     wide = hidden.itemsize == 2 and isinstance(weight, Tensor) and weight.dtype == torch.float32
+    wide = wide and not is_quantised(weight)
     return torch.float32 if wide else hidden.dtype
 
 

@@ -149,7 +149,8 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     if targets is None:
         targets = next_tokens(given["labels"], ignore_index=ignore)
     inputs = {name: x for name, x in given.items() if name not in _OF_THE_LOSS}
-    as_tuple = not inputs.pop("return_dict", getattr(model.config, "return_dict", True))
+    asked = inputs.pop("return_dict", None)  # None, as PEFT passes it, is what the config says
+    as_tuple = not (getattr(model.config, "return_dict", True) if asked is None else asked)
     if isinstance(tokens := given.get("input_ids"), Tensor) and embedding(model).weight.dim() == 2:
         check_token_ids(model, tokens)
     head = _Catch()

@@ -26,6 +26,7 @@ from megatron_ext.head.fixed_bits.gradient import Gradient
 from megatron_ext.head.fixed_bits.leaves import TreeSum
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.side_by_side import operand
 
 
 class OfSoftmaxFixed(Way):
@@ -78,10 +79,10 @@ class OfSoftmaxFixed(Way):
             if out.dx and len(tiles) == 1:
                 sum_TD = tree.total()
             elif out.dx:
-                sum_TD = shift_LT.new_empty(plan.tokens, weight_VD.shape[1]) if sum_TD is None else sum_TD
+                sum_TD = shift_LT.new_empty(plan.tokens, source.x_TD.shape[1]) if sum_TD is None else sum_TD
                 sum_TD[rows] = tree.total()
         if out.dx:
-            out.send(shift_LT.new_empty(0, weight_VD.shape[1]) if sum_TD is None else sum_TD)
+            out.send(shift_LT.new_empty(0, source.x_TD.shape[1]) if sum_TD is None else sum_TD)
         if out.dw:
             gradient.add_labels(total_VD, source.x_TD)
             out.dw_VD = gradient.of_shard(total_VD, weight_VD, out.fused)
@@ -94,7 +95,7 @@ class OfSoftmaxFixed(Way):
         x_TD, weight_VD, bias_V, _ = inputs
         if self.sizes is not None and plan.tokens:
             x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
-        return Source(x_TD, weight_VD, bias_V, plan.call)
+        return Source(x_TD, operand(weight_VD), bias_V, plan.call)
 
 
 def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tuple[Tensor, Tensor]:

@@ -60,9 +60,18 @@ class SideBySide:
 Operand = Tensor | SideBySide
 
 
-def operand(weight_VD: Tensor, low_VD: Tensor | None) -> Operand:
-    """A head's weight, and beside it the low rank where there is one."""
+def operand(weight_VD: Tensor, low_VD: Tensor | None = None) -> Operand:
+    """A head's weight as numbers, and beside it the low rank where there is one.
+
+    Asked for in each pass: what is made of a quantised weight lives as long as that.
+    """
+    weight_VD = weight_VD.dequantize() if is_quantised(weight_VD) else weight_VD
     return weight_VD if low_VD is None else SideBySide([weight_VD, low_VD])
+
+
+def is_quantised(weight: Any) -> bool:
+    """Whether `weight` is of a class with a `dequantize` of its own, as torchao's and quanto's are."""
+    return isinstance(weight, Tensor) and type(weight).dequantize is not Tensor.dequantize
 
 
 def tensors_of(w_VD: Operand) -> list[Tensor]:

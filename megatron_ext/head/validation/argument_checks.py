@@ -17,6 +17,7 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
+from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_unless
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -32,10 +33,22 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
     check_plain(argument, x)
     if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; cast it")
+        packed = getattr(x, "quant_state", None) or getattr(x, "CB", None)  # bitsandbytes' weights
+        fix = "cast it" if packed is None else "dequantise it, by bitsandbytes.functional, and pass that"
+        raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; {fix}")
     if x.dim() == 0 or (dims is not None and x.dim() != dims):
         wanted = "at least 1" if dims is None else str(dims)
         raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
+
+
+def check_quantised(weight: Tensor) -> None:
+    """Raises ValueError unless a quantised weight is a frozen matrix."""
+    if weight.dim() != 2 or weight.requires_grad:
+        raise ValueError(
+            f"weight is a quantised {type(weight).__name__} of shape {tuple(weight.shape)}, requires_grad "
+            f"{weight.requires_grad}: it must be [V/R, D] and frozen; call weight.requires_grad_(False), or pass "
+            f"weight.dequantize()"
+        )
 
 
 def check_integers(labels: Any) -> None:
@@ -181,8 +194,12 @@ def linear_fault(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int
 ) -> ValueError | None:
     """What is wrong with this rank's weight or bias, seen from its hidden states."""
+    quantised = is_quantised(weight)
     try:
-        check_floating("weight", weight, 2)
+        if quantised:
+            check_quantised(weight)
+        else:
+            check_floating("weight", weight, 2)
         if bias is not None:
             check_floating("bias", bias, 1)
     except ValueError as fault:
@@ -195,9 +212,10 @@ def linear_fault(
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.device != hidden.device:
             return ValueError(f"{name} is on {x.device}, hidden on {hidden.device}: move them to one device")
-        wide = hidden.itemsize == 2 and weight.dtype == torch.float32  # a head of fp32 over 16 bits
+        wide = hidden.itemsize == 2 and weight.dtype == torch.float32 and not quantised  # a head of fp32 over 16 bits
         wanted = torch.float32 if wide else hidden.dtype
-        if x is not None and x.dtype != wanted and not torch.is_autocast_enabled(hidden.device.type):
+        made = name == "weight" and quantised  # of the hidden states' dtype, when it is needed
+        if x is not None and not made and x.dtype != wanted and not torch.is_autocast_enabled(hidden.device.type):
             return ValueError(
                 f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal, or weight and bias "
                 f"fp32 over 16 bits; cast one, or autocast"
