@@ -62,7 +62,7 @@ class OfSoftmax(Way):
 
         basis = plan.basis(asked.stats, asked.saved, asked.grads)
         grad = token_gradient(asked.stats, plan.kept_T, target_T, basis, call)
-        w_VD = operand(weight_VD, low_VR).to(hidden_TD.dtype)
+        w_VD: Any = operand(weight_VD, low_VR).to(hidden_TD.dtype)
         db_V: Any = grad.target.new_zeros(columns) if out.db else None
         product_TD = dx_TD = dw = None
         cached, as_kept = exp_TV.shape[1], grad.inside is None
@@ -93,7 +93,7 @@ class OfSoftmax(Way):
                     if out.dlow:
                         out.dlow_VR = torch.empty_like(low_VR)
                     each, accumulate = (out.dw_VD, out.dlow_VR), out.fused is not None
-                    dw = WeightGradients(w_VD, each, gathered.wait(), bias_V, grad, plan, accumulate=accumulate)
+                    dw = WeightGradients(w_VD, each, gathered.wait(), bias_V, grad, plan, accumulate)
                 dw.add(block, g_TV)
             if out.db:
                 db_V[block] += cpu_products.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)

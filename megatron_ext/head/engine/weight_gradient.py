@@ -10,7 +10,6 @@ one.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,10 +118,21 @@ class WeightGradients:
     `accumulate`: the first part's is added to what is there.
     """
 
-    def __init__(self, w_VD: Operand, outs: Sequence[Tensor | None], x_TD: Tensor, *terms: Any, accumulate: bool):
+    def __init__(
+        self,
+        w_VD: Operand,
+        outs: Sequence[Tensor | None],
+        x_TD: Tensor,
+        bias_V: Tensor | None,
+        grad: Gradient,
+        plan: Plan,
+        accumulate: bool,
+    ):
         spans = column_spans(tensors_of(w_VD))
         self._each = [
-            WeightGradient(out_VD, x_TD if len(spans) == 1 else x_TD[:, span], *terms, accumulate and at == 0)
+            WeightGradient(
+                out_VD, x_TD if len(spans) == 1 else x_TD[:, span], bias_V, grad, plan, accumulate and at == 0
+            )
             for at, (out_VD, span) in enumerate(zip(outs, spans, strict=False))
             if out_VD is not None
         ]

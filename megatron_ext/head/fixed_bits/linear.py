@@ -93,9 +93,10 @@ class OfSoftmaxFixed(Way):
 
     def _source(self, inputs: Any, plan: Plan) -> Source:
         x_TD, weight_VD, bias_V, _ = inputs
+        w_VD: Any = operand(weight_VD)
         if self.sizes is not None and plan.tokens:
             x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
-        return Source(x_TD, operand(weight_VD), bias_V, plan.call)
+        return Source(x_TD, w_VD, bias_V, plan.call)
 
 
 def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tuple[Tensor, Tensor]:
