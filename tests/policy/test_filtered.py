@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -206,6 +207,20 @@ def test_megatron(layout):
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@ranks(2, 4)
+def test_packed_distillation(backend):
+    """Documents end to end, cut over tensor- and context-parallel ranks and both, as NeMo-RL's recipe has them."""
+    from megatron_ext.policy import MegatronPolicyWorker
+
+    cls = {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend]
+    both = {"tp": 2, "cp": 2, "sequence_parallel": True}
+    layouts = [both] if dist.get_world_size() == 4 else [LAYOUTS["tp_sp"], LAYOUTS["cp"]]
+    for layout, name in itertools.product(layouts, ("distillation", "distillation of k")):
+        check_loss(cls, name, layout, "packed")
+
+
 class _WidestLogits(TorchDispatchMode):
     """The most tokens whose logits stand in one tensor."""
 
@@ -258,7 +273,7 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             worker_of(generation=generation)
-    assert not worker_of(generation={"top_k": -1, "top_p": None})._filters
+    assert not worker_of(generation={"top_k": -1, "top_p": None})._narrowed(tiny_batch(8))
     with pytest.raises(ValueError, match="score.. is of reward models"):
         worker_of().score(tiny_batch(8))
     with pytest.raises(ValueError, match="reward_model_type is 'regression': it must be 'bradley_terry'"):
