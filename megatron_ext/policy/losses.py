@@ -170,7 +170,8 @@ class DistillationLossFn:
         """`[B, S - 1, K]` of both, and where needed the student's `[B, S - 1]` sums of p log p."""
         entropy = None if H_all is None else -H_all
         mask_BS = token_weights(data)[:, 1:]
-        raise_if_any(self._formula.ids_fault(data["teacher_topk_indices"][:, :-1], mask_BS))
+        if (ids_BSK := data.get("teacher_topk_indices")) is not None:
+            raise_if_any(self._formula.ids_fault(ids_BSK[:, :-1], mask_BS))
         loss, _ = self._formula.from_log_probs(
             student_topk_logprobs, teacher_topk_logprobs, entropy, mask_BS, global_valid_toks
         )
