@@ -140,7 +140,7 @@ class LmHead:
         at_most: int | None = None,
         fault: ValueError | None = None,
     ) -> Any:
-        """What `readouts` read out of the logits of `hidden`, without ever holding them all.
+        """What `readouts` read out of the logits of `hidden`, which are made a chunk at a time.
 
         Args:
             hidden: `[..., D]`; with the sequence layout this rank's equal slice of dim 0. fp32, bf16, fp16 or fp64.

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.emulation.nccl_rules import LaunchOrderHazard, LaunchOrderWarning, NcclRules
+from megatron_ext.emulation.nccl_rules.queues.launches import Communicator, Launch, Part
+from megatron_ext.emulation.nccl_rules.queues.order import LaunchOrder
 from tests.ranks import ranks
 
 
@@ -125,6 +127,44 @@ def test_a_ring_of_messages_is_no_hazard():
     assert found.item() == (rank - 1) % 3
     dist.barrier()
     dist.barrier()
+
+
+def launched(orders):
+    """What each rank tells the next ranks, and which circles are found, where rank i launches `orders[i]`, asynchronous
+    collectives of communicators by name; who launches of one is of its ranks."""
+    of = {name: [r for r, names in enumerate(orders) if name in names] for names in orders for name in names}
+    ranks = [LaunchOrder("raise", r) for r in range(len(orders))]
+    for rank, names in enumerate(orders):
+        made = {name: Communicator(name, of[name]) for name in names}
+        for number, name in enumerate(names):
+            peers = dict.fromkeys((r for r in of[name] if r != rank), 0)
+            launch = Launch(name, [Part("sum", print, peers, peers, frozenset(peers))], made[name], [], number)
+            made[name].number(launch)
+            ranks[rank].launched(launch)
+    told = [ranks[r].news(r - 1) for r in range(len(ranks))]
+    found = [ranks[r - 1].heard(r, {"news": told[r]}) for r in range(len(ranks))]
+    found += [ranks[r - 1].heard(r, {"news": ranks[r].news(r - 1)}) for _ in ranks for r in range(len(ranks))]
+    return told, [str(one) for one in found if one is not None]
+
+
+def test_a_launch_tells_one_step_however_many_are_under_way():
+    """Of those before the last one it is known already."""
+    told, found = launched(["abcdefgh", "abcdefgh", "abcdefgh"])
+    assert [len(news) for news in told] == [7, 7, 7]
+    assert not found
+
+
+@pytest.mark.parametrize("orders", [("AaB", "BbC", "CcA"), ("AAaB", "BBbC", "CCcA")])
+def test_a_circle_passes_what_lies_between(orders):
+    """Small letters are communicators of one rank."""
+    _, found = launched(orders)
+    assert found
+    assert all("goes round" in one for one in found)
+
+
+def test_what_lies_between_makes_no_circle_of_three():
+    """Two communicators in different orders, which is told otherwise, and a third one in between."""
+    assert not launched(["AaB", "BA", "a"])[1]
 
 
 def a_message_and_a_collective():

@@ -51,7 +51,7 @@ class LaunchCircles:
                 continue
             self._keep(source, step)
             way = self._way(step.then, step.first)
-            if way is not None and _is_hazard(way):
+            if way is not None and _is_hazard([step, *way]):
                 found = found or [step, *way]
         return found
 
@@ -87,9 +87,9 @@ def operation(communicator: str, part: str) -> str:
     return f"{communicator} {part}"
 
 
-def _is_hazard(way: list[Step]) -> bool:
-    """Of a way that one step closes: the operations are those on the way."""
-    names = [way[0].first, *(step.then for step in way)]
+def _is_hazard(circle: list[Step]) -> bool:
+    """Its operations are those at which it goes on to another rank: what lies between may be any others of one rank."""
+    names = [step.then for step, after in zip(circle, circle[1:] + circle[:1], strict=True) if step.rank != after.rank]
     communicators, channels, _ = zip(*(name.rsplit(" ", 2) for name in names), strict=True)
     return len(set(communicators)) > 2 and "all" in channels
 

@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 from megatron_ext.emulation.nccl_rules.queues.circles import LaunchCircles, Step, in_words, operation
-from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Communicator, Launch, Part
+from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Launch, Part
 
 _KEPT = 4096  # parts whose launch is remembered
 _UNDER_WAY = 64  # launches that are not waited for, likewise
@@ -62,11 +62,12 @@ class LaunchOrder:
         return self._learn(peer, [Step(*step) for step in header["news"]])
 
     def _steps(self, launch: Launch) -> list[Step]:
-        """From what is under way to `launch`: of each communicator the last launch, as the others are before it."""
-        last: dict[Communicator, Launch] = {other.communicator: other for other in self._under_way.values()}
+        """From the last launch under way to `launch`. Those before it have led to that one by steps of their own."""
+        if not self._under_way:
+            return []
+        other = self._under_way[next(reversed(self._under_way))]
         return [
             Step(self._rank, _name(other, part), _name(launch, mine), other.describe(), launch.describe())
-            for other in last.values()
             for part in other.parts
             for mine in launch.parts
         ]
