@@ -73,6 +73,7 @@ def save(directory: str, iteration: int, consumed_samples: int, model, optimizer
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, scheduler, is_loading=False, with_random_state=True)
     state |= {"iteration": iteration, "consumed_samples": consumed_samples, "sizes": model_parallel_sizes()}
+    state["vocab_size"] = model.module.vocab_size
     dist_checkpointing.save(state, str(folder))
     if dist.get_rank() == 0:
         (Path(directory) / LATEST).write_text(f"{iteration}\n")
@@ -101,9 +102,18 @@ def load(directory: str, seed: int, model, optimizer, scheduler) -> tuple[int, i
 
     Random number generators go on where they stopped if the model-parallel sizes are the same. At other sizes, where
     dropout is drawn in other shapes, there is nothing to go on with: they start anew, from `seed` and the iteration.
+
+    Raises:
+        ValueError: there is no checkpoint, or one of another vocabulary, which Megatron would pad or cut.
     """
     folder = str(find_latest(directory))
-    same_sizes = tuple(dist_checkpointing.load_common_state_dict(folder)["sizes"]) == model_parallel_sizes()
+    saved, vocab_size = dist_checkpointing.load_common_state_dict(folder), model.module.vocab_size
+    if saved["vocab_size"] != vocab_size:
+        raise ValueError(
+            f"--load has a checkpoint of {saved['vocab_size']} words, and --vocab-size is {vocab_size}: a tokenizer of "
+            f"another size has other words; give the one that was trained with"
+        )
+    same_sizes = tuple(saved["sizes"]) == model_parallel_sizes()
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True, with_random_state=same_sizes)
     state = dist_checkpointing.load(wanted, folder)
     model.module.load_state_dict(state["model"])

@@ -224,7 +224,10 @@ def main() -> None:
     with megatron_job(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, on_gpu=on_gpu):
         if args.layers == "ext":
             substitute_tensor_parallel()  # the embedding and the output layer too, which no layer spec reaches
-        metrics = train(args)
+        try:
+            metrics = train(args)
+        except ValueError as error:
+            sys.exit(f"pretrain_gpt.py: {error}")
         if args.metrics and dist.get_rank() == dist.get_world_size() - 1:  # which is on the last pipeline stage
             Path(args.metrics).write_text(json.dumps(metrics))
 

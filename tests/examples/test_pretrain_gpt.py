@@ -87,6 +87,8 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     go_back_to_step_3(tmp_path / "run")
     rest = metrics_of(f"{words} --load {tmp_path}/run", tmp_path)["losses"]
     assert rest == whole[3:]
+    with pytest.raises(ValueError, match="a checkpoint of 512 words, and --vocab-size is 600"):
+        metrics_of(f"{words} --vocab-size 600 --load {tmp_path}/run", tmp_path)
 
 
 @ranks(4)
