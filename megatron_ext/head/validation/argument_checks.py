@@ -166,8 +166,9 @@ def check_whole(weight: Any) -> None:
 
     Layers of Megatron-Core, and ours, mark their weights; elsewhere a shard looks like a small vocabulary.
     """
-    marked = getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0
-    if marked and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if getattr(weight, "tensor_model_parallel", False) and getattr(weight, "partition_dim", -1) == 0:
         raise ValueError(
             f"tp_group is None, {dist.get_world_size()} ranks run, and weight is marked as one rank's shard of the "
             f"vocabulary (tensor_model_parallel, partition_dim 0): pass the group that shares it, as layer.tp_group, "
