@@ -21,9 +21,7 @@ UNSHARDED: Any = "unsharded"
 
 def group_size(group: Group) -> int:
     """Number of ranks in `group`; 1 for None."""
-    if group is None:
-        return 1
-    return dist.get_world_size(group) if isinstance(group, ProcessGroup) else group.size()
+    return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:

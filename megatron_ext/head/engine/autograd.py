@@ -79,10 +79,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # nobody builds a graph of this backward
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # nobody builds a graph of this backward
-            return found
         return tuple(_Once.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found)
 
     return checked

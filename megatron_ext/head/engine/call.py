@@ -68,6 +68,11 @@ class Call:
         temperature = self.temperature / self.logit_scale
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
 
+    def without_bends(self) -> "Call":
+        """The same of logits that scale and softcap have left already."""
+        bent = self.softcap is not None or self.logit_scale != 1.0
+        return replace(self, softcap=None, logit_scale=1.0) if bent else self
+
     @property
     def ranks(self) -> int:
         """Number of ranks that share the vocabulary."""

@@ -27,21 +27,23 @@ class Flat:
         self.shape, strides = logits.shape[:-1], logits.stride()
         self.order = sorted(range(len(self.shape)), key=lambda dim: 0 if as_given else -strides[dim])
         self.back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        self._in_order = self.order == sorted(self.order)
 
     def places(self, device: torch.device, ranks: int) -> Tensor | None:
         """`[T]`: where each row is among the tokens as the caller has them; None if in that order, or alone."""
-        if ranks == 1 or self.order == sorted(self.order):
+        if ranks == 1 or self._in_order:
             return None
         return self(torch.arange(self.shape.numel(), device=device).view(self.shape))
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[T, ...]` of a tensor with the same leading dims."""
-        behind = range(len(self.order), x.dim())
-        return x.permute([*self.order, *behind]).reshape(self.shape.numel(), *x.shape[len(self.order) :])
+        x = x if self._in_order else x.permute([*self.order, *range(len(self.order), x.dim())])
+        return x if len(self.order) == 1 else x.reshape(self.shape.numel(), *x.shape[len(self.order) :])
 
     def rows(self, logits: Tensor) -> Tensor:
         """The logits themselves, as `rows_of` wants them: `[T, V]`, or with further leading dims."""
-        z = logits.permute(*self.order, -1) if self.order else logits.unsqueeze(0)
+        z = logits if self._in_order else logits.permute(*self.order, -1)
+        z = z if self.order else z.unsqueeze(0)
         dim = 0
         while dim < z.dim() - 2:
             above, below = z.stride(dim), z.stride(dim + 1) * z.shape[dim + 1]
@@ -53,8 +55,10 @@ class Flat:
 
     def up(self, x_T: Tensor) -> Tensor:
         """The tensor whose leading dims were made one."""
+        if len(self.order) == 1:
+            return x_T
         x = x_T.reshape([*(self.shape[dim] for dim in self.order), *x_T.shape[1:]])
-        return x.permute([*self.back, *range(len(self.order), x.dim())])
+        return x if self._in_order else x.permute([*self.back, *range(len(self.order), x.dim())])
 
 
 def tokens_of(z: Tensor) -> int:

@@ -48,15 +48,10 @@ class Plan:
         self.softmax = any(r.softmax for r in readouts)
         self.needs_logits = any(r.needs_logits for r in readouts)
         # Read-outs of logits are given those that bias, scale and softcap leave.
-        bare = replace(call, softcap=None, logit_scale=1.0) if self.needs_logits else call.without_scale()
+        bare = call.without_bends() if self.needs_logits else call.without_scale()
         largest = None if call.softcap is None else call.softcap / min(call.temperature, 1.0)
-        self.call = replace(
-            bare,
-            largest=largest,
-            mean=any(r.mean for r in readouts),
-            expected=any(r.expected for r in readouts),
-            hits=any(r.hits for r in readouts),
-        )
+        sums: dict[str, Any] = {name: any(getattr(r, name) for r in readouts) for name in ("mean", "expected", "hits")}
+        self.call = replace(bare, largest=largest, **sums) if largest is not None or any(sums.values()) else bare
         self.readouts = [r.bind(self.call, flat) for r in readouts]
         self.tokens = self.all_tokens = tokens
         self.places_T: Tensor | None = None
@@ -184,10 +179,14 @@ class Plan:
             check_exchange(stats_RKT, self.asked, self.call, self.words())
         return stats_RKT
 
-    def parts(self, stats_KT: Tensor, own_KT: Tensor) -> "list[tuple[int, ReadOut, Tensor, Tensor]]":
-        """Each read-out with rows of its own, its place, the rows that are sent and those that stay."""
+    def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> "list[tuple[int, ReadOut, Tensor, Any]]":
+        """Each read-out with rows of its own, its place, the rows that are sent and those that stay, if any do."""
         spans = enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True))
-        return [(at, r, stats_KT[span], own_KT[own]) for at, (r, span, own) in spans if r.rows]
+        return [
+            (at, r, stats_Kt[span], None if own_KT is None else own_KT[own, rows])
+            for at, (r, span, own) in spans
+            if r.rows
+        ]
 
     def results(
         self, stats: Statistics | None, stats_RKT: Tensor, stats_KT: Tensor, own_KT: Tensor | None = None

@@ -66,13 +66,13 @@ class Chunk(NamedTuple):
         rows: the tokens.
         logits: `[t, V]`, of the head that is read, and then of the read-out's teacher if it has one.
         stats_Kt: `[rows, t]`, to be written: what all ranks get.
-        own_Kt: `[own_rows, t]`, to be written: what this rank keeps to itself.
+        own_Kt: `[own_rows, t]`, to be written: what this rank keeps to itself. There if it has such rows.
     """
 
     rows: slice
     logits: Sequence[Tensor]
     stats_Kt: Tensor
-    own_Kt: Tensor
+    own_Kt: Any
 
 
 class ReadOut:
@@ -117,8 +117,8 @@ class ReadOut:
     def bind(self, call: Call, flat: Flatten) -> Self:
         """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
         bound = object.__new__(type(self))
-        for name in self._names:
-            setattr(bound, name, getattr(self, name))
+        for name in ("_names", *self._names):
+            object.__setattr__(bound, name, getattr(self, name))
         bound.call = call
         bound.flatten(flat)
         return bound

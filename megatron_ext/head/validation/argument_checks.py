@@ -18,7 +18,7 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.row_passes.side_by_side import is_quantised
-from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_unless
+from megatron_ext.head.validation.readable_values import all_within, check_plain, has_values, raise_unless
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
@@ -76,11 +76,7 @@ def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -
     compiling or on fake tensors it is not looked at. `hint`: see `size_fault`.
     """
     check_integers(labels)
-    if has_values(labels):
-        if not labels.is_cuda and labels.numel():
-            lowest, highest = (x.item() for x in labels.aminmax())
-            if lowest >= 0 and highest < size:
-                return
+    if has_values(labels) and not all_within(labels, size):
         ids = labels.long()  # a narrow integer would wrap the size
         right = ((ids >= 0) & (ids < size)) | (ids == ignore_index)
         if not labels.is_cuda and right.all():

@@ -7,10 +7,24 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+# Of small calls a tenth of the time went into asking what these may be.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def has_values(x: Tensor) -> bool:
     """Whether `x` is a real tensor, neither a fake one nor one of a graph that is being compiled."""
-    return not torch.compiler.is_compiling() and not is_fake(x) and x.device.type in ("cpu", "cuda")
+    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+        return False
+    wrapped = torch._C._are_functorch_transforms_active() or torch._is_functional_tensor(x)
+    return not is_fake(x) if wrapped or type(x) not in _PLAIN else True
+
+
+def all_within(ids: Tensor, size: int) -> bool:
+    """Whether all are known to be in [0, size): of those on CUDA nothing is, which would wait for the device."""
+    if ids.is_cuda or not ids.numel():
+        return not ids.is_cuda
+    lowest, highest = ids.aminmax()
+    return lowest.item() >= 0 and highest.item() < size
 
 
 def check_plain(argument: str, x: Any) -> None:

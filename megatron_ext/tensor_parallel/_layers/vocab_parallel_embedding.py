@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.head.validation.readable_values import all_within, has_values, raise_if
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, option
@@ -91,7 +91,8 @@ class VocabParallelEmbedding(ShardedLayer):
         check_token_ids(input_, self.num_embeddings)
         weight = self.weight
         assert weight is not None
-        if group_size(self.tp_group) == 1:
+        alone = group_size(self.tp_group) == 1
+        if alone:
             output = self._look_up(input_, weight)
         else:
             owned = self.vocab.owns(input_)
@@ -99,7 +100,7 @@ class VocabParallelEmbedding(ShardedLayer):
             output = output.masked_fill_(~owned.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+        return output if alone else reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
 
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
         # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
@@ -135,7 +136,7 @@ def check_token_ids(ids: Tensor, size: int) -> None:
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ is {ids.dtype}: it must hold token ids, int64 or int32; cast it with .long()")
-    if has_values(ids):
+    if has_values(ids) and not all_within(ids, size):
         wrong = (ids < 0) | (ids >= size)
         found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
         raise_if(

@@ -144,7 +144,7 @@ def _read(
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
     stats_KT = statistics.new_statistics(plan.tokens, call, dtype, like.device, plan.rows)
-    own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens)
+    own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
     shift_T = stats_KT.new_empty(plan.tokens)
     for rows in chunks:
         raw_tV, logits = logits_of_chunk(plan, made, rows, keep_raw=kept is not None)
@@ -156,7 +156,7 @@ def _read(
             )
         else:
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.counted)
-        for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT[:, rows]):
+        for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
             readout.scan(Chunk(rows, sides_of(plan, logits, at), part_Kt, own_Kt))
             if kept is not None:
                 kept.write(rows, readout, raw_tV, logits, part_Kt)

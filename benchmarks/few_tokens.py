@@ -1,0 +1,134 @@
+"""`python -m benchmarks.few_tokens`: small calls, where Python takes the time: ours beside Megatron's, by turns.
+
+Head, loss of logits, embedding and linear layers on 8 tokens, forward and backward, in one process a rank. A turn times
+some calls of one side and then of the other, so that what disturbs the machine disturbs both; the ratio is of a turn.
+The time that the processors work is less disturbed than the time that passes, and leaves out what a rank waits for.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import record
+from benchmarks.implementations import megatrons_group
+from benchmarks.measure import ratios
+from benchmarks.run import quiet
+from benchmarks.worlds import run_world
+from megatron_ext import linear_cross_entropy, tensor_parallel, vocab_parallel_cross_entropy
+from megatron_ext.emulation import megatron_on_cpu
+
+Step = Callable[[], object]
+TOKENS, WIDTH, VOCAB = 8, 16, 64
+STOCK, OURS = "megatron", "ours"
+
+
+def case_name(ranks: int) -> str:
+    return f"few tokens R{ranks}"
+
+
+def pairs() -> dict[str, dict[str, Step]]:
+    """A forward and backward of Megatron's and of ours, by what they compute."""
+    from megatron.core import tensor_parallel as stock
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    config = ModelParallelConfig(tensor_model_parallel_size=ranks, use_cpu_initialization=True)
+    options = {"config": config, "tp_group": group, "init_method": lambda x: x.normal_(generator=generator)}
+    labels_T1 = torch.randint(VOCAB, (TOKENS, 1), generator=generator)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    hidden, logits = leaf(TOKENS, 1, WIDTH), leaf(TOKENS, 1, VOCAB // ranks)
+    weight, ones = leaf(VOCAB // ranks, WIDTH), torch.ones(TOKENS, 1)
+    output = stock.ColumnParallelLinear(WIDTH, VOCAB, bias=False, skip_weight_param_allocation=True, **options)
+
+    def backward(forward: Callable[[], Any], *leaves: torch.Tensor) -> Step:
+        def step() -> None:
+            for x in leaves:
+                x.grad = None
+            found = forward()
+            found = found[0] if isinstance(found, tuple) else found
+            found.backward(ones if found.shape == ones.shape else torch.ones_like(found))
+
+        return step
+
+    def layer(kind: str, x: torch.Tensor, *sizes: int, **more: Any) -> dict[str, Step]:
+        made = {STOCK: getattr(stock, kind), OURS: getattr(tensor_parallel, kind)}
+        built = {name: make(*sizes, **more, **options) for name, make in made.items()}
+        wants = [x] if x.requires_grad else []
+        return {name: backward(lambda one=one: one(x), *wants, *one.parameters()) for name, one in built.items()}
+
+    def stock_head() -> torch.Tensor:
+        return stock.vocab_parallel_cross_entropy(output(hidden, weight=weight)[0], labels_T1)
+
+    return {
+        "head": {
+            STOCK: backward(stock_head, hidden, weight),
+            OURS: backward(lambda: linear_cross_entropy(hidden, weight, labels_T1, group), hidden, weight),
+        },
+        "loss of logits": {
+            # Megatron's writes into its logits.
+            STOCK: backward(lambda: stock.vocab_parallel_cross_entropy(logits * 1, labels_T1), logits),
+            OURS: backward(lambda: vocab_parallel_cross_entropy(logits * 1, labels_T1, group), logits),
+        },
+        "embedding": layer("VocabParallelEmbedding", labels_T1, VOCAB, WIDTH),
+        "column-parallel linear": layer("ColumnParallelLinear", leaf(TOKENS, 1, WIDTH), WIDTH, VOCAB, bias=True),
+        "row-parallel linear": layer(
+            "RowParallelLinear",
+            leaf(TOKENS, 1, VOCAB // ranks),
+            VOCAB,
+            WIDTH,
+            bias=True,
+            input_is_parallel=True,
+            skip_bias_add=False,
+        ),
+    }
+
+
+def measured(turns: int, calls: int) -> list[tuple[str, str, str, list[float]]]:
+    """Microseconds of a call, and the ratio in each turn."""
+    torch.set_num_threads(1)
+    rows = []
+    with megatron_on_cpu(), megatrons_group(dist.group.WORLD):
+        for what, steps in pairs().items():
+            clocks = {"time": time.perf_counter, "CPU time": time.process_time}
+            times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in steps} for clock in clocks}
+            for turn in range(-2, turns):
+                for name, step in steps.items() if turn % 2 else reversed(steps.items()):
+                    starts = [now() for now in clocks.values()]
+                    for _ in range(calls):
+                        step()
+                    for (clock, now), start in zip(clocks.items(), starts, strict=True):
+                        if turn >= 0:
+                            times[clock][name].append((now() - start) / calls * 1e6)
+            for clock, found in times.items():
+                rows += [(what, f"{clock}, {side}", "µs", found[side]) for side in (STOCK, OURS)]
+                rows.append((what, f"{clock}, ours / {STOCK}", "1", ratios(found, to=STOCK)[OURS]))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--calls", type=int, default=10, help="of a side in a turn (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--write", action="store_true", help="the rows, to benchmarks/results/cpu.csv")
+    options = parser.parse_args()
+    quiet()
+    origin = record.Origin.here("cpu")
+    for ranks in options.ranks:
+        found = run_world(ranks, "cpu", measured, options.turns, options.calls)
+        rows = [origin.row(case_name(ranks), *row) for row in found]
+        if options.write:
+            record.write(record.RESULTS / "cpu.csv", rows)
+        print(record.table(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
