@@ -1,6 +1,8 @@
 """`bits="batch"`, "tensor_parallel": a token's bits do not depend on other tokens, chunks, cache, layout, ranks."""
 
 import itertools
+import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -272,6 +274,61 @@ def test_a_processor_that_does_not_keep_bits_multiplies_rows_apart(monkeypatch):
         assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (1,)
     monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
     assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("bits", MODES)
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_a_processor_whose_functions_do_not_keep_bits_is_told_of_on_every_rank(layout, bits):
+    """One of them: before anything is exchanged it knows, and the exchange tells the others."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    hidden, labels, weight = torch.randn(8, 6), torch.arange(8), torch.randn(24, 6).chunk(size)[rank]
+    exp = torch.exp
+
+    def differs(x):
+        found = exp(x)
+        return found if x.dim() == 0 else torch.cat([found[:-1], found[-1:] * (1 + 1e-6)])
+
+    part = hidden if layout == "replicated" else hidden.chunk(size)[rank]
+    said = "bits: exp depends on an element's place" if rank == 0 else "another rank of tp_group refused"
+    products.functions_fault.cache_clear()
+    try:
+        with mock.patch.object(torch, "exp", differs if rank == 0 else exp), pytest.raises(ValueError, match=said):
+            linear_log_probs(part, weight, labels, group, layout, bits=bits)
+    finally:
+        products.functions_fault.cache_clear()
+    linear_log_probs(part, weight, labels, group, layout, bits=bits)
+
+
+@ranks(2)
+@pytest.mark.parametrize("bits", MODES)
+def test_a_rank_whose_products_do_not_keep_bits_goes_on_by_rows(bits):
+    """The others need not know: nothing is sent for it, and nobody waits."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    hidden, _, _, labels = problem(torch.float32)
+    whole = torch.randn(208, WIDTH, generator=torch.Generator().manual_seed(5))
+    multiply = torch.mm
+
+    def differs(a, b, **options):
+        found = multiply(a, b, **options)
+        if len(found) > 1:
+            found[-1] *= 1 + 1e-4
+        return found
+
+    def both(tokens):
+        x, w = hidden[tokens].requires_grad_(), whole.chunk(size)[rank].clone().requires_grad_()
+        log_probs = linear_log_probs(x, w, labels[tokens], group, bits=bits)
+        return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), x)]
+
+    products.heights.cache_clear()
+    try:
+        with mock.patch.object(torch, "mm", differs if rank == 0 else multiply), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*has rows that differ")
+            together, some = both(slice(0, 80)), both(slice(3, 20))
+    finally:
+        products.heights.cache_clear()
+    same([x[3:20] for x in together], some)
+    torch.testing.assert_close(together, both(slice(0, 80)), rtol=1e-4, atol=1e-4)
 
 
 @ranks(2)

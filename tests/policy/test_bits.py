@@ -53,7 +53,7 @@ def test_every_pass_has_these_bits(backend):
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_the_layers_keep_the_mode_too(backend):
-    """A row's log-probabilities are the same bits in micro-batches of 4 rows, 2 and 1. In fp32 without it they are not."""
+    """A row's log-probabilities are the same bits in micro-batches of 4 rows, 2 and 1. Without it they are not."""
     key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
     data = tiny_batch(8)
     for given, same in (({}, False), ({key: MODE}, True)):

@@ -51,7 +51,7 @@ def whole(y, layout):
 
 def layer_of(layouts, dtype, config=None, kinds=(ColumnParallelLinear, RowParallelLinear)):
     """A layer with the weight and bias that all ranks' layers are cut from."""
-    source, target = layouts
+    target = layouts[1]
     config = config or Config(batch_invariant_mode=True)
     config.params_dtype, config.sequence_parallel = dtype, "sequence" in layouts
     common = {"config": config, "init_method": lambda w: None, "tp_group": world(), "bias": True}

@@ -1,8 +1,8 @@
 """Products and activations of all layers in this process with the same bits in any batch, whoever calls them.
 
 Layers call torch's products in many spellings, `F.linear` and `@` among them, and all come down to a few operators,
-whose kernels are replaced by those of `products.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on the CPU
-as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are computed
+whose kernels are replaced by those of `products.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on the
+CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are computed
 otherwise than those that fill a vector register. There they are given tensors that have no such elements.
 """
 
@@ -71,7 +71,9 @@ def _in_pieces(kernel: Any) -> Callable[..., Tensor]:
 def _of_groups(kernel: Any) -> Callable[..., Tensor]:
     """Products of rows by the matrices of their experts, whose rows end at `offs`."""
 
-    def grouped(keys: Any, a_MK: Tensor, b_EKN: Tensor, offs: Tensor | None = None, *more: Any, **options: Any) -> Tensor:
+    def grouped(
+        keys: Any, a_MK: Tensor, b_EKN: Tensor, offs: Tensor | None = None, *more: Any, **options: Any
+    ) -> Tensor:
         if (a_MK.dim(), b_EKN.dim()) != (2, 3) or offs is None or a_MK.dtype not in _DTYPES or any(more) or options:
             return kernel.call_boxed(keys, a_MK, b_EKN, offs, *more, **options)
         found, start = a_MK.new_zeros(a_MK.shape[0], b_EKN.shape[2]), 0

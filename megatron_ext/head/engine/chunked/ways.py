@@ -79,6 +79,9 @@ class OfChunks(Way):
         plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = asked.plan, asked.plan.call.chosen, asked.inputs
         made = sources.of_hidden(asked.inputs, self.rules, plan.call, self.sizes)
         source, out = made[0], HeadGradients(asked, self.sizes)
+        if len(plan.readouts) == 1 and plan.readouts[0].by_factor and asked.grads[0] is not None:
+            # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
+            source.x_TD = source.x_TD.masked_fill((asked.grads[0] == 0).unsqueeze(1), 0)
         gradient, wide = ChunkGradient(asked, made), accumulation_dtype(x_TD.dtype)
         x_TD, columns = source.x_TD, source.w_VD.shape[0]
         fixed = source.rule.fixed
