@@ -14,12 +14,12 @@ ROUNDING = 2e-6
 
 
 @contextmanager
-def patched(**settings):
-    patch(**settings)
+def patched(*, model=None, **settings):
+    patch(model=model, **settings)
     try:
         yield
     finally:
-        unpatch()
+        unpatch(model=model)
 
 
 @contextmanager

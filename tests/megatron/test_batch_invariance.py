@@ -76,12 +76,11 @@ def test_bits_are_refused_where_megatron_makes_the_logits():
             ),
         }
         for said, (register, hook) in hooks.items():
-            handle = register(hook)
-            with patched(bits="batch"), pytest.raises(ValueError, match=said):
-                run(model, labels, tokens)
-            with patched(bits="fast"):
-                torch.testing.assert_close(run(model, labels, tokens), stock)
-            handle.remove()
+            with register(hook):
+                with patched(bits="batch"), pytest.raises(ValueError, match=said):
+                    run(model, labels, tokens)
+                with patched(bits="fast"):
+                    torch.testing.assert_close(run(model, labels, tokens), stock)
 
 
 def test_the_global_switch_reaches_every_head():

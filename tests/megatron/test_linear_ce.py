@@ -15,7 +15,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
-from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
@@ -224,20 +224,12 @@ def test_bias_and_softcap_of_the_output_layer():
 @ranks(2)
 def test_gradients_go_into_main_grad_and_none_is_deferred():
     """`gradient_accumulation_fusion` and `defer_embedding_wgrad_compute`, the latter on a pipeline's last stage."""
-    from tests.gpt import loss_and_grads
-
     tokens = tiny_batches()[0]
     fusion = {"gradient_accumulation_fusion": True, "defer_embedding_wgrad_compute": True}
     with model_parallel(pp=2):
-        from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
         stock_loss, stock = loss_and_grads(tiny_gpt(tied=False), tokens)
-        substitute_tensor_parallel()
-        try:
-            with patched(chunk_size=3):
-                fused_loss, fused = loss_and_grads(tiny_gpt(tied=False, **fusion), tokens)
-        finally:
-            restore_tensor_parallel()
+        with ours_everywhere(), patched(chunk_size=3):
+            fused_loss, fused = loss_and_grads(tiny_gpt(tied=False, **fusion), tokens)
     assert fused_loss == pytest.approx(stock_loss, rel=1e-6)
     assert_same(fused, stock)
 

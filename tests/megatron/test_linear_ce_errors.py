@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import VOCAB, model_parallel
-from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run, unpatch
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run
 from tests.programs import python
 from tests.ranks import ranks
 
@@ -278,12 +278,9 @@ def compare_later(model, fewer_collectives, **kwargs):
     labels = batch()[1]
     with count_collectives() as plain:
         stock = run(model, labels, **kwargs)
-    patch(chunk_size=3, model=model)
-    try:
+    with patched(chunk_size=3, model=model):
         with count_collectives() as ours:
             fused = run(model, labels, **kwargs)
-    finally:
-        unpatch(model=model)
     assert plain.total() - ours.total() == fewer_collectives
     torch.testing.assert_close(fused, stock, rtol=1e-6, atol=1e-6)
     weights = torch.rand_like(stock)

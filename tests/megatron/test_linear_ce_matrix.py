@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.model_utils import (
-    patch_gpt_model_forward_for_linear_ce_fusion,
-    unpatch_gpt_model_forward_for_linear_ce_fusion,
-)
 from tests.gpt import loss_and_grads, model_parallel, seed_ranks, tiny_batches, tiny_gpt
+from tests.megatron.patching import assert_same, patched
 from tests.ranks import ranks
-
-ROUNDING = 2e-6  # largest difference over largest gradient of a parameter, fp32
 
 
 def compare(sizes: dict, *, spec=None, step=None, **overrides) -> None:
@@ -27,17 +22,13 @@ def compare(sizes: dict, *, spec=None, step=None, **overrides) -> None:
         seed_ranks()
         stock_loss, stock = loss_and_grads(tiny_gpt(spec, **overrides), tokens, **run)
         seed_ranks()
-        patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=3)
-        try:
+        with patched(chunk_size=3):
             fused_loss, fused = loss_and_grads(tiny_gpt(spec, **overrides), tokens, **run)
-        finally:
-            unpatch_gpt_model_forward_for_linear_ce_fusion()
     assert fused_loss == pytest.approx(stock_loss, rel=1e-6)
     assert fused.keys() == stock.keys()
     for name, grad in stock.items():
         assert grad.any(), f"{name} has no gradient to compare"
-        worst = (fused[name] - grad).abs().max() / grad.abs().max()
-        assert worst <= ROUNDING, f"{name}: {worst:.1e}"
+    assert_same(fused, stock)
 
 
 def packed_step(microbatches: Iterator[Tensor], model):

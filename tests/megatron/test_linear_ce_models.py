@@ -10,18 +10,7 @@ from megatron_ext.megatron import versions
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import causal_mask, model_parallel, tiny_batches, train_steps
 from tests.megatron import language_models, multimodal_models
-from tests.megatron.patching import (
-    ROUNDING,
-    SEQ,
-    assert_same,
-    batch,
-    counting_logits,
-    grads_of,
-    one_gpt,
-    patch,
-    patched,
-    unpatch,
-)
+from tests.megatron.patching import ROUNDING, SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched
 from tests.ranks import ranks
 
 
@@ -54,14 +43,16 @@ def own_layer(model):
 DECAYS, ROUNDING_OF_DECAYS = ("A_log", "dt_bias"), 5e-6
 
 
-def compare(model, step, layer, fused: int = 1) -> None:
-    """Losses and gradients as stock's, no logits in training, and a report that says so."""
-    name = type(model).__name__
+def compare(model, step, layer, inside=None) -> dict:
+    """Losses and gradients as stock's, which are returned, no logits in training, and a report that says so.
+
+    `inside`: the language model in `model`, of which only that is patched then."""
+    whole, name = (None, type(model).__name__) if inside is None else (model, type(inside).__name__)
     stock = step(model)
     weights = torch.rand_like(stock)
     expected = grads_of(model, stock, weights)
     reset_fusion_report()
-    with patched(chunk_size=3), counting_logits(layer(model)) as made:
+    with patched(chunk_size=3, model=whole), counting_logits(layer(model)) as made:
         loss = step(model)
         found = grads_of(model, loss, weights)
     assert not made
@@ -70,10 +61,11 @@ def compare(model, step, layer, fused: int = 1) -> None:
         rounding = ROUNDING_OF_DECAYS if parameter.endswith(DECAYS) else ROUNDING
         assert_same({parameter: found[parameter]}, {parameter: grad}, rounding)
     (counted,) = fusion_report().models
-    assert (counted.model, counted.losses_fused, counted.logits_made.total()) == (name, fused, 0)
+    assert (counted.model, counted.losses_fused, counted.logits_made.total()) == (name, 1, 0)
     with counting_logits(layer(model)) as made:
         step(model)
-    assert len(made) == fused
+    assert len(made) == 1
+    return expected
 
 
 NEWER = pytest.mark.skipif(
@@ -172,12 +164,8 @@ def test_the_model_inside():
         wrapping = Wrapping(model)
         ids, labels, positions = batch()
         stock = wrapping(ids, positions, labels)["loss"]
-        patch(chunk_size=3, model=wrapping)
-        try:
-            with counting_logits(model.output_layer) as made:
-                loss = wrapping(ids, positions, labels)["loss"]
-        finally:
-            unpatch(model=wrapping)
+        with patched(chunk_size=3, model=wrapping), counting_logits(model.output_layer) as made:
+            loss = wrapping(ids, positions, labels)["loss"]
         assert not made
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
         assert "forward" not in vars(model)
@@ -199,24 +187,11 @@ def test_megatrons_multimodal_models(build, step):
     """Gradients reach the encoders of images, too."""
     with model_parallel():
         model = build()
-        stock = step(model)
-        weights = torch.rand_like(stock)
-        expected = grads_of(model, stock, weights)
+        inside = model.language_model
+        expected = compare(model, step, lambda _: inside.output_layer, inside)
         images = [grad for name, grad in expected.items() if name.startswith(("vision_model", "modality_submodules"))]
         assert images
         assert all(grad is not None for grad in images)
-        reset_fusion_report()
-        patch(chunk_size=3, model=model)
-        try:
-            with counting_logits(model.language_model.output_layer) as made:
-                loss = step(model)
-                found = grads_of(model, loss, weights)
-        finally:
-            unpatch(model=model)
-        assert not made
-        assert fusion_report().losses_fused == 1
-        torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-        assert_same(found, expected)
 
 
 @ranks(2)

@@ -58,10 +58,8 @@ def likeliest_one_further(model):
     _, labels, _ = batch()
     hits = []
     layer = model.output_layer
-    handle = layer.register_forward_hook(lambda module, args, outputs: hits.append(gathered(outputs[0])))
-    with torch.no_grad():
+    with torch.no_grad(), layer.register_forward_hook(lambda module, args, out: hits.append(gathered(out[0]))):
         step(model, labels, torch.ones(2, SEQ))
-    handle.remove()
     logged()
     labels = labels.clone()
     labels[:, 1:4] = hits[0].argmax(-1).transpose(0, 1)[:, :3]  # the first layer looks one further

@@ -15,7 +15,7 @@ from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusio
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
 from tests.megatron.language_models import tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, run
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
 CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
@@ -73,15 +73,11 @@ def test_options_of_the_loss(build, made):
             weights = torch.rand_like(loss)
             # The reference gathers full logits on every rank, each of which gives their whole gradient.
             expected = grads_of(model, loss + z_loss, weights)
-            handle = model.output_layer.register_forward_hook(reads_logits if made else reads_shape)
             reset_fusion_report()
-            patch(chunk_size=3, model=model, **options)
-            try:
+            reading = model.output_layer.register_forward_hook(reads_logits if made else reads_shape)
+            with reading, patched(chunk_size=3, model=model, **options):
                 found = run(model, labels)
                 grads = grads_of(model, found, weights)
-            finally:
-                unpatch(model=model)
-                handle.remove()
             torch.testing.assert_close(found, loss, rtol=2e-6, atol=1e-6)
             assert_same(grads, expected)
             (counters,) = fusion_report().models
@@ -100,11 +96,8 @@ def test_the_reported_z_loss_is_a_mean_over_labels_that_count():
         counted = labels != -100
         _, z_loss = reference(run(model), labels.where(counted, 0), z_loss=0.1)
         reset_fusion_report()
-        patch(z_loss=0.1, model=model)
-        try:
+        with patched(z_loss=0.1, model=model):
             run(model, labels)
-        finally:
-            unpatch(model=model)
         (counters,) = fusion_report().models
         assert counters.z_loss == pytest.approx(z_loss[counted].mean().item(), rel=1e-5)
 
@@ -236,15 +229,11 @@ def test_logits_of_another_dtype():
         model = one_gpt(params_dtype=torch.bfloat16, bf16=True, tied=False).bfloat16()
         layer, labels, kept = model.output_layer, batch()[1], []
         layer.output_dtype = torch.float32
-        handle = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
-        patch(chunk_size=3, model=model)
-        try:
+        keeping = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
+        with keeping, patched(chunk_size=3, model=model):
             loss = run(model, labels)
             with counting_logits(layer) as made:
                 grads = grads_of(model, loss)
-        finally:
-            unpatch(model=model)
-            handle.remove()
         assert not made
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
@@ -282,18 +271,15 @@ def test_refusals():
             with pytest.raises(ValueError, match="softcap is 2.0 and the output layer has a softcap of 3.0 already"):
                 run(model, labels)
             del model.output_layer.softcap
-            handle = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
-            with pytest.raises(
-                ValueError, match=r"asked for z_loss=0.1, softcap=2.0, and cannot go into GPTModel: .*hook"
-            ):
+            hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+            said = r"asked for z_loss=0.1, softcap=2.0, and cannot go into GPTModel: .*hook"
+            with hooked, pytest.raises(ValueError, match=said):
                 run(model, labels)
-            handle.remove()
             run(model, labels)
         finally:
             unpatch()
 
-        patch(label_smoothing=0.1)
-        try:
+        with patched(label_smoothing=0.1):
             with pytest.raises(ValueError, match="label_smoothing=0.1 .* patch with label_smoothing=0.0 and"):
                 run(model, batch()[0], return_logprobs_for_linear_ce_fusion=True)
             patch(z_loss=0.1)
@@ -302,8 +288,6 @@ def test_refusals():
             model.output_layer.gtp_remat_size = 2
             with pytest.raises(ValueError, match="gtp_remat_size 2: its weight is cut .* train without generalized"):
                 run(model, labels)
-        finally:
-            unpatch()
 
 
 @ranks(1)
@@ -313,8 +297,7 @@ def test_the_report_says_what_runs():
         model.config.cross_entropy_loss_fusion, model.config.cross_entropy_fusion_impl = True, "te"
         reset_fusion_report()
         assert "no model has taken a loss" in str(fusion_report())
-        patch()
-        try:
+        with patched():
             with pytest.warns(UserWarning, match=r"asks for Megatron's fused loss \(te\).*runs instead of it"):
                 run(model, labels)
             earlier = fusion_report()
@@ -325,12 +308,9 @@ def test_the_report_says_what_runs():
             assert (earlier.losses_fused, fusion_report().losses_fused) == (1, 2)
             model.config.cross_entropy_fusion_impl = "native"
             model.config.cross_entropy_loss_fusion = False
-            handle = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
-            with pytest.warns(UserWarning, match="keeps Megatron's own loss"):
+            hooked = model.output_layer.register_full_backward_hook(lambda module, before, after: None)
+            with hooked, pytest.warns(UserWarning, match="keeps Megatron's own loss"):
                 run(model, labels)
-            handle.remove()
             report = fusion_report()
             assert (report.stock_losses, report.logits_made) == (1, 0)
             assert "left to Megatron: its output layer has backward hooks" in str(report)
-        finally:
-            unpatch()

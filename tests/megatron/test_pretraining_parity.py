@@ -1,53 +1,37 @@
 """Pretraining with our layers and our head against stock Megatron: the same losses, step by step."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
+from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
+from tests.megatron.patching import patched
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
 
 STEPS = 20
-LAYOUTS = {
-    "tp1": (1, {"tp": 1}, {}),
-    "tp2": (2, {"tp": 2}, {}),
-    "tp2-sp": (2, {"tp": 2}, {"sequence_parallel": True}),
-    "tp2-pp2": (4, {"tp": 2, "pp": 2}, {}),
-}
 
 
-def losses_of(ours: bool, sizes: dict, overrides: dict, tied: bool) -> list[float]:
+def losses_of(ours: bool, sizes: dict, tied: bool, overrides: dict) -> list[float]:
     """Per-step losses at Megatron's own initialisation, from the same seed either way."""
-    with model_parallel(**sizes):
-        from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
+    with model_parallel(**sizes), ExitStack() as changes:
         from megatron_ext.megatron.layer_specs import gpt_block_spec
-        from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-        from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
         if ours:
-            substitute_tensor_parallel()
-            patch(chunk_size=5)
-        try:
-            spec = gpt_block_spec if ours else stock_spec
-            chunks = tiny_gpt(spec, tied=tied, weights="init", **overrides)
-            if ours:
-                kinds = {type(m).__module__ for m in chunks[0].modules() if "Parallel" in type(m).__name__}
-                assert all(kind.startswith("megatron_ext.") for kind in kinds), kinds
-            return train_steps(chunks, tiny_batches(steps=STEPS), lr=3e-4)
-        finally:
-            if ours:
-                unpatch()
-                restore_tensor_parallel()
+            changes.enter_context(ours_everywhere())
+            changes.enter_context(patched(chunk_size=5))
+        chunks = tiny_gpt(gpt_block_spec if ours else stock_spec, tied=tied, weights="init", **overrides)
+        if ours:
+            kinds = {type(m).__module__ for m in chunks[0].modules() if "Parallel" in type(m).__name__}
+            assert all(kind.startswith("megatron_ext.") for kind in kinds), kinds
+        return train_steps(chunks, tiny_batches(steps=STEPS), lr=3e-4)
 
 
-def parity(layout: str, tied: bool, dropout: float) -> None:
-    world_size, sizes, overrides = LAYOUTS[layout]
-    assert dist.get_world_size() == world_size
-    overrides = {**overrides, "hidden_dropout": dropout, "attention_dropout": dropout}
-    stock = torch.tensor(losses_of(False, sizes, overrides, tied), dtype=torch.float64)
-    ours = torch.tensor(losses_of(True, sizes, overrides, tied), dtype=torch.float64)
+def parity(sizes: dict, *, tied: bool, dropout: float, **overrides) -> None:
+    overrides |= {"hidden_dropout": dropout, "attention_dropout": dropout}
+    stock, ours = (torch.tensor(losses_of(way, sizes, tied, overrides), dtype=torch.float64) for way in (False, True))
     assert len(stock) == STEPS
     assert stock.std() > 1e-3, "the losses of a model that does not learn agree with anything"
     worst = ((ours - stock).abs() / stock).max()
@@ -57,20 +41,20 @@ def parity(layout: str, tied: bool, dropout: float) -> None:
 # Tied and untied weights, with dropout and without.
 @ranks(1)
 def test_tp1():
-    parity("tp1", tied=False, dropout=0.1)
+    parity({}, tied=False, dropout=0.1)
 
 
 @ranks(2)
 def test_tp2():
-    parity("tp2", tied=True, dropout=0.1)
+    parity({"tp": 2}, tied=True, dropout=0.1)
 
 
 @ranks(2)
 def test_tp2_sp():
-    parity("tp2-sp", tied=False, dropout=0.0)
+    parity({"tp": 2}, tied=False, dropout=0.0, sequence_parallel=True)
 
 
 @pytest.mark.each_version
 @ranks(4)
 def test_tp2_pp2():
-    parity("tp2-pp2", tied=True, dropout=0.1)
+    parity({"tp": 2, "pp": 2}, tied=True, dropout=0.1)

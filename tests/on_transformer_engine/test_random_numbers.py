@@ -1,5 +1,7 @@
 """Dropout under Transformer Engine's RNG tracker, recomputed activations, and runs that are resumed."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -8,6 +10,18 @@ from tests.on_transformer_engine.models import ENGINE, plain_loss, te_spec
 from tests.ranks import ranks
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+
+
+@contextmanager
+def any_tracker():
+    """Megatron's groups; afterwards its own tracker again, whichever was in use."""
+    with model_parallel():
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        try:
+            yield
+        finally:
+            model_parallel_cuda_manual_seed(11, te_rng_tracker=False, force_reset_rng=True)
 
 
 def loss_and_grads(tracker: bool, spec=te_spec, **overrides):
@@ -23,15 +37,10 @@ def loss_and_grads(tracker: bool, spec=te_spec, **overrides):
 
 @ranks(1)
 def test_transformer_engines_tracker_draws_what_megatrons_does():
-    with model_parallel():
-        try:
-            megatrons, engines = loss_and_grads(False), loss_and_grads(True)
-            (model,) = tiny_gpt(te_spec, **ENGINE)
-            without = plain_loss(model, tiny_batches()[0])
-        finally:
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(11, te_rng_tracker=False, force_reset_rng=True)
+    with any_tracker():
+        megatrons, engines = loss_and_grads(False), loss_and_grads(True)
+        (model,) = tiny_gpt(te_spec, **ENGINE)
+        without = plain_loss(model, tiny_batches()[0])
     assert not torch.equal(megatrons[0], without), "there is dropout"
     for a, b in zip(megatrons, engines, strict=True):
         assert torch.equal(a, b)
@@ -48,13 +57,8 @@ def test_transformer_engines_tracker_draws_what_megatrons_does():
     ids=["megatrons-full", "megatrons-attention", "te-attention"],
 )
 def test_recomputed_activations_have_the_same_dropout(tracker, how):
-    with model_parallel():
-        try:
-            kept, recomputed = loss_and_grads(tracker), loss_and_grads(tracker, **how)
-        finally:
-            from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-            model_parallel_cuda_manual_seed(11, te_rng_tracker=False, force_reset_rng=True)
+    with any_tracker():
+        kept, recomputed = loss_and_grads(tracker), loss_and_grads(tracker, **how)
     for a, b in zip(recomputed, kept, strict=True):
         assert torch.equal(a, b)
 

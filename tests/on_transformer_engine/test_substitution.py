@@ -8,7 +8,7 @@ import torch
 from megatron_ext.sequence.thd import partition_indices
 from megatron_ext.sequence.zigzag import thd_partition_indices
 from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
-from tests.gpt import model_parallel
+from tests.gpt import model_parallel, ours_everywhere
 from tests.ranks import ranks
 
 
@@ -16,8 +16,6 @@ from tests.ranks import ranks
 def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random as megatrons
-
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     one = torch.ones(4, requires_grad=True)
 
@@ -36,12 +34,9 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
             tracker = megatrons._CUDA_RNG_STATE_TRACKER
             assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
             got = [draw(one)]
-            substitute_tensor_parallel()
-            try:
+            with ours_everywhere():
                 got.append(tensor_parallel.checkpoint(draw, False, one))
                 got[-1].sum().backward()
-            finally:
-                restore_tensor_parallel()
             assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
             got.append(draw(one))
         finally:

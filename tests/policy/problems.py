@@ -1,6 +1,8 @@
 """Tiny policies, batches for them, and the unsharded truth that workers are compared with."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +76,15 @@ def shard(data: BatchedDataDict, worker: Any) -> BatchedDataDict:
     """The rows of `data` that a worker gets."""
     batch_size = worker.settings.global_batch_size if data.size % worker.settings.global_batch_size == 0 else None
     return data.shard_by_batch_size(worker.dp_size, batch_size)[worker.dp_rank]
+
+
+@contextmanager
+def ended(worker: Any) -> Iterator[Any]:
+    """`worker`, which is shut down afterwards."""
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
 
 
 def plain_model(config: Any, seed: int = 3) -> nn.Module:

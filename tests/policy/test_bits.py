@@ -7,7 +7,7 @@ from megatron_ext.policy import DTensorPolicyWorker, LossInputType, MegatronPoli
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import ClippedPGLoss
 from tests.batch_invariant_mode import fixed_calls
-from tests.policy.problems import plain_log_probs, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import ended, plain_log_probs, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
 MODEL = tiny_model(vocab_size=98)
@@ -37,16 +37,13 @@ def test_every_pass_has_these_bits(backend):
     with torch.no_grad():
         expected = plain_log_probs(plain_model(MODEL), data)
     for given, fixed in (({}, False), ({"bits": "batch"}, True), ({key: MODE}, True)):
-        worker = backend(tiny_config(MODEL) | given, init_reference_model=False)
-        try:
+        with ended(backend(tiny_config(MODEL) | given, init_reference_model=False)) as worker:
             mine = shard(data, worker)
             with fixed_calls() as calls:
                 found = worker.get_logprobs(mine)["logprobs"]
                 assert len(calls) == (2 if fixed else 0)  # micro-batches of 4 rows
                 worker.train(mine, ClippedPGLoss())
                 assert len(calls) == (2 + 4 if fixed else 0)  # of 2
-        finally:
-            worker.shutdown()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -79,9 +76,7 @@ class OfLogits:
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_bits_are_refused_where_a_loss_reads_logits(backend):
-    worker = backend(tiny_config(MODEL, bits="batch"), init_reference_model=False)
-    try:
-        with pytest.raises(ValueError, match='bits is "batch", by that key or by batch_invariant_mode, and logits are'):
+    said = 'bits is "batch", by that key or by batch_invariant_mode, and logits are'
+    with ended(backend(tiny_config(MODEL, bits="batch"), init_reference_model=False)) as worker:
+        with pytest.raises(ValueError, match=said):
             worker.train(shard(tiny_batch(8), worker), OfLogits())
-    finally:
-        worker.shutdown()

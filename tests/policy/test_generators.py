@@ -12,7 +12,7 @@ from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLo
 from megatron_ext.policy.refit.weight_transfer import require_same_buckets, send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
 from tests.dtensor.models import SIZES, make
-from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import ended, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.vllm_standin import Engine
 from tests.ranks import ranks
 
@@ -67,7 +67,7 @@ def test_iterated_after_training(backend):
     else:
         config = tiny_config(mixtral(), precision="bfloat16") | {"megatron_cfg": {"expert_model_parallel_size": 2}}
         worker = MegatronPolicyWorker(config)
-    try:
+    with ended(worker):
         worker.train(shard(tiny_batch(), worker), NLLLoss())
         true = {name: export.make().bfloat16() for name, export in worker._exports().items()}
         plain = dict(worker.iter_weights(hub_names=False))
@@ -84,8 +84,6 @@ def test_iterated_after_training(backend):
         assert all(torch.equal(hub[name], x) for name, x in wanted.items())
         with pytest.raises(ValueError, match="buffer_bytes is -1"):
             next(worker.iter_weight_buckets(-1))
-    finally:
-        worker.shutdown()
 
 
 class Policy:

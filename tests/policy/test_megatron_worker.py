@@ -1,7 +1,5 @@
 """The Megatron backend against the same truth as the other one: transformers' model in one process."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, lo
 from tests.dtensor.models import SIZES
 from tests.policy.problems import (
     batching,
+    ended,
     largest_error,
     plain_log_probs,
     plain_model,
@@ -63,13 +62,8 @@ def model_config(kind="llama", tied=False, layers=2):
     return make(**SIZES | sizes | more)
 
 
-@contextmanager
 def worker_of(model, layout, **overrides):
-    worker = MegatronPolicyWorker(tiny_config(model, **overrides) | {"megatron_cfg": LAYOUTS[layout]})
-    try:
-        yield worker
-    finally:
-        worker.shutdown()
+    return ended(MegatronPolicyWorker(tiny_config(model, **overrides) | {"megatron_cfg": LAYOUTS[layout]}))
 
 
 def exported(worker):

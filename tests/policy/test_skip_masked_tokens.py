@@ -7,7 +7,7 @@ from benchmarks.meter import measure
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn
-from tests.policy.problems import batching, plain_train, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import batching, ended, plain_train, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
 GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1)
@@ -16,13 +16,10 @@ MODEL = tiny_model(vocab_size=98)
 
 def trained(backend, data, loss_fn=GRPO, **overrides):
     """What a step gives, and its FLOPs."""
-    worker = backend(tiny_config(MODEL, **overrides), init_reference_model=False)
-    try:
+    with ended(backend(tiny_config(MODEL, **overrides), init_reference_model=False)) as worker:
         with measure() as costs:
             found = worker.train(shard(data, worker), loss_fn)
         return found, costs.flops
-    finally:
-        worker.shutdown()
 
 
 @pytest.mark.parametrize("skip", [True, pytest.param(30, marks=pytest.mark.slow)], ids=["as many as count", "a bound"])

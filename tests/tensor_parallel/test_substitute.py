@@ -4,7 +4,7 @@ import gc
 import importlib
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from unittest import mock
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.emulation import megatron_on_cpu
-from tests.gpt import model_parallel, stock_spec, tiny_batches, tiny_gpt, train_steps
+from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
 from tests.tensor_parallel.rng import drawn, no_tracker
 
@@ -31,19 +31,13 @@ def references():
 
 
 def losses(substituted, **overrides):
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
-
-    if substituted:
-        substitute_tensor_parallel()
-    try:
+    with ours_everywhere() if substituted else nullcontext():
         chunks = tiny_gpt(stock_spec, hidden_dropout=0.1, attention_dropout=0.1, **overrides)
         layers = {type(m) for m in chunks[0].modules() if type(m).__name__ in LAYERS}
         homes = {layer.__module__.split(".")[0] for layer in layers}
         assert homes == {"megatron_ext" if substituted else "megatron"}
         assert {layer.__name__ for layer in layers} == LAYERS
         return train_steps(chunks, tiny_batches(steps=3))
-    finally:
-        restore_tensor_parallel()
 
 
 @ranks(1, 2)
@@ -64,7 +58,6 @@ def test_a_stock_model_trains_alike_and_everything_is_put_back():
 
 @ranks(1)
 def test_streams_go_on_where_they_are():
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     with model_parallel():
         from megatron.core import tensor_parallel
@@ -77,11 +70,8 @@ def test_streams_go_on_where_they_are():
         expected = [draw() for _ in range(3)]
         tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
         got = [draw()]
-        try:
-            substitute_tensor_parallel()
+        with ours_everywhere():
             got.append(draw())
-        finally:
-            restore_tensor_parallel()
         got.append(draw())
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
@@ -104,7 +94,6 @@ def test_refuses_while_megatrons_layers_are_in_use():
 @ranks(1)
 def test_models_that_cannot_run_again_are_not_in_use():
     """Gone but for Megatron's hooks, which keep their memory; or there, but without the groups that they ran on."""
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
     from megatron_ext.megatron.substitute import _in_use, _instances
 
     with model_parallel():
@@ -118,11 +107,9 @@ def test_models_that_cannot_run_again_are_not_in_use():
         assert _instances(stock)
         assert not _in_use(stock)
         chunks = tiny_gpt(stock_spec, num_layers=1)
-    with model_parallel(), mock.patch("gc.get_referents", side_effect=AssertionError("a walk through all objects")):
-        try:
-            substitute_tensor_parallel()
-        finally:
-            restore_tensor_parallel()
+    walk = mock.patch("gc.get_referents", side_effect=AssertionError("a walk through all objects"))
+    with model_parallel(), walk, ours_everywhere():
+        pass
     assert chunks
 
 
@@ -262,7 +249,6 @@ def engine(monkeypatch):
 
 
 def test_the_tracker_of_transformer_engine_goes_on_in_ours_and_stays_megatrons(engine, monkeypatch):
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     with megatron_on_cpu(), no_tracker():
         from megatron.core import tensor_parallel
@@ -279,13 +265,10 @@ def test_the_tracker_of_transformer_engine_goes_on_in_ours_and_stays_megatrons(e
         expected = drawn(5, 4, 4, 4)
         one = torch.ones(4, requires_grad=True)
         got = [draw(one)]
-        substitute_tensor_parallel()
-        try:
+        with ours_everywhere():
             assert isinstance(tensor_parallel.get_cuda_rng_tracker(), engine)
             got.append(tensor_parallel.checkpoint(draw, False, one))
             got[-1].sum().backward()
-        finally:
-            restore_tensor_parallel()
         assert theirs._CUDA_RNG_STATE_TRACKER is tracker
         got.append(draw(one))
     torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=0, atol=0)
@@ -293,7 +276,6 @@ def test_the_tracker_of_transformer_engine_goes_on_in_ours_and_stays_megatrons(e
 
 
 def test_a_tracker_of_transformer_engine_that_was_made_in_ours_is_one_in_megatrons(engine, monkeypatch):
-    from megatron_ext import restore_tensor_parallel, substitute_tensor_parallel
 
     with megatron_on_cpu(), no_tracker():
         from megatron.core import tensor_parallel
@@ -303,11 +285,8 @@ def test_a_tracker_of_transformer_engine_that_was_made_in_ours_is_one_in_megatro
         monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
         monkeypatch.setattr(theirs, "HAVE_TE", True)
         monkeypatch.setattr(theirs, "is_te_min_version", lambda *args: True, raising=False)
-        substitute_tensor_parallel()
-        try:
+        with ours_everywhere():
             tensor_parallel.get_cuda_rng_tracker(use_te_rng_tracker=True).add("model-parallel-rng", 5)
-        finally:
-            restore_tensor_parallel()
         found = tensor_parallel.get_cuda_rng_tracker()
         assert type(found) is engine
         with found.fork():
