@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
+from megatron_ext.distributed import byte_buffer, collectives
 from megatron_ext.distributed.groups import Group, group_rank, require_tensor_parallel_group
 
 _MAX_DATA_DIM = 64  # as many as torch's own operators take
-_ALIGNMENT_BYTES = 16  # the size of the largest dtype: every tensor starts where its dtype may
 
 # The numbers of the dtypes in the header: every rank lists them alike.
 _DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
@@ -31,10 +30,6 @@ class _Description(NamedTuple):
     fault: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
 
     def to_row(self) -> list[int]:
         dims = self.shape[:_MAX_DATA_DIM]
@@ -112,19 +107,6 @@ def _build_key_size_numel_dictionaries(
     return {key: found.shape for key, found in described.items()}, numel, sum(numel.values())
 
 
-def _views(buffer: Tensor, described: Mapping[str, _Description]) -> dict[str, Tensor]:
-    """The tensors that lie in a buffer of bytes, one behind the other."""
-    views, start = {}, 0
-    for key, found in described.items():
-        views[key] = buffer[start : start + found.size_bytes].view(found.dtype).view(found.shape)
-        start += _aligned(found.size_bytes)
-    return views
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
 def broadcast_data(
     keys: Iterable[str], data: Any, datatype: torch.dtype | None, tp_group: Group = None
 ) -> dict[str, Tensor]:
@@ -151,8 +133,9 @@ def broadcast_data(
         return {}
     described = _exchange_descriptions(keys, data, datatype, group)
     device = data[keys[0]].device if group is None else _device_of(group)
-    buffer = torch.empty(sum(_aligned(d.size_bytes) for d in described.values()), dtype=torch.uint8, device=device)
-    views = _views(buffer, described)
+    forms = [(found.shape, found.dtype) for found in described.values()]
+    buffer = torch.empty(byte_buffer.room(forms), dtype=torch.uint8, device=device)
+    views = dict(zip(described, byte_buffer.views(buffer, forms), strict=True))
     if group_rank(group) == 0:
         for key, view in views.items():
             view.copy_(data[key].detach())

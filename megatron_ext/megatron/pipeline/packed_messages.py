@@ -7,16 +7,15 @@ end. The marks stay on the device until then.
 
 import traceback
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: views of any dtype begin there
+from megatron_ext.distributed.byte_buffer import Form, room, views
 
-Form = tuple[tuple[int, ...], torch.dtype]
+_MARK: Form = ((1,), torch.int64)
 
 
 class Marks:
@@ -78,34 +77,19 @@ class Marks:
 
     def pack(self, *tensors: Tensor) -> Tensor:
         """A new buffer with the tensors and this rank's mark."""
-        buffer = empty_parcel([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], self.mark.device)
-        forms: list[Form] = [*((tuple(tensor.shape), tensor.dtype) for tensor in tensors), ((1,), torch.int64)]
-        for view, tensor in zip(_views(buffer, forms), (*tensors, self.mark), strict=True):
+        forms = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        buffer = empty_parcel(forms, self.mark.device)
+        for view, tensor in zip(views(buffer, [*forms, _MARK]), (*tensors, self.mark), strict=True):
             view.copy_(tensor)
         return buffer
 
     def unpack(self, buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
         """The tensors in a buffer that has arrived, as views of it; its mark is kept."""
-        *tensors, mark = _views(buffer, [*forms, ((1,), torch.int64)])
+        *tensors, mark = views(buffer, [*forms, _MARK])
         torch.maximum(self.mark, mark, out=self.mark)
         return tensors
 
 
 def empty_parcel(forms: Sequence[Form], device: torch.device) -> Tensor:
     """A buffer for tensors of these shapes and dtypes, and the mark."""
-    size = sum(_room(form) for form in forms) + _room(((1,), torch.int64))
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
-def _room(form: Form) -> int:
-    shape, dtype = form
-    return -(-prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
-
-
-def _views(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    views, at = [], 0
-    for form in forms:
-        shape, dtype = form
-        views.append(buffer[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        at += _room(form)
-    return views
+    return torch.zeros(room([*forms, _MARK]), dtype=torch.uint8, device=device)

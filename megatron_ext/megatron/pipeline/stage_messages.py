@@ -7,10 +7,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
+from megatron_ext.distributed.byte_buffer import Form
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent
-from megatron_ext.megatron.pipeline.packed_messages import Form, Marks, empty_parcel
+from megatron_ext.megatron.pipeline.packed_messages import Marks, empty_parcel
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
 
 
