@@ -1,5 +1,6 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
+from megatron_ext.head.adapters.lora import LoRA
 from megatron_ext.head.batch_invariance import batch_invariant_mode
 from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
@@ -23,7 +24,6 @@ from megatron_ext.head.distributions_of_logits import (
 )
 from megatron_ext.head.draft_vocabulary import DraftLabels, DraftVocabulary
 from megatron_ext.head.lm_head import LmHead, Logits
-from megatron_ext.head.lora import LoRA
 from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.divergences.kl_divergence import KL
 from megatron_ext.head.readouts.divergences.teacher import Teacher

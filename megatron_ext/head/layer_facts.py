@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.lora import LoRA
-from megatron_ext.head.peft_layers import unwrapped
+from megatron_ext.head.adapters.lora import LoRA
+from megatron_ext.head.adapters.peft_layers import unwrapped
 from megatron_ext.head.validation.option_checks import Bits, Cache, rounds
 
 

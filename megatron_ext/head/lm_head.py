@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, ranks_of, rows_fault, widened
 from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.call import Call
@@ -26,7 +27,6 @@ from megatron_ext.head.engine.linear import OfSoftmax
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.layer_facts import head_facts
-from megatron_ext.head.lora import LoRA, adapters_of, low_rank, ranks_of, rows_fault, widened
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
@@ -280,7 +280,7 @@ class LmHead:
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
     def beside_low_rank(self, x_TD: Tensor) -> Tensor:
-        """Hidden states with the columns that the low rank takes: see `lora.py`."""
+        """Hidden states with the columns that the low rank takes: see `adapters/lora.py`."""
         return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence")
 
     def fixed(self) -> list[Tensor | None]:

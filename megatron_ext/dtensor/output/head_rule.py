@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model_path
-from megatron_ext.head.peft_layers import unwrapped
+from megatron_ext.head.adapters.peft_layers import unwrapped
 
 # Small ones for the scale, large ones for the cap, and some between that tell other functions from both.
 _PROBE = (1e-3, -1e-3, 0.1, -0.7, 2.0, -5.0, 11.0, -30.0, 70.0, -200.0, 1e30, -1e30)

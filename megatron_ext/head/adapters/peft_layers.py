@@ -5,7 +5,7 @@ PEFT's LoRA layer has `base_layer`, and under the name of each adapter `lora_A`,
 
 from typing import Any
 
-from megatron_ext.head.lora import LoRA
+from megatron_ext.head.adapters.lora import LoRA
 
 
 def unwrapped(layer: Any) -> tuple[Any, list[LoRA]]:
