@@ -116,6 +116,26 @@ def custom_layer(model):
     return "Custom with a forward of its own; .* give it an attribute `softcap`"
 
 
+def layer_with_an_adapter(model):
+    """As Megatron-Bridge wraps a layer: the weight, and what asks for it, are those of the layer inside."""
+
+    class LoRALinear(torch.nn.Module):
+        def __init__(self, to_wrap):
+            super().__init__()
+            self.to_wrap, self.adapter = to_wrap, torch.nn.Linear(to_wrap.input_size, to_wrap.output_size_per_partition)
+
+        def __getattr__(self, name):
+            inside = self.__dict__["_modules"]
+            return inside[name] if name in inside else getattr(inside["to_wrap"], name)
+
+        def forward(self, x, *args, **kwargs):
+            logits, bias = self.to_wrap(x, *args, **kwargs)
+            return logits + self.adapter(x), bias
+
+    model.output_layer = LoRALinear(model.output_layer)
+    return "is a LoRALinear, which adds an adapter to another layer's logits; leave output_layer out"
+
+
 def layer_with_hooks(model):
     model.output_layer.register_full_backward_hook(lambda module, before, after: None)
     return "backward hooks"
@@ -156,7 +176,16 @@ def mxfp8_layer(model):
 @ranks(2)
 @pytest.mark.parametrize(
     "change",
-    [custom_layer, layer_with_hooks, instance_forward, custom_loss, function_layer, rounded_logits, mxfp8_layer],
+    [
+        custom_layer,
+        layer_with_an_adapter,
+        layer_with_hooks,
+        instance_forward,
+        custom_loss,
+        function_layer,
+        rounded_logits,
+        mxfp8_layer,
+    ],
 )
 def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
     from megatron_ext.megatron.fusion_report import reset_fusion_report

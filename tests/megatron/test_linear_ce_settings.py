@@ -223,12 +223,16 @@ def test_the_z_loss_in_megatrons_log():
 
 
 @ranks(2)
-def test_logits_of_another_dtype():
-    """bf16 hidden states and weight, logits in fp32: not rounded to bf16 in between."""
+@pytest.mark.parametrize("of_fp32", ["logits", "weight"])
+def test_logits_of_another_dtype(of_fp32):
+    """bf16 hidden states, and logits in fp32, or a weight whose logits Megatron's own product does not make."""
     with model_parallel(tp=2):
         model = one_gpt(params_dtype=torch.bfloat16, bf16=True, tied=False).bfloat16()
         layer, labels, kept = model.output_layer, batch()[1], []
-        layer.output_dtype = torch.float32
+        if of_fp32 == "weight":
+            layer.weight = torch.nn.Parameter(layer.weight.detach().float())
+        else:
+            layer.output_dtype = torch.float32
         keeping = layer.register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
         with keeping, patched(chunk_size=3, model=model):
             loss = run(model, labels)

@@ -26,7 +26,7 @@ from megatron_ext.head.fixed_bits.gradient import Gradient
 from megatron_ext.head.fixed_bits.leaves import TreeSum
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import row_statistics
-from megatron_ext.head.row_passes.side_by_side import operand
+from megatron_ext.head.row_passes.side_by_side import numbers
 
 
 class OfSoftmaxFixed(Way):
@@ -93,10 +93,9 @@ class OfSoftmaxFixed(Way):
 
     def _source(self, inputs: Any, plan: Plan) -> Source:
         x_TD, weight_VD, bias_V, _ = inputs
-        w_VD: Any = operand(weight_VD)
         if self.sizes is not None and plan.tokens:
             x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
-        return Source(x_TD, w_VD, bias_V, plan.call)
+        return Source(x_TD, numbers(weight_VD), bias_V, plan.call)
 
 
 def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tuple[Tensor, Tensor]:

@@ -60,13 +60,15 @@ class SideBySide:
 Operand = Tensor | SideBySide
 
 
-def operand(weight_VD: Tensor, low_VD: Tensor | None = None) -> Operand:
-    """A head's weight as numbers, and beside it the low rank where there is one.
+def operand(weight_VD: Tensor, low_VD: Tensor | None) -> Operand:
+    """A head's weight as numbers, and beside it the low rank where there is one."""
+    own_VD = numbers(weight_VD)
+    return own_VD if low_VD is None else SideBySide([own_VD, low_VD])
 
-    Asked for in each pass: what is made of a quantised weight lives as long as that.
-    """
-    weight_VD = weight_VD.dequantize() if is_quantised(weight_VD) else weight_VD
-    return weight_VD if low_VD is None else SideBySide([weight_VD, low_VD])
+
+def numbers(weight: Tensor) -> Tensor:
+    """Itself, or those of a quantised weight: each pass asks for them, and what is made lives as long as that."""
+    return weight.dequantize() if is_quantised(weight) else weight
 
 
 def is_quantised(weight: Any) -> bool:
