@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head import Entropy, Gather, LmHead, LogProbs, SumOfSquares, TopK, ZLoss
 
 # One rank of 8 with sequence 16384, D 8192, V 152064 in bf16.
 T, D, V, R = 16384, 8192, 152064, 8
@@ -73,6 +74,37 @@ def test_no_option_costs_flops(options, cache):
     found = costs(cache, sizes=SMALL, **options)
     assert found.flops == (8 - 2 * cache) * tokens * width * vocabulary // ranks
     assert found.collectives.total() == 2
+
+
+THREE = {
+    "of the softmax": ([lambda labels: LogProbs(labels), lambda _: Entropy(), lambda _: ZLoss()], 6),
+    "of logits": ([lambda labels: Gather(labels.unsqueeze(-1)), lambda _: TopK(3), lambda _: SumOfSquares()], 8),
+    "of both": ([lambda labels: LogProbs(labels), lambda _: TopK(3), lambda _: Entropy()], 8),
+}
+
+
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+@pytest.mark.parametrize("kind", THREE)
+def test_three_read_outs_together_cost_the_products_and_messages_of_one(kind, layout):
+    tokens, width, vocabulary, ranks = SMALL
+    make, products = THREE[kind]
+
+    def read(makers):
+        with one_rank_of(ranks) as group:
+            rows = tokens // ranks if layout == "sequence" else tokens
+            hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(vocabulary // ranks, width, dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.zeros(tokens, dtype=torch.int64)
+            readouts = [maker(labels) for maker in makers]
+            with measure() as found:
+                results = LmHead(weight, group, layout, cache=1).read(hidden, *readouts)
+                results = results if len(makers) > 1 else [results]
+                sum((x[0] if isinstance(x, tuple) else x).sum() for x in results).backward()
+        return found.flops, found.collectives.total()
+
+    together = read(make)
+    assert together == (products * tokens * width * vocabulary // ranks, 2 if layout == "replicated" else 4)
+    assert together == max(read([maker]) for maker in make)
 
 
 @pytest.mark.parametrize("cache, flops", [(0, 6), (1, 4)])
