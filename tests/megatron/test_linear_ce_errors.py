@@ -2,6 +2,7 @@
 
 import warnings
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -86,16 +87,13 @@ def test_an_untested_megatron_warns_once(version, tested):
 
         from megatron_ext.megatron import versions
 
-        real, megatron.core.__version__ = megatron.core.__version__, version
         versions.warn_if_untested.cache_clear()
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with patched():
-                    patch(chunk_size=2)
-        finally:
-            megatron.core.__version__ = real
-            versions.warn_if_untested.cache_clear()
+        another = mock.patch.object(megatron.core, "__version__", version)
+        with another, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with patched():
+                patch(chunk_size=2)
+        versions.warn_if_untested.cache_clear()
     tested_with = f"is tested with Megatron-Core {versions.TESTED[0]} to {versions.TESTED[-1]}"
     said = [w for w in caught if tested_with in str(w.message)]
     assert len(said) == (0 if tested else 1)

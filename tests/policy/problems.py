@@ -126,6 +126,20 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in tensors.items()}
 
 
+def held_by(worker: Any) -> dict[str, Tensor]:
+    """Copies of a worker's weights, whole, and of its optimizer's state."""
+    state = [x for s in worker.optimizer.state.values() for x in s.values()]
+    return {name: x.clone() for name, x in whole(worker._state() | dict(enumerate(state))).items()}
+
+
+@contextmanager
+def unchanged(worker: Any) -> Iterator[None]:
+    """Inside, nothing happens to them."""
+    before = held_by(worker)
+    yield
+    torch.testing.assert_close(held_by(worker), before, rtol=0, atol=0)
+
+
 def largest_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Relative, of the worst tensor; NaN if one has it."""
     assert found.keys() == true.keys()

@@ -4,7 +4,9 @@ import json
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.checkpoint import atomic_folders, sharded_files
 from megatron_ext.policy.checkpoint import worker_state as state_module
-from tests.policy.problems import largest_error, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.problems import held_by, largest_error, shard, tiny_batch, tiny_config, tiny_model, unchanged, whole
 from tests.ranks import ranks, shared_folder
 
 SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 9}}
@@ -24,21 +26,31 @@ def worker_of(**layout):
     return DTensorPolicyWorker(tiny_config(model, scheduler=SCHEDULER, **layout), init_reference_model=False)
 
 
+def new_checkpoint():
+    """A folder that all ranks share, and where in it a worker's two parts shall lie."""
+    folder = shared_folder()
+    return folder, (str(folder / "weights"), str(folder / "optimizer"))
+
+
+def has_weights(worker, held):
+    return all(torch.equal(x, held[name]) for name, x in whole(worker._state()).items())
+
+
 def train(worker, seed):
     return worker.train(shard(tiny_batch(seed=seed), worker), NLLLoss())["global_loss"].item()
 
 
 def check_continues(first, second):
     """Two steps in one layout, two in another, against four in the first."""
-    folder = shared_folder()
+    _, paths = new_checkpoint()
     worker = worker_of(**first)
     for seed in range(2):
         train(worker, seed)
-    worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    worker.save_checkpoint(*paths)
     true = [train(worker, seed) for seed in (2, 3)]
 
     other = worker_of(**second)
-    other.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    other.load_checkpoint(*paths)
     assert other.scheduler.last_epoch == 2
     found = [train(other, seed) for seed in (2, 3)]
     torch.testing.assert_close(found, true, rtol=1e-5, atol=0)
@@ -61,12 +73,11 @@ def test_saved_on_four_ranks_continues_in_another_layout(first, second):
 
 @ranks(1)
 def test_a_constructor_takes_a_checkpoint():
-    folder = shared_folder()
+    _, paths = new_checkpoint()
     worker = worker_of()
     train(worker, 0)
-    worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
-    config = tiny_config(scheduler=SCHEDULER)
-    other = DTensorPolicyWorker(config, None, str(folder / "weights"), str(folder / "optimizer"))
+    worker.save_checkpoint(*paths)
+    other = DTensorPolicyWorker(tiny_config(scheduler=SCHEDULER), None, *paths)
     assert train(other, 1) == train(worker, 1)
 
 
@@ -93,18 +104,9 @@ def damage(folder, how):
         shutil.rmtree(folder)
 
 
-def moments(worker):
-    return list(whole({str(i): x for i, x in enumerate(_tensors(worker))}).values())
-
-
-def _tensors(worker):
-    return [x for s in worker.optimizer.state.values() for x in s.values()]
-
-
 @ranks(1)
 def test_a_save_before_the_first_step_changes_nothing():
-    folder = shared_folder()
-    paths = str(folder / "weights"), str(folder / "optimizer")
+    _, paths = new_checkpoint()
     worker, other = worker_of(), worker_of()
     worker.save_checkpoint(*paths)
     assert not worker.optimizer.state
@@ -129,20 +131,16 @@ QUICK = [("weights", "facts gone"), ("optimizer", "one bit")]
 )
 @ranks(2)
 def test_what_is_not_whole_is_refused_on_every_rank_and_changes_nothing(part, how):
-    folder = shared_folder()
+    folder, paths = new_checkpoint()
     worker = worker_of()
     train(worker, 0)
-    worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+    worker.save_checkpoint(*paths)
     train(worker, 1)
-    before = whole(worker._state())
-    state = moments(worker)
     if dist.get_rank() == 0:
         damage(folder / part, how)
     dist.barrier()
-    with pytest.raises(ValueError, match="incomplete or damaged|is damaged"):
-        worker.load_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
-    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
-    assert all(torch.equal(x, y) for x, y in zip(moments(worker), state, strict=True))
+    with unchanged(worker), pytest.raises(ValueError, match="incomplete or damaged|is damaged"):
+        worker.load_checkpoint(*paths)
     train(worker, 2)
 
 
@@ -152,20 +150,13 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint():
     worker = worker_of()
     path = str(folder / "weights")
     worker.save_checkpoint(path)
-    saved = whole(worker._state())
+    saved = held_by(worker)
     train(worker, 0)
-    original = sharded_files.checksums
-
-    def fails(*_):
-        raise OSError("disk full")
-
-    if dist.get_rank() == 1:
-        sharded_files.checksums = fails
-    with pytest.raises(OSError, match="disk full"):
+    full = mock.patch.object(sharded_files, "checksums", side_effect=OSError("disk full"))
+    with full if dist.get_rank() == 1 else nullcontext(), pytest.raises(OSError, match="disk full"):
         worker.save_checkpoint(path)
-    sharded_files.checksums = original
     worker.load_checkpoint(path)
-    assert all(torch.equal(whole(worker._state())[name], x) for name, x in saved.items())
+    assert has_weights(worker, saved)
     train(worker, 0)
     worker.save_checkpoint(path)  # replaces what was there, and leaves nothing beside it
     assert [entry.name for entry in folder.iterdir()] == ["weights"]
@@ -181,14 +172,12 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint():
 @ranks(2)
 def test_weights_and_optimizer_of_different_saves_are_refused():
     """Also those that a save which died between the two left: there the last whole save is loaded."""
-    folder = shared_folder()
-    paths = str(folder / "weights"), str(folder / "optimizer")
+    folder, paths = new_checkpoint()
     worker = worker_of()
     train(worker, 0)
     worker.save_checkpoint(*paths)
-    saved, state = whole(worker._state()), moments(worker)
+    saved = held_by(worker)
     train(worker, 1)
-    publish = atomic_folders.publish
 
     def dies(paths, save):
         for path in paths:
@@ -196,10 +185,8 @@ def test_weights_and_optimizer_of_different_saves_are_refused():
         atomic_folders.new(paths[0], save).rename(paths[0])
         raise OSError("killed")
 
-    atomic_folders.publish = dies
-    with pytest.raises(OSError, match="killed"):
+    with mock.patch.object(atomic_folders, "publish", dies), pytest.raises(OSError, match="killed"):
         worker.save_checkpoint(*paths)
-    atomic_folders.publish = publish
     dist.barrier()
     assert sorted(entry.name.split("-")[0] for entry in folder.iterdir()) == [
         "optimizer.new",
@@ -208,8 +195,7 @@ def test_weights_and_optimizer_of_different_saves_are_refused():
         "weights.old",
     ]
     worker.load_checkpoint(*paths)
-    assert all(torch.equal(whole(worker._state())[name], x) for name, x in saved.items())
-    assert all(torch.equal(x, y) for x, y in zip(moments(worker), state, strict=True))
+    torch.testing.assert_close(held_by(worker), saved, rtol=0, atol=0)
     train(worker, 1)
     worker.save_checkpoint(*paths)
     assert sorted(entry.name for entry in folder.iterdir()) == ["optimizer", "weights"]
@@ -217,14 +203,12 @@ def test_weights_and_optimizer_of_different_saves_are_refused():
 
     train(worker, 2)
     worker.save_checkpoint(paths[0])
-    before, state = whole(worker._state()), moments(worker)
+    before = held_by(worker)
     train(worker, 3)
-    now = whole(worker._state())
-    with pytest.raises(ValueError, match="are of different saves"):
+    with unchanged(worker), pytest.raises(ValueError, match="are of different saves"):
         worker.load_checkpoint(*paths)
-    assert all(torch.equal(whole(worker._state())[name], x) for name, x in now.items())
     worker.load_checkpoint(paths[0])
-    assert all(torch.equal(whole(worker._state())[name], x) for name, x in before.items())
+    assert has_weights(worker, before)
 
 
 def two_groups(worker):
@@ -243,8 +227,7 @@ def another_schedule(worker):
 @pytest.mark.parametrize("trained", [False, True])
 @ranks(1)
 def test_another_optimizer_is_refused_before_anything_is_read(trained):
-    folder = shared_folder()
-    paths = str(folder / "weights"), str(folder / "optimizer")
+    _, paths = new_checkpoint()
     worker = worker_of()
     if trained:
         train(worker, 0)
@@ -256,10 +239,9 @@ def test_another_optimizer_is_refused_before_anything_is_read(trained):
         other = worker_of()
         train(other, 5)
         change(other)
-        before, groups = whole(other._state()), state_module._groups(other.optimizer)
-        with pytest.raises(ValueError, match=message):
+        groups = state_module._groups(other.optimizer)
+        with unchanged(other), pytest.raises(ValueError, match=message):
             other.load_checkpoint(*paths)
-        assert all(torch.equal(whole(other._state())[name], x) for name, x in before.items())
         assert state_module._groups(other.optimizer) == groups
 
 
@@ -317,10 +299,8 @@ def test_a_checkpoint_of_another_model_is_refused():
     with pytest.raises(ValueError, match="layers.2.* lacks it"):
         deeper.load_checkpoint(str(folder / "weights"))
     flatter = DTensorPolicyWorker(tiny_config(tiny_model(num_hidden_layers=1)), init_reference_model=False)
-    before = whole(flatter._state())
-    with pytest.raises(ValueError, match=r"has model.layers.1.* no such thing here"):
+    with unchanged(flatter), pytest.raises(ValueError, match=r"has model.layers.1.* no such thing here"):
         flatter.load_checkpoint(str(folder / "weights"))
-    assert all(torch.equal(whole(flatter._state())[name], x) for name, x in before.items())
 
 
 @pytest.mark.slow
@@ -349,8 +329,7 @@ def test_the_learning_rate_decays_after_a_resume_as_without(scheduler):
     def rates(worker):
         return [train(worker, step) and worker.optimizer.param_groups[0]["lr"] for step in range(4)]
 
-    folder = shared_folder()
-    paths = str(folder / "weights"), str(folder / "optimizer")
+    _, paths = new_checkpoint()
     config = tiny_config(scheduler=scheduler)
     worker = DTensorPolicyWorker(config, init_reference_model=False)
     for step in range(2):
@@ -365,9 +344,9 @@ def test_the_learning_rate_decays_after_a_resume_as_without(scheduler):
 
 @ranks(1)
 def test_a_schedule_that_a_file_cannot_hold_is_refused_before_anything_is_written():
-    folder = shared_folder()
+    folder, paths = new_checkpoint()
     worker = worker_of()
     worker.scheduler.end_factor = torch.tensor(1.0)
     with pytest.raises(ValueError, match=r"optimizer\['scheduler'\]\['end_factor'\] is tensor\(1.\), a torch.Tensor"):
-        worker.save_checkpoint(str(folder / "weights"), str(folder / "optimizer"))
+        worker.save_checkpoint(*paths)
     assert not list(folder.iterdir())

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,21 +30,18 @@ def load(path):
     return x[0].item()
 
 
-def in_a_hurry(body):
-    """Runs `body(folder)` with an empty folder, which all ranks share, and little patience with the file system."""
-    folder, patience, here = shared_folder(), sharded_files.PATIENCE_S, os.getcwd()
-    sharded_files.PATIENCE_S = 0.2
-    try:
-        body(folder)
+@contextmanager
+def in_a_hurry():
+    """An empty folder, which all ranks share, and little patience with the file system; what is patched is undone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_files, "PATIENCE_S", 0.2)
+        yield shared_folder(), patch
         dist.barrier()
-    finally:
-        os.chdir(here)
-        sharded_files.PATIENCE_S = patience
 
 
 @ranks(2, 4)
 def test_a_path_that_is_not_shared_is_refused_and_the_last_checkpoint_kept():
-    def body(folder):
+    with in_a_hurry() as (folder, _):
         save(folder / "weights", 1.0)
         own = folder / f"host{dist.get_rank() % 2}"
         own.mkdir(exist_ok=True)
@@ -61,31 +59,26 @@ def test_a_path_that_is_not_shared_is_refused_and_the_last_checkpoint_kept():
         assert sorted(os.listdir(folder / "host0")) == ["weights"]
         assert os.listdir(folder / "host1") == []
 
-    in_a_hurry(body)
-
 
 @ranks(2)
 def test_a_relative_path_from_different_working_folders_is_refused():
-    def body(folder):
+    with in_a_hurry() as (folder, patch):
         own = folder / str(dist.get_rank())
         own.mkdir()
-        os.chdir(own)
+        patch.chdir(own)
         with pytest.raises(ValueError, match=r"is not shared: ranks \[1\] .* an absolute path"):
             save("weights", 1.0)
         assert os.listdir(own) == []
-        os.chdir(folder)
+        patch.chdir(folder)
         save("weights", 2.0)
         assert load("weights") == load(folder / "weights") == 2.0
-
-    in_a_hurry(body)
 
 
 @pytest.mark.parametrize("what", ["elsewhere", "cut", "one bit"])
 @ranks(2)
 def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(what):
     """As where a rank's writes do not arrive."""
-
-    def body(folder):
+    with in_a_hurry() as (folder, patch):
         path = folder / "weights"
         save(path, 1.0)
         own = sharded_files.checksums
@@ -105,26 +98,21 @@ def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(what):
             return found
 
         if dist.get_rank() == 1:
-            sharded_files.checksums = spoils
+            patch.setattr(sharded_files, "checksums", spoils)
         x = torch.distributed.tensor.distribute_tensor(
             torch.arange(6.0), dist.device_mesh.init_device_mesh("cpu", (2,)), [torch.distributed.tensor.Shard(0)]
         )
-        try:
-            with pytest.raises(OSError, match=r"was not written: .*__1_0.distcp"):
-                checkpoint.save_together(Part("weights", path, {"x": x}, {}))
-        finally:
-            sharded_files.checksums = own
+        with pytest.raises(OSError, match=r"was not written: .*__1_0.distcp"):
+            checkpoint.save_together(Part("weights", path, {"x": x}, {}))
         assert load(path) == 1.0
         dist.barrier()
         assert not list(folder.glob("weights?*"))
 
-    in_a_hurry(body)
-
 
 @ranks(2)
 def test_a_file_system_that_shows_one_rank_what_is_new_a_little_later():
-    def body(folder):
-        sharded_files.PATIENCE_S = 60
+    with in_a_hurry() as (folder, patch):
+        patch.setattr(sharded_files, "PATIENCE_S", 60)
         exists, asked = Path.exists, []
 
         def late(self):
@@ -132,15 +120,10 @@ def test_a_file_system_that_shows_one_rank_what_is_new_a_little_later():
             return exists(self) and len(asked) > 3
 
         if dist.get_rank() == 1:
-            Path.exists = late
-        try:
-            save(folder / "weights", 1.0)
-        finally:
-            Path.exists = exists
+            patch.setattr(Path, "exists", late)
+        save(folder / "weights", 1.0)
         assert dist.get_rank() == 0 or len(asked) > 3
         assert load(folder / "weights") == 1.0
-
-    in_a_hurry(body)
 
 
 @pytest.mark.parametrize("there", [True, False])
