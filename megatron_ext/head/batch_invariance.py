@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.replaced_operators import replace_operators
-from megatron_ext.head.validation.option_checks import Bits
+from megatron_ext.head.validation.option_checks import Bits, Cache
 
 KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 VLLMS = "VLLM_BATCH_INVARIANT"
@@ -58,7 +58,11 @@ def switched_on() -> bool:
 
 def is_on(config: Any = None) -> bool:
     """Whether the mode is: ours, by Megatron's global switch, or by the `batch_invariant_mode` of a config."""
-    return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
+    return bool(_entered) or switched_on() or _asks(config, "batch_invariant_mode")
+
+
+def _asks(config: Any, name: str) -> bool:
+    return bool(getattr(config, name, False))
 
 
 def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
@@ -77,6 +81,15 @@ def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
         say_once(f'{VLLMS} is set in the environment: the fused head takes bits="batch"')
         return "batch"
     return "fast"
+
+
+def repeatable(cache: Cache, config: Any) -> Cache:
+    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
+    memory changes the gradients' last bits."""
+    if cache != "auto" or not _asks(config, "deterministic_mode"):
+        return cache
+    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
+    return "bounded"
 
 
 def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -1,16 +1,22 @@
 """Megatron's `batch_invariant_mode`: the fused head takes "batch" by itself; other bits where they are asked for."""
 
+import os
+import warnings
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron_ext import linear_cross_entropy, linear_log_probs
-from megatron_ext.head import LmHead
+from megatron_ext import batch_invariant_mode, linear_cross_entropy, linear_log_probs, model_utils
+from megatron_ext.head import LmHead, batch_invariance
 from megatron_ext.integrations import trl, verl
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
 from tests.batch_invariant_mode import fixed_calls, switch, switched_on
-from tests.gpt import model_parallel
-from tests.megatron.patching import batch, one_gpt, patched, run
+from tests.gpt import causal_mask, model_parallel
+from tests.megatron.patching import SEQ, batch, one_gpt, patched, run
 from tests.ranks import ranks
 
 
@@ -83,11 +89,27 @@ def test_bits_are_refused_where_megatron_makes_the_logits():
                     torch.testing.assert_close(run(model, labels, tokens), stock)
 
 
-def test_the_global_switch_reaches_every_head():
+@contextmanager
+def vllm_asked():
+    """What verl sets in every process where `rollout.full_determinism` is True, and who runs TRL's vLLM by hand."""
+    with mock.patch.dict(os.environ, {batch_invariance.VLLMS: "1"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "VLLM_BATCH_INVARIANT is set")
+        yield
+
+
+@contextmanager
+def entered():
+    with batch_invariant_mode(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        yield
+
+
+@pytest.mark.parametrize("on", [switched_on, entered, vllm_asked], ids=["Megatron's switch", "ours", "vLLM's variable"])
+def test_the_mode_reaches_every_head(on):
     """Functions, losses and adapters that say nothing of bits: their head is an `LmHead`."""
     hidden, weight = torch.randn(5, 8), torch.randn(16, 8)
     labels = torch.arange(5)
-    with switched_on(), fixed_calls() as calls:
+    with on(), fixed_calls() as calls:
         together = linear_log_probs(hidden, weight, labels)
         alone = [linear_log_probs(hidden[i : i + 1], weight, labels[i : i + 1]) for i in range(5)]
         assert torch.equal(together, torch.cat(alone))
@@ -101,3 +123,42 @@ def test_the_global_switch_reaches_every_head():
         log_probs, *_ = trl._per_token(LmHead(weight), hidden, labels, ("log_probs",))
         assert torch.equal(log_probs, together)
         assert len(calls) == 9
+        found = model_utils.from_parallel_hidden_states_to_logprobs(
+            hidden[:, None], weight, None, labels[None], 0, 16, None, hidden_layout="replicated"
+        )
+        assert torch.equal(found[0], linear_log_probs(hidden[:4], weight, labels[1:]))
+        assert len(calls) == 11
+
+
+@ranks(1)
+def test_free_memory_does_not_change_repeated_runs():
+    """Under Megatron's `deterministic_mode`, which is said once."""
+    with model_parallel(1), patched(cache="auto"):
+        model, (tokens, labels, _) = one_gpt(), batch()
+        heads, call = [], LmHead.call
+        with mock.patch.object(LmHead, "call", lambda head: heads.append(head.cache) or call(head)):
+            run(model, labels, tokens)
+            model.config.deterministic_mode = True
+            batch_invariance.say_once.cache_clear()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                run(model, labels, tokens)
+                run(model, labels, tokens)
+        assert list(dict.fromkeys(heads)) == ["auto", "bounded"]
+        found = [
+            one for one in said if 'deterministic_mode is on: the fused head takes cache="bounded"' in str(one.message)
+        ]
+        assert len(found) == 1
+
+
+@ranks(1)
+@pytest.mark.parametrize("spec", [None, gpt_layer_spec], ids=["Megatron's layers", "ours"])
+def test_a_whole_model_keeps_a_rows_bits(spec):
+    """Layers, norms, attention and loss, in batches of two rows and of one."""
+    with model_parallel(1), patched(), entered():
+        model, (tokens, labels, _) = one_gpt(spec=spec), batch()
+        together = run(model, labels, tokens).detach()
+        for row in (0, 1):
+            ids, positions = tokens[row : row + 1], torch.arange(SEQ)[None]
+            alone = model(ids, positions, causal_mask(SEQ), labels=labels[row : row + 1]).detach()
+            assert torch.equal(alone[0], together[row])

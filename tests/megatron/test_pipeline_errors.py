@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.batch_invariant_mode import switched_on
 from tests.gpt import (
     SEQUENCE,
     VOCAB,
@@ -146,6 +147,11 @@ def test_what_is_refused():
             tiny_gpt(stock_spec, num_microbatches_with_partial_activation_checkpoints=1)
         with pytest.raises(ValueError, match="batch_invariant_mode is True: .*bits.*turn one of them off"):
             check_config(SimpleNamespace(pipeline_model_parallel_size=2, batch_invariant_mode=True))
+        with (
+            switched_on(),
+            pytest.raises(ValueError, match="batch_invariant_mode is True: .*bits.*turn one of them off"),
+        ):
+            check_config(SimpleNamespace(pipeline_model_parallel_size=2))
         odd = mock.patch(
             "megatron_ext.megatron.fused_loss.patch_points.why_not_fused", return_value="its output layer is odd"
         )

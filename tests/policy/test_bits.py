@@ -11,6 +11,7 @@ from tests.policy.problems import ended, plain_log_probs, plain_model, shard, ti
 from tests.ranks import ranks
 
 MODEL = tiny_model(vocab_size=98)
+WIDE = tiny_model(vocab_size=98, hidden_size=96, intermediate_size=160)  # products whose bits show
 MODE = {"batch_invariant_mode": True}
 
 
@@ -50,14 +51,14 @@ def test_every_pass_has_these_bits(backend):
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_the_layers_keep_the_mode_too(backend):
-    """A row's log-probabilities are the same bits in micro-batches of 4 rows, 2 and 1. Without it they are not."""
+    """A row's log-probabilities are the same bits in micro-batches of 8 rows, 2 and 1. Without it they are not."""
     key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
-    data = tiny_batch(8)
+    data = tiny_batch(8, positions=3)
     for given, same in (({}, False), ({key: MODE}, True)):
-        worker = backend(tiny_config(MODEL, bits="batch") | given, init_reference_model=False)
+        worker = backend(tiny_config(WIDE, bits="batch") | given, init_reference_model=False)
         try:
             mine = shard(data, worker)
-            found = [worker.get_logprobs(mine, micro_batch_size=rows)["logprobs"] for rows in (4, 2, 1)]
+            found = [worker.get_logprobs(mine, micro_batch_size=rows)["logprobs"] for rows in (8, 2, 1)]
         finally:
             worker.shutdown()
         assert all(torch.equal(x, found[0]) for x in found[1:]) == same

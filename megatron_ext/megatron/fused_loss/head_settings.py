@@ -6,7 +6,7 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.batch_invariance import bits_or_mode
+from megatron_ext.head.batch_invariance import bits_or_mode, repeatable
 from megatron_ext.head.lm_head import LmHead, Logits
 from megatron_ext.head.validation import option_checks
 from megatron_ext.head.validation.option_checks import Bits, Cache
@@ -107,8 +107,6 @@ class HeadSettings:
                 f"softcap is {self.softcap} and the output layer has a softcap of {own} already: logits would be "
                 f"softcapped twice; pass softcap=None"
             )
-        # "auto" keeps what fits into free memory: the gradients' last bits depend on it.
-        repeatable = self.cache == "auto" and getattr(config, "deterministic_mode", False)
         return LmHead.of(
             terms.layer,
             weight=weight,
@@ -117,7 +115,7 @@ class HeadSettings:
             softcap=self.softcap if own is None else own * terms.scale,
             temperature=self.temperature,
             logit_dtype=self.logit_dtype,
-            cache="bounded" if repeatable else self.cache,
+            cache=repeatable(self.cache, config),
             chunk_tokens=self._chunk(batch_size),
             gradient_accumulation_fusion=terms.adds_to_main_grad(weight),
             bits=bits_or_mode(self.bits, config),

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_ext.distributed import collectives
+from megatron_ext.head.batch_invariance import is_on
 from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
@@ -175,10 +176,11 @@ def check_config(config: Any) -> None:
         "cuda_graph_impl": "the passes of the vocabulary layers change places with those of the layers",
         "batch_invariant_mode": "the bits of the vocabulary layers' passes depend on the batch",
     }
+    values = {name: getattr(config, name, None) for name in refused} | {"batch_invariant_mode": is_on(config)}
     for name, reason in refused.items():
-        if getattr(config, name, None) not in (None, False, 0, "none"):
+        if values[name] not in (None, False, 0, "none"):
             raise ValueError(
-                f"{name} is {getattr(config, name)!r}: a vocabulary shared over pipeline stages cannot be trained with "
+                f"{name} is {values[name]!r}: a vocabulary shared over pipeline stages cannot be trained with "
                 f"it, because {reason}; turn one of them off"
             )
 
