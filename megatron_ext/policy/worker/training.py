@@ -44,7 +44,8 @@ class Training(Scoring):
 
         Args:
             data: this data-parallel rank's rows, right-padded: `input_ids` `[B, S]`, `sample_mask` `[B]` (which rows
-                count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads.
+                count), `input_lengths` `[B]` (needed for dynamic or packed micro-batches), and what the loss reads;
+                `kept_token_ids` as for `get_logprobs`.
             loss_fn: see `megatron_ext.policy.losses`; it gets log-probabilities `[rows, S]`, 0 in the first column, or
                 what its `input_type` says: see `megatron_ext.policy.data.loss_inputs`. NeMo-RL's own may be given.
             gbs: rows of a global batch over all data-parallel ranks; None: `train_global_batch_size`.
