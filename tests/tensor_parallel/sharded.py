@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import _symmetric_memory
 
@@ -79,3 +80,10 @@ def symmetric_memory() -> Iterator[None]:
     finally:
         symmetric_matmul._found.clear()
         cpu._destroy()
+
+
+def plain_linear(dtype, x, w, b, dy):
+    """y, dx, dw, db of PyTorch's linear in `dtype`."""
+    x, w, b = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w, b))
+    y = F.linear(x, w, b)
+    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy.to(dtype))

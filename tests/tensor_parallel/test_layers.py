@@ -14,7 +14,7 @@ from megatron_ext.tensor_parallel.layers import (
     RowParallelLinear,
 )
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
+from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, plain_linear, world
 
 S, B, D, N = 8, 3, 16, 24
 
@@ -42,12 +42,6 @@ def set_bias(layer, dim=None):
     return full
 
 
-def plain(dtype, x, w, b, dy):
-    x, w, b = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w, b))
-    y = F.linear(x, w, b)
-    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy.to(dtype))
-
-
 def check(results, cuts, like, truth):
     for actual, dim, l, t in zip(results, cuts, like, truth, strict=True):
         assert_as_good(actual, l if dim is None else piece(l, dim), t if dim is None else piece(t, dim))
@@ -73,7 +67,7 @@ def test_column(sequence_parallel, gather, dtype):
     assert sum(counts.values()) == (0 if alone else sequence_parallel + gather)
     cuts = (None if gather else -1, 0 if sequence_parallel else None, 0, 0)
     results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
-    check(results, cuts, plain(dtype, full, w, b, dy), plain(torch.float64, full, w, b, dy))
+    check(results, cuts, plain_linear(dtype, full, w, b, dy), plain_linear(torch.float64, full, w, b, dy))
 
 
 @ranks(1, 2, 4)
@@ -94,7 +88,7 @@ def test_row(kind, dtype):
         dist.all_reduce(db)  # as Megatron does for parameters with that mark
     cuts = (0 if kind == "sequence" else None, None if kind == "whole" else -1, 1, None)
     results = (y.detach(), x.grad, layer.weight.grad, db)
-    check(results, cuts, plain(dtype, full, w, b, dy), plain(torch.float64, full, w, b, dy))
+    check(results, cuts, plain_linear(dtype, full, w, b, dy), plain_linear(torch.float64, full, w, b, dy))
 
 
 @ranks(1, 2)

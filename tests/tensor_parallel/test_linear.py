@@ -18,7 +18,7 @@ from megatron_ext.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
+from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, plain_linear, world
 
 S, B, D, N = 8, 3, 20, 12  # sequence, batch, input features, output features, over all ranks
 DIM = {"replicated": None, "sequence": 0, "sharded": -1}  # the dimension of x and y that a layout cuts
@@ -27,13 +27,6 @@ LAYOUTS = [("replicated", "sharded"), ("sequence", "sharded"), ("sharded", "repl
 
 def cut(full, layout):
     return full.detach().clone() if DIM[layout] is None else piece(full, DIM[layout])
-
-
-def plain_linear(dtype, x, w, b, dy):
-    """y, dx, dw, db of PyTorch's linear in `dtype`."""
-    x, w, b = (t.detach().to(dtype, copy=True).requires_grad_() for t in (x, w, b))
-    y = F.linear(x, w, b)
-    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy.to(dtype))
 
 
 def short(counts):

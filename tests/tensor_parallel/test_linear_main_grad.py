@@ -155,18 +155,6 @@ def test_deferral_by_megatrons_argument():
     torch.testing.assert_close(w.main_grad - 1, x.sum(0).expand(N, D), rtol=1e-5, atol=1e-5)  # of the third
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 2)], ids=str)
-def test_deferred_weight_gradients_of_any_leading_dims(shape):
-    inputs, grads, shard = [], [], piece(numbers(N, D, seed=0), 0).requires_grad_()
-    plan = Plan(world(), "replicated", "sharded", deferral=Deferral(grads, inputs))
-    x, dy = numbers(*shape, D, seed=1), piece(numbers(*shape, N, seed=2), -1)
-    parallel_linear(x.clone().requires_grad_(), shard, None, plan).backward(dy)
-    drain_embedding_wgrad_compute(Config(gradient_accumulation_fusion=False), inputs, grads, shard, world())
-    want = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, D)
-    torch.testing.assert_close(shard.grad, want, rtol=1e-5, atol=1e-5)
-
-
 @ranks(1)
 def test_draining_unequal_or_empty_lists():
     config, w = Config(gradient_accumulation_fusion=True), with_main_grad(torch.randn(N, D))

@@ -29,15 +29,16 @@ def grads_of(run, *leaves):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def with_and_without(run, *leaves):
-    """`grads_of` without recomputation and with it, as `run(recompute)` does."""
-    return [grads_of(functools.partial(run, recompute), *leaves) for recompute in (False, True)]
-
-
 def assert_equal(actual, expected):
     for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def assert_as_without(run, *leaves):
+    """`run(recompute)` gives the same results and gradients with recomputation."""
+    plain, recomputed = (grads_of(functools.partial(run, recompute), *leaves) for recompute in (False, True))
+    assert_equal(recomputed, plain)
 
 
 @contextmanager
@@ -167,8 +168,7 @@ def test_autocast_is_entered_again():
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
             return checkpoint(function, False, x) if recompute else function(x)
 
-    plain, recomputed = with_and_without(run, x, linear.weight, linear.bias)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x, linear.weight, linear.bias)
     assert seen == [(torch.bfloat16, False)] * 3
 
 
@@ -265,8 +265,7 @@ def test_containers_and_other_objects_go_in_and_come_out():
         assert out["point"].b is marker
         return out["h"] * out["more"][0] + out["point"].a
 
-    plain, recomputed = with_and_without(run, x, y, z)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x, y, z)
 
 
 @pytest.mark.parametrize("returned", [None, 5, [], torch.arange(3)], ids=str)
@@ -310,8 +309,7 @@ def test_results_that_are_inputs_parameters_or_views():
         same, view, parameter, constant, product = checkpoint(function, False, x) if recompute else function(x)
         return (same.view(-1) * view).sum() + (parameter * constant * product).sum()
 
-    plain, recomputed = with_and_without(run, x, weight)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x, weight)
     assert weight.is_leaf
     assert weight.requires_grad
     assert buffer.is_leaf
@@ -343,8 +341,7 @@ def test_nested_checkpoints_recompute_and_count_themselves():
         torch.manual_seed(0)
         return checkpoint(outer, False, x) if recompute else F.dropout((F.dropout(x.sin(), 0.5)) * x, 0.5)
 
-    plain, recomputed = with_and_without(run, x)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x)
     assert seen == [("inner", True), ("outer", True)] * 2 + [("inner", True)]
     assert not random.is_checkpointing()
 

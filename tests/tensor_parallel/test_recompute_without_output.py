@@ -15,7 +15,7 @@ from megatron_ext.tensor_parallel.random import CheckpointWithoutOutput, checkpo
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import seeded
 from tests.tensor_parallel.sharded import numbers
-from tests.tensor_parallel.test_recompute import Block, assert_equal, grads_of, with_and_without
+from tests.tensor_parallel.test_recompute import Block, assert_as_without, assert_equal, grads_of
 
 
 def bytes_of(tensor) -> int:
@@ -97,8 +97,7 @@ def test_again_and_again():
                 recomputation.discard_output_and_register_recompute(hidden)
         return hidden
 
-    plain, recomputed = with_and_without(chain, x)
-    assert_equal(recomputed, plain)
+    assert_as_without(chain, x)
 
 
 def test_aliases_of_inputs_are_not_freed():
@@ -138,8 +137,7 @@ def test_outputs_in_one_storage_and_containers():
         torch.manual_seed(0)
         return used(recompute, function, use, x, scale=scale)
 
-    plain, recomputed = with_and_without(run, x, scale)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x, scale)
 
 
 def test_a_hook_tensor_in_the_outputs_memory_keeps_it():
@@ -159,8 +157,7 @@ def test_only_parameters_need_gradients():
         assert normed.requires_grad
         return normed * normed
 
-    plain, recomputed = with_and_without(lambda recompute: used(recompute, norm, use, x), norm.weight, norm.bias)
-    assert_equal(recomputed, plain)
+    assert_as_without(lambda recompute: used(recompute, norm, use, x), norm.weight, norm.bias)
 
 
 def test_what_cannot_come_back_is_not_freed():
@@ -199,8 +196,7 @@ def test_without_discarding_it_is_a_plain_checkpoint():
         function = functools.partial(F.dropout, p=0.5)
         return CheckpointWithoutOutput().checkpoint(function, x) if recompute else function(x)
 
-    plain, recomputed = with_and_without(run, x)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -214,8 +210,7 @@ def test_inside_a_checkpoint(frozen):
         torch.manual_seed(0)
         return checkpoint(function, False, x, recompute) if recompute else function(x, False)
 
-    plain, recomputed = with_and_without(run, *([] if frozen else [x]), weight)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, *([] if frozen else [x]), weight)
     assert not random.is_checkpointing()
 
 
@@ -231,8 +226,7 @@ def test_autocast_is_entered_again():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return used(recompute, function, lambda y: y * y, x)
 
-    plain, recomputed = with_and_without(run, x, linear.weight)
-    assert_equal(recomputed, plain)
+    assert_as_without(run, x, linear.weight)
     assert seen == [torch.bfloat16] * 3
 
 
