@@ -50,30 +50,32 @@ demo: $(VENV)/.ready  ## pretrain a real Megatron-Core GPT, stock and ours side 
 
 # Tests of several ranks over the backend that hangs and refuses where NCCL does; eager: as with a device_id.
 RULES ?= lazy
-ON_NCCL_RULES = $(PY) $(PYTEST) --nccl-rules $(RULES) -k "not world1"
-# What sends most, for `make test-all`.
+ON_NCCL_RULES = $(PY) $(PYTEST) -k "not world1" --nccl-rules
+# What sends most, for `make test-all`; and eager, where messages run among collectives, what has both.
 KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
-	$(addprefix tests/head/test_,linear.py linear_steps.py disagreement.py) \
+	$(addprefix tests/head/test_,linear.py linear_steps.py disagreement.py fixed_bits.py) \
 	$(addprefix tests/dtensor/test_,parity.py gradients.py parallelize.py) \
 	$(addprefix tests/policy/test_,train.py checkpoint.py refit.py megatron_worker.py) \
 	$(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py linear_ce_fsdp.py pretraining_parity.py)
+KEEP_EAGER := tests/distributed $(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py)
 
 # What reads the sources alone, for `make check`.
 LINTS := tests/test_layout.py tests/test_iteration_order.py
 
 test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) $(PYTEST) -m "not slow and not gpu" $(addprefix --ignore ,$(LINTS))
-	$(ON_NCCL_RULES) -m "several_ranks and not slow" tests/distributed tests/head/test_linear.py tests/tensor_parallel/test_mappings.py
+	$(ON_NCCL_RULES) lazy -m "several_ranks and not slow" tests/distributed tests/head/test_linear.py tests/tensor_parallel/test_mappings.py
 	$(ON_ENGINE) -m "not slow"
 
 test-all: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## all CPU tests, the slow matrices and the other versions too
 	$(PY) $(PYTEST) -m "not gpu" $(addprefix --ignore ,$(LINTS))
-	$(ON_NCCL_RULES) -m "several_ranks and not slow and not gpu" $(KEEP_NCCL_RULES)
+	$(ON_NCCL_RULES) lazy -m "several_ranks and not slow and not gpu" $(KEEP_NCCL_RULES)
+	$(ON_NCCL_RULES) eager -m "several_ranks and not slow and not gpu" $(KEEP_EAGER)
 	$(ON_ENGINE)
 	$(MAKE) test-versions
 
 test-nccl-rules: $(VENV)/.ready  ## every test of several ranks over NCCL's rules, the slow ones too: RULES=lazy or eager
-	$(ON_NCCL_RULES) -m "several_ranks and not gpu"
+	$(ON_NCCL_RULES) $(RULES) -m "several_ranks and not gpu"
 
 # Transformer Engine's tests have an environment of their own: without its kernels it cannot be imported, and Megatron
 # imports whatever is there.
