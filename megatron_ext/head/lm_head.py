@@ -107,7 +107,8 @@ class LmHead:
         object.__setattr__(self, "tp_group", group)
         rows = self.weight.shape[0] if isinstance(self.weight, Tensor) and self.weight.dim() else 1
         object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, max(rows, 1), self.tp_group))
-        adapters = adapters_of(self.lora, self.weight, self.tp_group, self.hidden_layout == "sequence")
+        in_slices = self.hidden_layout == "sequence"
+        adapters = () if self.lora is None else adapters_of(self.lora, self.weight, self.tp_group, in_slices)
         object.__setattr__(self, "adapters", adapters)
 
     shard: VocabShard = field(init=False, repr=False)
@@ -169,7 +170,8 @@ class LmHead:
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
-        fault = fault or rows_fault(self.adapters, self.weight)
+        if self.adapters:
+            fault = fault or rows_fault(self.adapters, self.weight)
         fault = fault or option_checks.logit_dtype_fault(
             self.logit_dtype, computed_dtype(hidden, self.weight), "hidden"
         )
@@ -225,7 +227,7 @@ class LmHead:
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
         weight, bias, low = self.weight, self.bias, low_rank(self.adapters)
-        x_TD = self.beside_low_rank(sides[0])
+        x_TD = self.beside_low_rank(sides[0]) if self.adapters else sides[0]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
         if plan.needs_logits:
             inputs = [

@@ -324,7 +324,7 @@ def _top_k_fault(
 
 def _that_count(mask: Tensor | None, shape: torch.Size) -> Tensor | None:
     """bool, which tokens count; None: all, or a mask that does not fit, which is told as a fault."""
-    return None if mask is None or mask.shape != shape else mask > 0
+    return mask > 0 if isinstance(mask, Tensor) and mask.shape == shape else None
 
 
 def _where_counted(x: Tensor, mask: Tensor | None) -> Tensor:

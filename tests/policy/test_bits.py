@@ -51,17 +51,18 @@ def test_every_pass_has_these_bits(backend):
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_the_layers_keep_the_mode_too(backend):
-    """A row's log-probabilities are the same bits in micro-batches of 8 rows, 2 and 1. Without it they are not."""
+    """A row's log-probabilities are the same bits in micro-batches of 8 rows, 2 and 1. Without it most processors have
+    others."""
     key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
     data = tiny_batch(8, positions=3)
-    for given, same in (({}, False), ({key: MODE}, True)):
+    for given in ({}, {key: MODE}):
         worker = backend(tiny_config(WIDE, bits="batch") | given, init_reference_model=False)
         try:
             mine = shard(data, worker)
             found = [worker.get_logprobs(mine, micro_batch_size=rows)["logprobs"] for rows in (8, 2, 1)]
         finally:
             worker.shutdown()
-        assert all(torch.equal(x, found[0]) for x in found[1:]) == same
+        assert not given or all(torch.equal(x, found[0]) for x in found[1:])
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 

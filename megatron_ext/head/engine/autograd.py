@@ -175,14 +175,14 @@ class HeadGradients:
 
     def given(self) -> tuple[Tensor | None, ...]:
         """What autograd gets, each in its input's dtype."""
-        dw_VD, (_, weight_VD, *others) = self.dw_VD, self._asked.inputs[:4]
+        dw_VD, (_, weight_VD, bias_V, low_VR) = self.dw_VD, self._asked.inputs[:4]
         if self.fused is not None and self._asked.parameter is not None:
             dw_VD = main_grad.finish(self._asked.parameter, weight_VD.dtype)
         elif dw_VD is not None:
             dw_VD = dw_VD.to(weight_VD.dtype)
         dx_TD = None if self._sum is None else self._sum.wait()
-        rest = zip((self.db_V, self.dlow_VR), others, strict=True)
-        return dx_TD, dw_VD, *(None if found is None else found.to(like.dtype) for found, like in rest)
+        db_V = None if self.db_V is None else self.db_V.to(bias_V.dtype)
+        return dx_TD, dw_VD, db_V, None if self.dlow_VR is None else self.dlow_VR.to(low_VR.dtype)
 
 
 def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -196,7 +196,8 @@ def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
 
 def _without_autocast(x: Any) -> AbstractContextManager[Any]:
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _Once(torch.autograd.Function):

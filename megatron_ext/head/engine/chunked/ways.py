@@ -116,8 +116,9 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
     """The gradient of all columns, of that of the chosen ones: added to `total`, or new."""
     if part is None:
         return None
-    total = torch.zeros_like(like) if total is None else total
-    return total.index_add_(0, chosen, part.to(total.dtype))
+    if total is not None:
+        return total.index_add_(0, chosen, part.to(total.dtype))
+    return torch.zeros_like(like).index_copy_(0, chosen, part.to(like.dtype))
 
 
 def _product_chunks(plan: Plan, source: Product, kept: kept_gradient.Kept | None) -> list[slice]:
