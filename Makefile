@@ -32,6 +32,15 @@ WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
+# What a target wants to be told, asked before anything is made for it: the first of its prerequisites is `told-NAME`.
+FRAMEWORKS = $(NEMO_RL_SRC)$(VERL_SRC)
+ASK_FRAMEWORKS := which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both
+ASK_MEGATRON := which sources: MEGATRON=TREE, or CLONE@REF
+ASK_TORCH := which torch: TORCH=2.15.0, or another version
+ASK_VLLM := where vLLM's source is: VLLM=TREE
+told-%:
+	@test -n "$($*)" || { echo "make $(MAKECMDGOALS): say $(ASK_$*)"; exit 2; }
+
 # torch goes first: packages that depend on it must find the pinned build and not fetch another one.
 $(VENV)/.ready: requirements-dev.txt setup.py
 	@echo "$(VENV) is made first: about 2 minutes, once. 1 of 4: an empty environment of $(PYTHON)"
@@ -122,7 +131,7 @@ WITH_torch-2.10.0 := 'numpy<2.4'
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
 	@touch $@
 
-test-torch: .venvs/torch-$(TORCH)/.ready  ## the quick tests with another torch: make test-torch TORCH=2.15.0
+test-torch: told-TORCH .venvs/torch-$(TORCH)/.ready  ## the quick tests with another torch: make test-torch TORCH=2.15.0
 	.venvs/torch-$(TORCH)/bin/python $(PYTEST) -m "not slow and not gpu"
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
@@ -143,8 +152,7 @@ $(SOURCE)/.ready: $(VENV)/.ready
 	chmod +x $(@D)/bin/python3-config
 	@touch $@
 
-source-tree: $(SOURCE)/.ready
-	@test -n "$(MEGATRON)" || { echo "say which sources: MEGATRON=TREE, or CLONE@REF"; exit 2; }
+source-tree: told-MEGATRON $(SOURCE)/.ready
 	rm -rf $(SOURCE)/tree; mkdir -p $(SOURCE)/tree
 	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c $$(ls -d megatron tests *.py *.toml 2>/dev/null); \
 		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
@@ -166,15 +174,13 @@ test-te-source: source-tree .venvs/$(ENGINE_OF_SOURCE)/.ready  ## Transformer En
 	$(ON_SOURCE) .venvs/$(ENGINE_OF_SOURCE)/bin/python -W ignore -m tests.megatron.matrix \
 		--commit $(or $(COMMIT),$(notdir $(MEGATRON:%/=%)))
 
-test-frameworks: $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
-	@test -n "$(NEMO_RL_SRC)$(VERL_SRC)" || { echo "say which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both"; exit 2; }
+test-frameworks: told-FRAMEWORKS $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
 	$(if $(NEMO_RL_SRC),NEMO_RL_SRC="$(NEMO_RL_SRC)") $(if $(VERL_SRC),VERL_SRC="$(VERL_SRC)") \
 		$(PY) -m pytest -m "not gpu" tests/integrations
 
 # Kernels of inference engines beside the head's, under Triton's interpreter: about 2 minutes. Without MEGATRON the installed
 # Megatron-Core's.
-test-engines: $(VENV)/.ready  ## the head's bits beside vLLM's and Megatron's: make test-engines VLLM=TREE MEGATRON=TREE
-	@test -n "$(VLLM)" || { echo "say where vLLM's source is: make test-engines VLLM=TREE"; exit 2; }
+test-engines: told-VLLM $(VENV)/.ready  ## the head's bits beside vLLM's and Megatron's: make test-engines VLLM=TREE MEGATRON=TREE
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -W ignore -m tests.head.engine_bits "$(VLLM)" $(MEGATRON)
 
 test-gpu: $(VENV)/.ready  ## the CUDA tests

@@ -26,6 +26,25 @@ def test_the_gpu_tests_without_a_gpu(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    "target,asked",
+    [
+        ("test-torch", "which torch: TORCH=2.15.0, or another version"),
+        ("test-source", "which sources: MEGATRON=TREE, or CLONE@REF"),
+        ("test-te-source", "which sources: MEGATRON=TREE, or CLONE@REF"),
+        ("test-frameworks", "which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both"),
+        ("test-engines", "where vLLM's source is: VLLM=TREE"),
+    ],
+)
+def test_what_is_missing_on_the_command_line_is_asked_before_anything_is_made(target, asked, tmp_path):
+    command = ["make", "--no-print-directory", target, f"VENV={tmp_path / 'venv'}", f"SOURCE={tmp_path / 'source'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == f"make {target}: say {asked}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("given,name", [("MEGATRON=a/tree/", "tree"), ("MEGATRON=a/tree/ COMMIT=v1", "v1")])
 def test_a_column_of_the_matrix_has_a_name(given, name):
     """The matrix comes after all tests: a name that is missing there costs them."""
