@@ -43,6 +43,7 @@ CHOSEN = [
     *("test_logits.py test_values_and_gradients plain world1", "test_logits.py test_values_and_gradients all world2"),
     "test_linear.py values_and_gradients all world2",
     "test_label_rows.py windows",
+    *("test_lora.py sixteen_bits bfloat16", "test_lora.py dropout_leaves", "test_sampling.py top_p_beside"),
     "test_properties.py test_a_few world1",
 ]
 

@@ -12,6 +12,9 @@ from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import (
+    LmHead,
+    MeanLogit,
+    Sampled,
     gather_log_probs,
     linear_sampled_log_probs,
     sampled_log_probs,
@@ -338,3 +341,23 @@ def test_gathered_logits_are_refused(chunk_tokens):
             continue
         with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
             sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
+
+
+def test_top_p_beside_another_read_out_writes_no_padding_column():
+    """What pads the vocabulary gets no gradient, whatever was in the memory that the pass over rows fills."""
+    g = torch.Generator().manual_seed(7)
+    hidden, weight = torch.randn(6, 4, generator=g), torch.randn(33, 4, generator=g)
+    labels, vocab = torch.randint(0, 15, (6,), generator=g), VocabShard(0, 33, 15)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    torch.use_deterministic_algorithms(True)  # new memory is NaN then
+    try:
+        read = LmHead(weight, "unsharded", vocab=vocab).read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
+        finite = read[0].masked_fill(read[0] == -torch.inf, 0.0)
+        found = torch.autograd.grad(finite.sum() + read[1].sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    whole = LmHead(weight[:15], "unsharded").read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
+    finite = whole[0].masked_fill(whole[0] == -torch.inf, 0.0)
+    true = torch.autograd.grad(finite.sum() + whole[1].sum(), leaves)
+    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+    assert not found[1][15:].any()

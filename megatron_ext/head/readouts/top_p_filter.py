@@ -114,7 +114,7 @@ class TopPFiltered(Filtered):
         at_label_t = (-g_t * log_prob_t.expm1()).to(cuts_tK.dtype)
         target_t = (labels_t - vocab.start).where(vocab.owns(labels_t) & counts_t, -1)
         scale_t = (-g_t / sum_t).to(cuts_tK.dtype)
-        z_tV = logits[0][:, : vocab.counted]
+        z_tV, out_tV = logits[0][:, : vocab.counted], out_tV[:, : vocab.counted]
         for at in blocks(z_tV):
             kept = z_tV[at].masked_fill(z_tV[at] < cut_t[at].unsqueeze(1).to(z_tV.dtype), -torch.inf)
             coefficients = (peak_t[at], scale_t[at], None, None, at_label_t[at])
