@@ -8,6 +8,8 @@ import torch
 
 from megatron_ext import VocabShard, head
 from megatron_ext.head import LmHead
+from megatron_ext.head.batch_invariance import product
+from tests.batch_invariant_mode import switch
 from tests.devices import GPU
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
@@ -40,6 +42,23 @@ def computed(bits, hidden, weight, labels, slopes, bias=None, entropy=False, **o
 
 def same(one, other):
     assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [True] * len(one)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_products_of_layers(dtype, biased):
+    """What `batch_invariant_mode` has layers make without Megatron's switch: rounded once, the bias added before."""
+    g = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, generator=g).to(GPU, dtype) for shape in ((150, 70), (20, 70), (20,)))
+    bias = b if biased else None
+    with switch(False):
+        whole = product(x, w.t(), bias)
+        for rows in (slice(140, 141), slice(3, 80)):
+            assert torch.equal(product(x[rows], w.t(), bias), whole[rows])
+    exact = x.double() @ w.double().t() + (b.double() if biased else 0)
+    assert whole.dtype == dtype
+    close = {"rtol": 2**-8, "atol": 1e-5} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(whole.double(), exact, **close)
 
 
 @pytest.mark.parametrize("kind", ["logits", "dx", "dW"])

@@ -197,6 +197,19 @@ def test_embeddings_are_rows_of_the_table(scatter):
     assert torch.equal(found, piece(table[ids].transpose(0, 1), 0) if scatter else table[ids])
 
 
+def test_attention_on_cuda_takes_no_flash_kernel():
+    """Only in the mode, and only on CUDA."""
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda")
+    for config, asks in ((None, False), (Config(batch_invariant_mode=True), True)):
+        with batch_invariance.attention_kernels(x, config):
+            assert torch.backends.cuda.flash_sdp_enabled() != asks
+            assert torch.backends.cuda.math_sdp_enabled() != asks
+            assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        with batch_invariance.attention_kernels(torch.empty(2), config):
+            assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_symmetric_memory_is_not_taken():
     plan = Plan(None, "sequence", "sharded", symmetric=True)
     with switched_on():
