@@ -162,3 +162,12 @@ def test_a_whole_model_keeps_a_rows_bits(spec):
             ids, positions = tokens[row : row + 1], torch.arange(SEQ)[None]
             alone = model(ids, positions, causal_mask(SEQ), labels=labels[row : row + 1]).detach()
             assert torch.equal(alone[0], together[row])
+
+
+def test_megatrons_own_switch_is_the_one_that_is_read():
+    """The module and the names that `is_on` goes by, as this Megatron-Core has them."""
+    kernels = pytest.importorskip(batch_invariance.KERNELS)
+    assert not batch_invariance.switched_on()
+    with mock.patch.object(kernels, "_batch_invariant_MODE", True):
+        assert batch_invariance.switched_on()
+        assert batch_invariance.is_on()
