@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
         results = matrix_table.Results("transformer_engine")
     import megatron.core
 
-    version = megatron.core.__version__
+    version = megatron.core.__version__.partition("+")[0]  # it adds the commit of the repository that it lies in
     if WITH_ENGINE:
         version += f", Transformer Engine {importlib.metadata.version('transformer_engine')}"
     source = Path(megatron.core.__file__).parents[2]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron import unit_suite
 from tests.ranks import TIMEOUT_S
 
 PROGRAM = Path(__file__).with_name("unit_suite.py")
@@ -93,7 +94,28 @@ def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
         "that_passes_by_what_others_left": (1, "passed", "passed"),
         "that_fails_and_leaves_something": (1, "failed", None),
     }, done.stderr
-    assert "| toys | 10 | 6 | 5 |" in done.stdout
+    assert "| these sources | toys | 1 of 1 | 1 2 | 10 | 6 | 5 |" in done.stdout
     assert "1 tests pass with Megatron's own modules and not with ours" in done.stdout
     assert "test_stock_alone on 1: failed" in done.stdout
     assert done.returncode == 1
+
+
+def test_what_was_run_takes_the_place_of_its_own_rows_in_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{unit_suite.BEGIN}\n{unit_suite.END}\nafter\n")
+    old = {("main", "models"): ["1 of 2", "1", 3, 2, 1], ("main", "ssm"): ["1 of 1", "1 2", 5, 4, 4]}
+    unit_suite.put_into_page(page, old | {("0.19", "ssm"): ["1 of 1", "1", 7, 7, 7]})
+    unit_suite.put_into_page(page, {("main", "models"): ["2 of 2", "1 2", 30, 20, 10]})
+    assert page.read_text().splitlines() == [
+        "before",
+        unit_suite.BEGIN,
+        "| source | folder | files | ranks | tests | pass stock | pass with ours |",
+        "|---|---|---|---|---|---|---|",
+        "| 0.19 | ssm | 1 of 1 | 1 | 7 | 7 | 7 |",
+        "| 0.19 | all |  |  | 7 | 7 | 7 |",
+        "| main | models | 2 of 2 | 1 2 | 30 | 20 | 10 |",
+        "| main | ssm | 1 of 1 | 1 2 | 5 | 4 | 4 |",
+        "| main | all |  |  | 35 | 24 | 14 |",
+        unit_suite.END,
+        "after",
+    ]

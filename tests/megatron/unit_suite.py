@@ -2,7 +2,7 @@
 
     make test-source MEGATRON=CLONE@REF    # the copy of the sources, then, among others, this:
     python -P tests/megatron/unit_suite.py TREE [FILES OR FOLDERS ...] --results FILE.json
-    ... --results FILE.json --page docs/megatron.md    # puts the table of all that FILE.json holds into the page
+    ... --results FILE.json --source NAME --page docs/megatron.md    # puts what FILE.json holds into the page's table
 
 A test runs on one rank first. One that fails or skips there and says that it wants more of them (`ASKS_FOR_RANKS`) runs
 on 2, 4 and 8. What passes with Megatron's own modules runs again on as many ranks, with `substitute_tensor_parallel()`
@@ -35,6 +35,7 @@ from pathlib import Path
 
 RANKS = (1, 2, 4, 8)
 BEGIN, END = "<!-- unit suite -->", "<!-- end of unit suite -->"
+COLUMNS = ("source", "folder", "files", "ranks", "tests", "pass stock", "pass with ours")
 ASKS_FOR_RANKS = re.compile(r"world.?size|\branks?\b|\bgpus?\b|\bdevices\b|divisible|parallel.?size", re.IGNORECASE)
 PRELOAD = (
     "_pytest.assertion.rewrite",
@@ -307,25 +308,40 @@ def folder_of(file):
     return parts[0] if len(parts) > 1 else "."
 
 
-def table(found):
-    """Lines of a Markdown table: tests by folder, passed stock, passed ours, and the names of those that differ."""
-    rows = {}
+def rows(found, tree, source):
+    """By (source, folder): files that were run of those that there are, world sizes, and how many tests pass."""
+    by_folder = {}
     for file, result in found.items():
-        row = rows.setdefault(folder_of(file), [0, 0, 0])
-        for test in result["tests"].values():
-            row[0] += 1
-            row[1] += test["stock"] == "passed"
-            row[2] += test.get("ours") == "passed"
-    rows = dict(sorted(rows.items())) | {"all": [sum(column) for column in zip(*rows.values(), strict=True)]}
-    lines = ["| folder | tests | pass stock | pass with ours |", "|---|---|---|---|"]
-    return lines + [f"| {folder} | {' | '.join(map(str, row))} |" for folder, row in rows.items() if row[1] or row[2]]
+        by_folder.setdefault(folder_of(file), []).append(result)
+    there = [folder_of(file) for file in test_files(tree, [])]
+    made = {}
+    for folder, results in by_folder.items():
+        tests = [test for result in results for test in result["tests"].values()]
+        ranks = sorted({int(ranks) for result in results for ranks in result["ran"]})
+        passed = [sum(test.get(way) == "passed" for test in tests) for way in ("stock", "ours")]
+        files = f"{len(results)} of {there.count(folder)}"
+        made[source, folder] = [files, " ".join(map(str, ranks)), len(tests), *passed]
+    return made
 
 
-def write_table(page, lines):
-    """Put the table between the marks of a page."""
+def table(rows):
+    """Lines of a Markdown table, with the sums of each source."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for source in sorted({source for source, _ in rows}):
+        own = {folder: row for (one, folder), row in sorted(rows.items()) if one == source}
+        sums = [sum(int(row[column]) for row in own.values()) for column in (2, 3, 4)]
+        own["all"] = ["", "", *sums]
+        lines += [f"| {' | '.join(map(str, [source, folder, *row]))} |" for folder, row in own.items()]
+    return lines
+
+
+def put_into_page(page, found):
+    """The rows `found` into the table between the marks of a page, in the place of those of the same name."""
     before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text("\n".join([f"{before}{BEGIN}", *lines, f"{END}{after}"]))
+    inside, _, after = rest.partition(END)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in inside.strip().splitlines()[2:]]
+    there = {(source, folder): row for source, folder, *row in cells if folder != "all"}
+    page.write_text("\n".join([f"{before}{BEGIN}", *table(there | found), f"{END}{after}"]))
 
 
 def differences(found):
@@ -346,6 +362,7 @@ def main(argv=None):
     parser.add_argument("--transformer-engine", action="store_true", help="its Python code is emulated too")
     parser.add_argument("--again", action="store_true", help="run what differed with ours once more")
     parser.add_argument("--patience", type=float, default=60, help="seconds without a sign of life that end a test")
+    parser.add_argument("--source", default="these sources", help="what the page calls them")
     parser.add_argument("--page", type=lambda path: Path(path).resolve(), help="a page with marks for the table")
     parser.add_argument("--log", default=os.devnull, help="what the tests print")
     options = parser.parse_intermixed_args(argv)
@@ -370,9 +387,10 @@ def main(argv=None):
             )
             for line in [known["broken"], *differ] if known["broken"] else differ:
                 print(f"  {line}", flush=True)
-    print("\n".join(table(found)))
+    by_folder = rows(found, tree, options.source)
+    print("\n".join(table(by_folder)))
     if options.page:
-        write_table(options.page, table(found))
+        put_into_page(options.page, by_folder)
     differ = differences(found)
     print(f"{len(differ)} tests pass with Megatron's own modules and not with ours", *differ, sep="\n  ")
     return 1 if differ else 0
