@@ -42,6 +42,16 @@ class _State(torch.Generator):
     def clone_state(self) -> torch.Generator:
         return self._device.state_with(self.get_state())
 
+    def graphsafe_get_state(self) -> torch.Generator:
+        return self
+
+    def graphsafe_set_state(self, state: torch.Generator) -> torch.Generator:
+        return self if state is self else super().graphsafe_set_state(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In checkpoints, and in copies, it is a state of the device's generator too."""
+        return _state_with, (self.get_state(),)
+
     def park(self, state: Tensor) -> None:
         """Keep `state` until this one is the device's again."""
         super().set_state(state)
@@ -49,6 +59,10 @@ class _State(torch.Generator):
     @property
     def _is_current(self) -> bool:
         return self._device.graphsafe_get_state() is self
+
+
+def _state_with(state: Tensor) -> torch.Generator:
+    return torch.cuda.default_generators[0].state_with(state)
 
 
 class DeviceGenerator(torch.Generator):

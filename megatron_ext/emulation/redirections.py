@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
 
+from megatron_ext.emulation import cuda_graphs
 from megatron_ext.emulation.nccl_rules import NcclRules, register
 from megatron_ext.emulation.nccl_rules.torch_functions import device_was_set
 from megatron_ext.emulation.random_numbers import DeviceGenerator, on_host
@@ -244,6 +245,13 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+class _ForEveryDevice(tuple):
+    """One generator, whatever the number of the device: each rank has one device, number 0, beside the other ranks'."""
+
+    def __getitem__(self, device: Any) -> Any:
+        return super().__getitem__(0)
+
+
 def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
     """The functions of `torch.cuda`."""
     stream = Stream()
@@ -264,7 +272,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         "get_device_name": _answer("CPU"),
         "is_bf16_supported": _answer(True),
         # random numbers: the device's own (not torch.manual_seed, which itself calls torch.cuda.manual_seed_all)
-        "default_generators": (generator,),
+        "default_generators": _ForEveryDevice([generator]),
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,
         "seed": generator.seed,
@@ -281,7 +289,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         "current_stream": _answer(stream),
         "default_stream": _answer(stream),
         "set_stream": _nothing,
-        "is_current_stream_capturing": _answer(False),
+        **cuda_graphs.FUNCTIONS,
         # memory: every figure that torch.cuda derives from its statistics is 0
         "memory_stats": lambda device=None: defaultdict(int),
         "mem_get_info": lambda device=None: _host_memory(),
@@ -342,8 +350,10 @@ def redirections(
         register(rules)
         cuda["set_device"] = device_was_set
     yield torch.cuda, cuda
-    for module in (torch.cuda.random, torch.cuda.memory, torch.cuda.streams):  # where some of them are defined
+    for name in ("random", "memory", "streams", "graphs"):  # where some of them are defined
+        module = getattr(torch.cuda, name)
         yield module, {name: new for name, new in cuda.items() if name in vars(module)}
+    yield torch._C, cuda_graphs.BINDINGS
     yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
     yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
     yield torch, _torch()

@@ -30,7 +30,7 @@ OWNERS += [
     torch.nn.Module,
     dist,
 ]
-OWNERS += [DeviceMesh, dist.distributed_c10d, os.environ, sys.modules]
+OWNERS += [DeviceMesh, dist.distributed_c10d, os.environ, sys.modules, torch.cuda.graphs, torch._C]
 
 
 def snapshot():

@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.stand_in import addmm, mm
+from megatron_ext.emulation import cuda_graphs
 from megatron_ext.head.row_passes import dispatch
 from tests.waits import NoWait
 
@@ -44,36 +44,6 @@ class _Stream:
         pass
 
 
-class _Graph:
-    """Instead of a CUDA graph: runs again what was captured, operators and kernels, on the same memory."""
-
-    def __init__(self):
-        self.again = []
-
-    def replay(self):
-        with torch._C._AutoDispatchBelowAutograd():
-            for run in self.again:
-                run()
-
-
-class _Capture(TorchDispatchMode):
-    def __init__(self, graph):
-        super().__init__()
-        self.again = graph.again
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-
-        def again():
-            for old, new in zip(tree_iter(out), tree_iter(func(*args, **kwargs)), strict=True):
-                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-        self.again.append(again)
-        return out
-
-
 @contextmanager
 def _captured(graph):
     from triton.runtime.interpreter import InterpretedFunction
@@ -88,7 +58,7 @@ def _captured(graph):
         graph.again.append(again)
         again()
 
-    with _Capture(graph), _all_replaced((InterpretedFunction, "run", launch)):
+    with cuda_graphs.graph(graph), _all_replaced((InterpretedFunction, "run", launch)):
         yield
 
 
@@ -147,7 +117,7 @@ def rehearsal(branches=True):
         "Stream": _Stream,
         "current_stream": _Stream,
         "stream": lambda stream: nullcontext(),
-        "CUDAGraph": _Graph,
+        "CUDAGraph": cuda_graphs.CUDAGraph,
         "graph": _captured,
         "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
         "memory_stats_as_nested_dict": lambda device=None: _ALLOCATOR,

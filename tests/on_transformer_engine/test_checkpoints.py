@@ -3,9 +3,20 @@
 import pytest
 import torch
 
-from tests.gpt import child_processes, model_parallel, sharded_state, stock_spec, tiny_batches, tiny_config, tiny_gpt
+from tests.gpt import (
+    child_processes,
+    model_parallel,
+    ours_everywhere,
+    sharded_state,
+    stock_spec,
+    tiny_batches,
+    tiny_config,
+    tiny_gpt,
+)
 from tests.on_transformer_engine.models import ENGINE, plain_loss, te_spec
 from tests.on_transformer_engine.test_experts import MOE
+from tests.on_transformer_engine.test_fp8 import SIZES
+from tests.on_transformer_engine.test_overlap import BF16
 from tests.ranks import ranks
 
 
@@ -113,3 +124,31 @@ def test_state_of_modules_loads_strictly_with_the_extra_state_of_either():
                 target.load_state_dict(source.state_dict(), strict=True)
                 assert torch.equal(target.weight, source.weight)
                 assert torch.equal(target.bias, source.bias)
+
+
+@ranks(2)
+def test_the_weight_of_an_mxfp8_head_goes_into_the_plain_one_and_back(tmp_path):
+    """Megatron's output layer for `fp8_output_proj`, and the one that is fused; which our substitution makes ours."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.extensions import transformer_engine as engine
+
+    if not hasattr(engine, "TELMHeadColumnParallelLinear"):
+        pytest.skip("fp8_output_proj has no layer of its own before Megatron-Core 0.20")
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", **SIZES, **BF16}
+    for source, target in ((True, False), (False, True)):
+        folder = tmp_path / str(source)
+        folder.mkdir(exist_ok=True)
+        with model_parallel(tp=2):
+            with ours_everywhere():
+                stored, loaded = (build("te", fp8_output_proj=one, vocab_size=128, **fp8) for one in (source, target))
+                kinds = {one: type(model.output_layer) for one, model in ((source, stored), (target, loaded))}
+                assert kinds[True] is engine.TELMHeadColumnParallelLinear
+                assert kinds[False].__module__.startswith("megatron_ext.")
+                expected = stored.output_layer.weight.detach().clone()
+                with torch.no_grad():
+                    loaded.output_layer.weight.zero_()
+                with child_processes():
+                    dist_checkpointing.save(sharded_state(stored), str(folder))
+                loaded.load_state_dict(dist_checkpointing.load(sharded_state(loaded), str(folder)), strict=True)
+        assert expected.abs().max() > 0.1
+        assert torch.equal(loaded.output_layer.weight, expected)

@@ -1,6 +1,6 @@
 """Our head, layers and spec beside Transformer Engine's layers: as stock Megatron on them, in losses and gradients."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -23,8 +23,9 @@ def beside_spec(config, vp_stage=None):
     return with_fused_head(gpt_block_spec(config, vp_stage, transformer_engine=True), **HEAD)
 
 
-def trained(way, batches, **overrides):
-    """Steps with nothing of ours ("stock"), our layers in Megatron's place, the head patched in, both, or a spec."""
+@contextmanager
+def in_the_way(way):
+    """Nothing of ours ("stock"), our layers in Megatron's place, the head patched in, both, or what the spec says."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
     from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
@@ -36,13 +37,17 @@ def trained(way, batches, **overrides):
             patch(**HEAD)
         undo.callback(unpatch)
         reset_fusion_report()
-        steps = losses_and_norms(beside_spec if way == "spec" else te_spec, batches, **ENGINE | overrides)
+        yield
         if way in ("patch", "both", "spec"):
             counts = torch.tensor([fusion_report().losses_fused, fusion_report().logits_made])
             dist.all_reduce(counts)  # the first stage of a pipeline has no losses
             assert counts[0] > 0
             assert counts[1] == 0
-    return steps
+
+
+def trained(way, batches, **overrides):
+    with in_the_way(way):
+        return losses_and_norms(beside_spec if way == "spec" else te_spec, batches, **ENGINE | overrides)
 
 
 def assert_ours_is_stock(sizes, ways=("substitution", "patch", "both", "spec"), **overrides):

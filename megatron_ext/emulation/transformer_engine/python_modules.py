@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from megatron_ext.emulation.megatron_modules import Modules, Replacements
 from megatron_ext.emulation.transformer_engine import cross_entropy
@@ -33,9 +34,17 @@ def _utils(module: ModuleType) -> Replacements:
         found = torch.device(device)
         return _CPU if found.type == "cuda" else found
 
+    def make_weak_ref(x: Any) -> Any:
+        """To the memory of what a CUDA graph has captured, which is not used again here."""
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
+
     yield (
         module,
-        {"canonicalize_device": canonicalize_device, "get_device_compute_capability": lambda: (9, 0)},
+        {
+            "canonicalize_device": canonicalize_device,
+            "get_device_compute_capability": lambda: (9, 0),
+            "make_weak_ref": make_weak_ref,
+        },
     )
 
 

@@ -1,0 +1,160 @@
+"""CUDA graphs of the emulated device: what ran while one was captured runs again, on the same memory.
+
+While a graph is captured its program runs, and every operator of torch, collectives among them, is kept with the
+tensors that it took and gave. Then what it has written is put back, as capturing computes nothing on a GPU. A replay
+calls one operator after the other again, and puts what they give where it was. What Python does besides is not
+repeated, there as here. Where a GPU would refuse to hand a value to the host, the host gets the one that is there.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+_here = threading.local()
+
+
+class CUDAGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.again: list[Callable[[], None]] = []
+        self.generators: list[torch.Generator] = []
+
+    def replay(self) -> None:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for run in self.again:
+                run()
+
+    def reset(self) -> None:
+        self.again.clear()
+
+    def pool(self) -> tuple[int, int]:
+        return graph_pool_handle()
+
+    def register_generator_state(self, state: torch.Generator) -> None:
+        """It stands after the capture where it stood before; replays draw from it and move it."""
+        self.generators.append(state)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: CUDAGraph) -> None:
+        super().__init__()
+        self._again = graph.again
+        self._before: dict[Any, tuple[Tensor, Tensor]] = {}  # what was written to, and what it held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for written in _written(func, args, kwargs):
+            place = written.data_ptr(), written.shape, written.stride()
+            if place not in self._before:
+                self._before[place] = written.detach(), written.detach().clone()
+        call = _as_it_draws_now(func)
+        out = _finished(call(*args, **kwargs))
+        # Tensors of their own: a program frees memory by giving those it has captured another one.
+        kept, taken, named = tree_map_only(Tensor, Tensor.detach, (out, args, kwargs))
+
+        def again() -> None:
+            for old, new in zip(tree_iter(kept), tree_iter(_finished(call(*taken, **named))), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    if old.shape != new.shape:
+                        raise RuntimeError(
+                            f"{func} gave a tensor of {list(old.shape)} when the CUDA graph was captured and of "
+                            f"{list(new.shape)} now: a size that depends on values cannot be replayed; leave what "
+                            "makes it out of the graph, or train without (cuda_graph_impl='none')"
+                        )
+                    old.copy_(new)
+
+        self._again.append(again)
+        return out
+
+    def put_back(self) -> None:
+        """The last first: they may overlap."""
+        for tensor, value in reversed(self._before.values()):
+            tensor.copy_(value)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to; collectives do not tell, and have all of theirs."""
+    named = zip(func._schema.arguments, args, strict=False)
+    for argument, value in [*named, *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)]:
+        if func.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write):
+            yield from (one for one in tree_iter(value) if isinstance(one, Tensor))
+
+
+def _as_it_draws_now(func: Any) -> Callable[..., Any]:
+    """`func`, which draws from the state that the device's generator refers to now, whichever that is later."""
+    generators = torch.cuda.default_generators
+    if torch.Tag.nondeterministic_seeded not in func.tags or not generators:
+        return func
+    generator, own = generators[0], generators[0].graphsafe_get_state()
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        now = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(own)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(now)
+
+    return draw
+
+
+def _finished(out: Any) -> Any:
+    """What an operator gave; a collective has ended, as gloo makes some tensors only when it is waited for."""
+
+    def finish(work: torch.ScriptObject) -> Any:
+        if not hasattr(work, "wait"):
+            return work
+        work.wait()
+        return FakeWork().boxed()
+
+    return tree_map_only(torch.ScriptObject, finish, out)
+
+
+@contextmanager
+def graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
+    """Stands in for `torch.cuda.graph`, the context in which a graph is captured."""
+    before, _here.capturing = is_current_stream_capturing(), True
+    generators = [*torch.cuda.default_generators, *cuda_graph.generators]
+    states = [generator.get_state() for generator in generators]
+    recorder = _Recorder(cuda_graph)
+    try:
+        with recorder:
+            yield
+    finally:
+        _here.capturing = before
+        recorder.put_back()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def is_current_stream_capturing() -> bool:
+    """Of this thread."""
+    return getattr(_here, "capturing", False)
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """The emulated device has one pool of memory, the host's."""
+    return 0, 0
+
+
+FUNCTIONS = {
+    "CUDAGraph": CUDAGraph,
+    "graph": graph,
+    "is_current_stream_capturing": is_current_stream_capturing,
+    "graph_pool_handle": graph_pool_handle,
+}
+# Of torch's own bindings: what puts a tensor into the memory of a graph.
+BINDINGS = {
+    "_graph_pool_handle": graph_pool_handle,
+    **dict.fromkeys(("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"), lambda *args: None),
+}
