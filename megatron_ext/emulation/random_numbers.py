@@ -62,7 +62,8 @@ class _State(torch.Generator):
 
 
 def _state_with(state: Tensor) -> torch.Generator:
-    return torch.cuda.default_generators[0].state_with(state)
+    device: Any = torch.cuda.default_generators[0]
+    return device.state_with(state)
 
 
 class DeviceGenerator(torch.Generator):
