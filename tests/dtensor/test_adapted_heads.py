@@ -6,12 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoHaConfig, LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.head import Entropy, LmHead, LogProbs
 from tests.dtensor.models import VOCAB, batch, check_gradients, error, make
 from tests.dtensor.test_causal_lm import Largest
+from tests.dtensor.test_fused_loss import mine
+from tests.ranks import ranks
 
 
 def adapted(kind="llama", *, tied=False, **options):
@@ -130,6 +134,28 @@ def test_any_read_out_of_the_layer():
     p = layer(hidden).double().log_softmax(-1)
     assert error(found, p[torch.arange(5), labels]) < 1e-6
     assert error(entropy, -(p.exp() * p).sum(-1)) < 1e-6
+
+
+@pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@ranks(2)
+def test_data_parallel(wrap):
+    """Each rank has its rows; the gradient is that of the mean over all targets."""
+    given, model = batch(4), adapted()
+    count = (given["labels"][:, 1:] != -100).sum()
+    model(**given).loss.backward()
+    true = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    use_fused_loss(model)
+    if wrap == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    found = wrapped(**mine(given), num_items_in_batch=count)
+    assert found.logits is None
+    (found.loss * 2).backward()  # gradients are averaged over ranks
+    check_gradients(model, true)
 
 
 @pytest.mark.parametrize(
