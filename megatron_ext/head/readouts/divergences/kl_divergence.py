@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, normaliser, side_statistics
-from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
+from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, OfTwoSides, normaliser, side_statistics
+from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 from megatron_ext.head.validation.option_checks import one_of
@@ -27,7 +27,7 @@ Direction = Literal["forward", "reverse"]
 _SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics
 
 
-class KL(ReadOut):
+class KL(OfTwoSides):
     """KL divergence of a student from a teacher over the whole vocabulary: `[...]`, fp32 (fp64 for fp64).
 
     It is infinite where the one on the left gives a token probability that the other has at -inf.
@@ -42,9 +42,6 @@ class KL(ReadOut):
     with the sequence layout its hidden states travel with the student's.
     """
 
-    softmax = False  # both sides have statistics of their own
-    needs_logits = True
-    by_factor = True
     rows = _SUM + 1
 
     def __init__(self, teacher: Any, direction: Literal["forward", "reverse", "cross entropy"] = "forward"):
@@ -73,9 +70,6 @@ class KL(ReadOut):
         value_T = apart_T - self._parts(student.log_sum, teacher.log_sum)[1]
         sides_T = [x for side in sides for x in (side.largest, side.log_sum.neg().exp())]
         return [value_T.to(own_KT.dtype)], [apart_T, *sides_T]
-
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool

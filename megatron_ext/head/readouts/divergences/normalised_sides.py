@@ -13,23 +13,20 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.readouts.divergences.teacher import SIDE, normaliser, side_statistics
-from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
+from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
+from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 
 _SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
 
 
-class NormalisedSides(ReadOut):
+class NormalisedSides(OfTwoSides):
     """A number of each token made of two sums over the vocabulary; its gradient wants the first of them.
 
     Communicates, at several ranks: forward 1 small collective a chunk and 1 more beside the common one.
     """
 
-    softmax = False  # both sides have statistics of their own
-    needs_logits = True
-    by_factor = True
     in_step = True
     begins = True
     rows = _SIDES + 2
@@ -70,9 +67,6 @@ class NormalisedSides(ReadOut):
         first_T, second_T = stats_RKT[:, _SIDES:].double().sum(0)
         value_T = self.value(first_T, second_T)
         return [value_T.to(own_KT.dtype)], [first_T, *_normalisers(stats_RKT[:, :_SIDES])]
-
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool

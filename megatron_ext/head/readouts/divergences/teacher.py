@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.call import Call
+from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.dispatch import row_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 
@@ -28,6 +29,17 @@ class Teacher(NamedTuple):
 
     head: Any
     hidden: Tensor
+
+
+class OfTwoSides(ReadOut):
+    """What divergences share: each side has statistics of its own, and the gradient is of a chunk's logits alone."""
+
+    softmax = False
+    needs_logits = True
+    by_factor = True
+
+    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
+        return True
 
 
 class Normaliser(NamedTuple):
