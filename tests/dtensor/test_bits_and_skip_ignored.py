@@ -1,17 +1,20 @@
 """`bits` and `skip_ignored` of losses and log-probabilities of transformers' models."""
 
+import warnings
+
 import pytest
 import torch
 
 from benchmarks.meter import measure
-from megatron_ext import linear_cross_entropy, linear_log_probs
+from megatron_ext import batch_invariant_mode, linear_cross_entropy, linear_log_probs
 from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, use_fused_loss
 from megatron_ext.dtensor.causal_lm import causal_lm_read, causal_lm_sampled_log_probs
 from megatron_ext.head import LogProbs, linear_sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
-from tests.dtensor.models import batch, make
+from tests.dtensor.models import batch, make, meshes, parallelize
 from tests.dtensor.test_causal_lm import adapted
+from tests.ranks import ranks
 
 READS = {
     "loss": (causal_lm_loss, linear_cross_entropy, {"z_loss": 0.01}),
@@ -124,3 +127,18 @@ def test_bits_are_refused_where_the_models_logits_are_read():
             with pytest.raises(ValueError, match='bits is "batch", and what LlamaForCausalLM does to its logits'):
                 call()
             assert torch.equal(call(bits="fast"), plain)
+
+
+@ranks(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_mode_reaches_the_layers_of_a_parallel_model(sequence_parallel):
+    """Log-probabilities and entropies of a row beside another one, and alone; two ranks' parts have one sum."""
+    mesh, dp_cp = meshes(tp=2)
+    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    ids = batch()["input_ids"]
+    with batch_invariant_mode(), warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        together = causal_lm_log_probs(model, ids, return_entropy=True)
+        for row in range(len(ids)):
+            alone = causal_lm_log_probs(model, ids[row : row + 1], return_entropy=True)
+            assert same(tuple(x[0] for x in alone), tuple(x[row] for x in together))
