@@ -37,5 +37,5 @@ def switch(on):
 def switched_on():
     """The same, on, and nothing is said of it."""
     with switch(True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        warnings.filterwarnings("ignore", "batch_invariant_mode is on")
         yield

@@ -75,7 +75,7 @@ def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
     if asked is not None:
         return asked
     if is_on(config):
-        say_once('Megatron\'s batch_invariant_mode is on: the fused head takes bits="batch"')
+        say_once('batch_invariant_mode is on: the fused head takes bits="batch"')
         return "batch"
     if os.environ.get(VLLMS, "") not in ("", "0"):
         say_once(f'{VLLMS} is set in the environment: the fused head takes bits="batch"')

@@ -75,8 +75,14 @@ class DraftVocabulary:
         """The draft ids of `labels` `[...]`, target ids; for every read-out of the draft head that takes labels.
 
         Raises:
-            ValueError: a label is neither a target id nor `ignore_index`.
+            ValueError: a label is neither a target id nor `ignore_index`, or that is a draft id: read-outs would leave
+                out the tokens of the target id that it stands for.
         """
+        if 0 <= ignore_index < len(self):
+            raise ValueError(
+                f"ignore_index is {ignore_index}, one of the {len(self)} draft ids: it must be none of them, as labels "
+                f"become draft ids; pass labels.masked_fill(labels == {ignore_index}, -100)"
+            )
         check_labels(labels, ignore_index, self.size)
         counts = labels != ignore_index
         draft = self._draft_of.to(labels.device)[labels.long().where(counts, 0)]

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, ranks_of, rows_fault, widened
+from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, options_of, ranks_of, rows_fault, widened
 from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.call import Call
@@ -30,7 +30,7 @@ from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.row_passes.side_by_side import is_quantised
+from megatron_ext.head.row_passes.side_by_side import is_quantised, numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.bits_checks import bits_fault
@@ -97,8 +97,8 @@ class LmHead:
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
         option_checks.check_cache(self.cache)
-        object.__setattr__(self, "bits", bits_or_mode(self.bits))
-        option_checks.one_of("bits", self.bits, get_args(Bits))
+        if self.bits is not None:  # else as the mode is when it is read
+            option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
         _check_logits(self)
         group = tensor_parallel_group(self.tp_group)
@@ -199,7 +199,11 @@ class LmHead:
             x_T = x if len(leading) == 1 else x.reshape((leading.numel(), *x.shape[len(leading) :]))
             return x_T if left is None else left.of_all(x_T)
 
-        plan = Plan(readouts, self.call(), flat, tokens, hidden.device)
+        adapters = (
+            [*self.adapters, *(each for t in teachers for each in t.head.adapters)] if teachers else self.adapters
+        )
+        options = options_of(adapters) if adapters else None
+        plan = Plan(readouts, self.call(), flat, tokens, hidden.device, options)
         if left is not None and sizes is None:  # ranks that leave out others learn it then
             plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
         sides = [_computed(hidden, self.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
@@ -240,7 +244,7 @@ class LmHead:
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
-            weight, bias = F.pad(weight, (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
+            weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
             low = None if low is None else F.pad(low, (0, 0, 0, 1))
         if plan.call.bits != "fast":
             return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, None)
@@ -412,7 +416,8 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
     fault = option_checks.logit_dtype_fault(
         head.logit_dtype, computed_dtype(teacher.hidden, head.weight), "teacher_hidden"
     )
-    return argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks) or fault
+    fault = argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks) or fault
+    return fault or rows_fault(head.adapters, head.weight)
 
 
 def _teacher_logits_fault(teacher: Any, logits: Tensor, shard: VocabShard, ranks: int) -> ValueError | None:

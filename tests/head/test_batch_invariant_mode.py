@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext import batch_invariant_mode, linear_log_probs
-from megatron_ext.head import batch_invariance
+from megatron_ext.head import LmHead, batch_invariance
 from megatron_ext.head.fixed_bits import products
 from tests.batch_invariant_mode import fixed_calls, switch
 from tests.dtensor.models import batch, make
@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @pytest.fixture(autouse=True)
 def unsaid():
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        warnings.filterwarnings("ignore", "batch_invariant_mode is on")
         yield
 
 
@@ -146,3 +146,18 @@ def test_vllms_variable_reaches_heads(monkeypatch):
         assert ["VLLM_BATCH_INVARIANT is set" in str(one.message) for one in said] == [True] * fixed
     with switch(False):
         assert not batch_invariance.is_on()
+
+
+def test_a_head_that_was_made_before_or_inside_is_as_the_mode_is_when_it_is_read():
+    outside = LmHead(drawn(N, D))
+    with batch_invariant_mode():
+        inside = LmHead(drawn(N, D))
+        assert (outside.call().bits, inside.call().bits) == ("batch", "batch")
+    assert (outside.call().bits, inside.call().bits) == ("fast", "fast")
+
+
+def test_a_complex_power_stays_complex():
+    x = torch.arange(1.0, 4.0)
+    want = x**1j
+    with batch_invariant_mode():
+        assert torch.equal(x**1j, want)

@@ -55,9 +55,11 @@ def test_labels_are_draft_ids_and_what_has_none_is_told_apart():
     labels, outside = vocabulary().labels(torch.tensor([[-100, 0, 1], [27, 28, 9]]))
     assert labels.tolist() == [[-100, 0, -100], [8, -100, 3]]
     assert outside.tolist() == [[False, False, True], [False, True, False]]
-    other, outside = vocabulary().labels(torch.tensor([7, 9, 5]), ignore_index=7)
-    assert other.tolist() == [7, 3, 7], "an ignore_index that is a token id"
+    other, outside = vocabulary().labels(torch.tensor([28, 9, 5]), ignore_index=28)
+    assert other.tolist() == [28, 3, 28], "an ignore_index that is a token id"
     assert outside.tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="ignore_index is 7, one of the 9 draft ids"):
+        vocabulary().labels(torch.tensor([7, 9, 5]), ignore_index=7)
 
 
 @ranks(1, 2, 4)

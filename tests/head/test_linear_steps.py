@@ -81,6 +81,8 @@ def test_what_is_refused():
             linear_steps.products(hidden, weight, readouts, replace(call, **more), backward=True)
     with pytest.raises(ValueError, match="labels"):
         linear_steps.products(hidden, weight, [CrossEntropy(labels + V)], call, backward=True)
+    with pytest.raises(ValueError, match="in steps they must be plain and of one dtype"):
+        linear_steps.products(hidden.bfloat16(), weight, loss, call, backward=True)
     with pytest.raises(ValueError, match="their last dims must be equal"):
         linear_steps.products(hidden[:, 1:], weight, loss, call, backward=True)
 

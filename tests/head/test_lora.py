@@ -180,3 +180,50 @@ def test_what_one_rank_sees_is_raised_on_both(layout):
     else:
         weight = torch.ones(V, D) * torch.arange(V).unsqueeze(1) * (1 + rank) / V
         assert LmHead(weight, group, layout, lora=lora).read(hidden, Entropy()).shape == (4,)
+
+
+@ranks(2)
+@pytest.mark.parametrize("other", [None, "scaling", "rank"])
+def test_ranks_with_other_adapters_are_all_told(other):
+    hidden, weight, a, b, labels = drawn()
+    own = VocabShard.split(V, dist.group.WORLD)
+    weight, b = weight[own.start : own.stop], b[own.start : own.stop]
+    lora = LoRA(a, b, 0.5)
+    if dist.get_rank() == 1:
+        lora = {None: None, "scaling": LoRA(a, b, 0.25), "rank": LoRA(a[:2], b[:, :2], 0.5)}[other]
+    with pytest.raises(ValueError, match="the options are not the same"):
+        linear_log_probs(hidden, weight, labels, dist.group.WORLD, lora=lora)
+
+
+@ranks(2)
+def test_a_teachers_adapter_with_other_rows_on_one_rank_is_refused_on_both():
+    hidden, weight, a, b, _ = drawn()
+    own = VocabShard.split(V, dist.group.WORLD)
+    weight, rows = weight[own.start : own.stop], own.stop - dist.get_rank()
+    teacher = LmHead(weight, dist.group.WORLD, lora=LoRA(a, b[own.start : rows]))
+    said = "B must have a row for each" if dist.get_rank() == 1 else "another rank of tp_group refused"
+    with pytest.raises(ValueError, match=said):
+        LmHead(weight, dist.group.WORLD).read(hidden, KL(Teacher(teacher, hidden)))
+
+
+def test_bits_are_refused_beside_a_teachers_adapter_too():
+    hidden, weight, a, b, _ = drawn(torch.float32)
+    teacher = Teacher(LmHead(weight, lora=LoRA(a, b)), hidden)
+    with pytest.raises(ValueError, match='bits is "batch" and the head has lora, or a teacher'):
+        LmHead(weight, bits="batch").read(hidden, KL(teacher))
+
+
+@pytest.mark.parametrize("cache", [0, 1])
+def test_a_nan_token_without_a_gradient_leaves_all_gradients_of_a_divergence_whole(cache):
+    hidden, weight, a, b, _ = drawn()
+    teacher = Teacher(LmHead(weight.flip(0)), hidden)
+    found = []
+    for first in (float("nan"), 1.0):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, a, b)]
+        with torch.no_grad():
+            leaves[0][3] = first
+        head = LmHead(leaves[1], lora=LoRA(*leaves[2:]), cache=cache)
+        kl = head.read(leaves[0], KL(teacher))
+        found.append(torch.autograd.grad(kl.masked_fill(torch.arange(T) == 3, 0).sum(), leaves))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want)

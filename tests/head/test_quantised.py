@@ -4,11 +4,13 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext import linear_cross_entropy
+from megatron_ext import VocabShard, linear_cross_entropy, linear_log_probs
 from megatron_ext.head import KL, CrossEntropy, Entropy, LmHead, LoRA, Teacher, TopK
 from tests.head.problems import error
+from tests.ranks import ranks
 
 T, D, V = 24, 16, 40
 
@@ -107,3 +109,18 @@ def test_what_is_refused():
     four_bits.quant_state = "as bitsandbytes keeps it"
     with pytest.raises(ValueError, match="weight is torch.uint8: .*; dequantise it, by bitsandbytes.functional"):
         linear_cross_entropy(hidden, four_bits, labels)
+
+
+@ranks(2)
+def test_a_shard_without_rows():
+    weight, hidden, labels = drawn()
+    numbers = weight.dequantize()
+    here = numbers if dist.get_rank() == 0 else numbers[:0]
+    own = Packed.__new__(Packed, here, torch.float32)
+    own.bytes, own.scale, own.made = weight.bytes[: len(here)], weight.scale[: len(here)], []
+    shard = VocabShard(0, V, V) if dist.get_rank() == 0 else VocabShard(V, V, V)
+    x = hidden.requires_grad_()
+    found = linear_log_probs(x, own, labels, dist.group.WORLD, vocab=shard)
+    want = (hidden @ numbers.t()).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, want)))

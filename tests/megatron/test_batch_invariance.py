@@ -100,7 +100,7 @@ def vllm_asked():
 @contextmanager
 def entered():
     with batch_invariant_mode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Megatron's batch_invariant_mode is on")
+        warnings.filterwarnings("ignore", "batch_invariant_mode is on")
         yield
 
 

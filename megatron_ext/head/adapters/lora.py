@@ -89,6 +89,12 @@ def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
     return None
 
 
+def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
+    """What of them all ranks must pass alike: r, scaling and dropout of each; nothing without an adapter."""
+    found = [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]
+    return {"lora": found} if found else {}
+
+
 def ranks_of(adapters: Sequence[LoRA]) -> int:
     """N, how many columns hidden states are given."""
     return sum(each.A.shape[0] for each in adapters)
@@ -150,7 +156,9 @@ class _Widened(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx_TD = cpu_products.mm(low_TN, a_ND.to(low_TN.dtype)).add_(grad_TC[:, :width])
             if ctx.needs_input_grad[1]:
-                da_ND = matmul.add_product(None, low_TN.t(), out_TC[:, :width]).to(a_ND.dtype)
+                # Hidden states of tokens without a gradient may be NaN: they add nothing.
+                x_TD = out_TC[:, :width].masked_fill((low_TN == 0).all(1, keepdim=True), 0)
+                da_ND = matmul.add_product(None, low_TN.t(), x_TD).to(a_ND.dtype)
         return dx_TD, da_ND
 
 

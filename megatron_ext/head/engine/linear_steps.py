@@ -31,6 +31,7 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import token_gradient
+from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.validation.argument_checks import check_exchange, check_floating, linear_fault
 
 
@@ -102,6 +103,11 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, ba
     fault = linear_fault(hidden_TD, weight_VD, None, call.vocab, call.ranks)
     if fault is not None:
         raise fault
+    if weight_VD.dtype != hidden_TD.dtype or is_quantised(weight_VD):
+        raise ValueError(
+            f"weight is {type(weight_VD).__name__} of {weight_VD.dtype}, hidden {hidden_TD.dtype}: in steps they must "
+            f"be plain and of one dtype; cast one, or use linear_cross_entropy"
+        )
     for r in readouts:
         r.check(call.vocab.size, call.vocab, call.group)
     plan = plan_steps(readouts, call, hidden_TD)

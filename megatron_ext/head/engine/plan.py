@@ -44,7 +44,15 @@ class Plan:
             are.
     """
 
-    def __init__(self, readouts: "Sequence[ReadOut]", call: Call, flat: Any, tokens: int, device: torch.device):
+    def __init__(
+        self,
+        readouts: "Sequence[ReadOut]",
+        call: Call,
+        flat: Any,
+        tokens: int,
+        device: torch.device,
+        options: dict[str, Any] | None = None,
+    ):
         self.softmax = any(r.softmax for r in readouts)
         self.needs_logits = any(r.needs_logits for r in readouts)
         # Read-outs of logits are given those that bias, scale and softcap leave.
@@ -74,6 +82,7 @@ class Plan:
             "temperature": call.temperature,
             "logit_scale": call.logit_scale,
             **unusual,
+            **(options or {}),
         }
         self.kept_T = self._kept(tokens, device)
         for r in self.readouts:

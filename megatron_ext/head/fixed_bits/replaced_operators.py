@@ -57,7 +57,7 @@ def _product(ours: Callable[..., Tensor]) -> Callable[[Any], Callable[..., Tenso
 
 def _in_pieces(kernel: Any) -> Callable[..., Tensor]:
     def activation(keys: Any, x: Tensor, *given: Any, **options: Any) -> Tensor:
-        if x.dtype not in _DTYPES or not x.numel():
+        if x.dtype not in _DTYPES or not x.numel() or any(isinstance(each, complex) for each in given):
             return kernel.call_boxed(keys, x, *given, **options)
         found = torch.empty_like(x, memory_format=torch.contiguous_format)
         for piece, out in zip(x.reshape(-1).split(_PIECE), found.view(-1).split(_PIECE), strict=True):

@@ -20,11 +20,12 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
         ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out or a part
             of the head that has no such bits.
     """
-    if head.adapters:
+    teachers = [getattr(readout.teacher, "head", None) for readout in readouts]
+    if any(getattr(each, "adapters", ()) for each in (head, *teachers)):
         raise ValueError(
-            f'bits is "{bits}" and the head has lora: the products of its low rank do not have these bits; pass '
-            f'bits="fast" (or turn Megatron\'s batch_invariant_mode off, where that asked for other bits), or merge '
-            f"the adapters into the weight"
+            f'bits is "{bits}" and the head has lora, or a teacher\'s: products of a low rank do not have these bits; '
+            f'pass bits="fast" (or turn Megatron\'s batch_invariant_mode off, where that asked for other bits), or '
+            f"merge the adapters into the weight"
         )
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
