@@ -160,13 +160,14 @@ def test_the_workers_key():
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(1)
 def test_every_pass_of_a_worker_rounds(backend):
-    """Scores and steps; a loss of logits is refused."""
-    config = tiny_config(tiny_model(vocab_size=98), precision="bfloat16", logit_dtype="bfloat16")
+    """Scores and steps: logits are rounded, and then divided by the temperature; a loss of logits is refused."""
+    given = {"precision": "bfloat16", "logit_dtype": "bfloat16", "generation": {"temperature": 0.7}}
+    config = tiny_config(tiny_model(vocab_size=98), **given)
     worker = backend(config, init_reference_model=False)
     found, read = [], LmHead.read
 
     def recorded(head, *given, **options):
-        found.append(head.logit_dtype)
+        found.append((head.logit_dtype, head.temperature))
         return read(head, *given, **options)
 
     LmHead.read = recorded
@@ -174,7 +175,7 @@ def test_every_pass_of_a_worker_rounds(backend):
         mine = shard(tiny_batch(8), worker)
         worker.get_logprobs(mine)
         worker.train(mine, ClippedPGLoss())
-        assert found == [BF16] * 6  # 2 micro-batches of 4 rows, 4 of 2
+        assert found == [(BF16, 0.7)] * 6  # 2 micro-batches of 4 rows, 4 of 2
         with pytest.raises(ValueError, match=r"logit_dtype is torch\.bfloat16, and logits are asked for"):
             worker.train(mine, OfLogits())
     finally:

@@ -40,8 +40,7 @@ class JobsGroup:
             self._store = serve_store(host, port, size, timeout_s)
         else:
             self._store = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        # A process that meets others at one port again, while its last group lives, has the store with that one's keys.
-        meeting = (self._store.add("came", 1) - 1) // size
+        meeting = self._meeting()
         store = dist.PrefixStore(f"jobs{meeting}", self._store)
         self._comparisons = dist.PrefixStore(f"compared{meeting}", self._store)
         self._compared = 0
@@ -52,6 +51,26 @@ class JobsGroup:
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def _meeting(self) -> int:
+        """The number of this meeting. A process that meets others at one port again, while its last group lives, has
+        the store with that one's keys; meetings may have been of other sizes, or have failed: rank 0 opens and closes
+        them, and the others come to one that is not closed."""
+        store = self._store
+        if self.rank:
+            meeting = store.add("meetings", 0)
+            meeting += meeting == 0 or store.check([f"closed{meeting}"])
+            store.wait([f"open{meeting}"])
+            store.set(f"came{meeting} {self.rank}", "")
+            return meeting
+        meeting = store.add("meetings", 1)
+        store.set(f"open{meeting}", "")
+        try:
+            if self.size > 1:
+                store.wait([f"came{meeting} {rank}" for rank in range(1, self.size)])
+        finally:
+            store.set(f"closed{meeting}", "")
+        return meeting
 
     def differing(self, facts: str) -> list[int]:
         """The ranks that call this with other `facts` than rank 0, the same list on every rank, which all must call it.

@@ -135,9 +135,6 @@ class MegatronPolicyWorker(PolicyWorker):
         model = Chunks(pieces, own * parallel_state.get_expert_model_parallel_rank())
         model.to(self.device)
         self._fill(model, state)
-        last = pieces[-1]
-        if settings.temperature != 1 and last.post_process:  # hidden states divided are logits divided
-            last.decoder.final_layernorm.register_forward_hook(lambda *call: call[2] / settings.temperature)
         self._data_parallel: list[DistributedDataParallel] = []
         self._piece, self._passed_on = pieces[-1], cast(Tensor | None, None)
         self._catalogue = catalogue(model)
@@ -202,6 +199,7 @@ class MegatronPolicyWorker(PolicyWorker):
             given = [x.transpose(0, 1) for x in parts]  # as the model's hidden states lie
             only: Any = {} if labels is None else {"counts": given[0] != IGNORE_INDEX, "at_most": at_most}
             only |= {"bits": self.settings.bits, "logit_dtype": self.settings.logit_dtype}
+            only |= {"temperature": self.settings.temperature}
             processor = ReadOuts(readouts=readouts(*given), **only)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
@@ -217,7 +215,8 @@ class MegatronPolicyWorker(PolicyWorker):
             made = self._piece(*inputs.arguments, **inputs.options)
             if self._piece.post_process:
                 group = parallel_state.get_tensor_model_parallel_group()
-                made = whole_vocabulary(made.float(), group, VocabShard.split(self._vocabulary, group))
+                logits = made.float() / self.settings.temperature
+                made = whole_vocabulary(logits, group, VocabShard.split(self._vocabulary, group))
             return made, None
 
         return self._on_whole_sequences(tokens_BS, cu_seqlens, read, columns)

@@ -42,3 +42,20 @@ def test_a_rank_that_comes_too_late_is_told_as_are_those_that_have_waited():
     again = JobsGroup("127.0.0.1", port, rank, 2)  # while the last one lives
     assert again.differing("the same") == []
     assert again.broadcast(torch.full((2,), float(rank))).tolist() == [0.0, 0.0]
+
+
+@ranks(2)
+def test_meetings_at_one_port_may_be_of_other_sizes_and_may_fail():
+    port, rank = shared_port(), dist.get_rank()
+    groups = [JobsGroup("127.0.0.1", port, rank, 2)]  # they live while others meet there
+    for alone in (2, 1):
+        if rank == 0 and alone == 2:
+            with pytest.raises((RuntimeError, dist.DistStoreError)):
+                JobsGroup("127.0.0.1", port, 0, alone, timeout_s=1)
+        elif rank == 0:
+            groups.append(JobsGroup("127.0.0.1", port, 0, alone))
+        dist.barrier()
+        groups.append(JobsGroup("127.0.0.1", port, rank, 2, timeout_s=10))
+        assert groups[-1].differing("the same") == []
+        assert groups[-1].broadcast(torch.full((2,), float(rank))).tolist() == [0.0, 0.0]
+        dist.barrier()

@@ -180,3 +180,15 @@ def test_other_adapters_are_refused_or_keep_their_logits(make_model, said):
         found = use_fused_loss(model)(**batch())
     assert found.logits is not None
     assert torch.equal(found.loss, expected)
+
+
+@pytest.mark.parametrize("path", ["base_layer", "lora_A.default"])
+def test_hooks_inside_of_an_adapted_head_are_run(path):
+    model = adapted()
+    head = model.get_base_model().lm_head
+    head.get_submodule(path).register_forward_hook(lambda module, given, out: 2 * out)
+    expected = model(**batch()).loss
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="hooks"):
+        found = use_fused_loss(model)(**batch())
+    torch.testing.assert_close(found.loss, expected)

@@ -27,6 +27,9 @@ def drawn():
     kept = kept.where(torch.arange(K) < many, -1).gather(-1, place)
     kept[:, :2] = -1
     kept[~inside(data)] = -1
+    full = data["input_lengths"].argmax()
+    assert data["input_lengths"][full] == kept.shape[1]
+    kept[full, 0, 0] = data["input_ids"][full, 0]  # of the first token, which nothing predicts
     data["kept_token_ids"] = kept
     return data
 
@@ -81,10 +84,10 @@ def test_scores_and_a_step(backend, layout, kind):
     logits = logits_of(model, data)
     want = among_kept(logits, data)
     sampled = (data["kept_token_ids"] >= 0).any(-1)
-    data["token_mask"] = data["token_mask"] * sampled
+    data["token_mask"][::2] *= sampled[::2]  # of the other rows tokens count that were not sampled
     plain = F.pad(logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0], (1, 0))
     counts = [torch.tensor(n) for n in valid_counts(data)]
-    loss, _ = loss_fn(want, dict(data, curr_logprobs_unfiltered=plain.where(sampled, 0.0)), *counts)
+    loss, _ = loss_fn(want, dict(data, curr_logprobs_unfiltered=plain), *counts)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     for skip in (False, True):

@@ -138,7 +138,8 @@ def _rule_or_reason(model: Any) -> tuple[HeadRule | None, str]:
         return None, f"the lm head of {name} is sharded by itself, and not by FSDP2"
     if is_hooked(model):
         return None, f"{name} or its head has hooks"
-    return rule_of(model), why_unknown(model, name)
+    rule = rule_of(model)
+    return rule, "" if rule is not None else why_unknown(model, name)
 
 
 def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str, Any]) -> Any:
@@ -151,7 +152,8 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     inputs = {name: x for name, x in given.items() if name not in _OF_THE_LOSS}
     asked = inputs.pop("return_dict", None)  # None, as PEFT passes it, is what the config says
     as_tuple = not (getattr(model.config, "return_dict", True) if asked is None else asked)
-    if isinstance(tokens := given.get("input_ids"), Tensor) and embedding(model).weight.dim() == 2:
+    text_alone = model.config.get_text_config() is model.config  # else ids may stand for images, and have no row
+    if text_alone and isinstance(tokens := given.get("input_ids"), Tensor) and embedding(model).weight.dim() == 2:
         check_token_ids(model, tokens)
     head = _Catch()
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)

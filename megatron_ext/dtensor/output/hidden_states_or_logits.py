@@ -106,7 +106,8 @@ def refuse_of_logits(asked: Bits | None, logit_dtype: torch.dtype | None, reason
     if (bits := bits_or_mode(asked)) != "fast":
         raise ValueError(
             f'bits is "{bits}", and {reason}: its log-probabilities come through logits that the model makes, whose '
-            f'bits may depend on the batch; pass bits="fast", or use a model whose head is read from hidden states'
+            f'bits may depend on the batch; pass bits="fast", turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, '
+            f"where they ask for others, or use a model whose head is read from hidden states"
         )
 
 

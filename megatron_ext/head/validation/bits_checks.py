@@ -24,7 +24,7 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
     if any(getattr(each, "adapters", ()) for each in (head, *teachers)):
         raise ValueError(
             f'bits is "{bits}" and the head has lora, or a teacher\'s: products of a low rank do not have these bits; '
-            f'pass bits="fast" (or turn Megatron\'s batch_invariant_mode off, where that asked for other bits), or '
+            f'pass bits="fast" (or turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, if they ask for it), or '
             f"merge the adapters into the weight"
         )
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
@@ -39,7 +39,7 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
             raise ValueError(
                 f'bits is "{bits}" and {type(readout).__name__} is read on CUDA: there only read-outs of the softmax '
                 f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; pass "
-                f'bits="fast", or turn Megatron\'s batch_invariant_mode off, where that asked for other bits'
+                f'bits="fast", or turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, where they ask for others'
             )
     fault = None
     if has_values(hidden) and not hidden.is_cuda:

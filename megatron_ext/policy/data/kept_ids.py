@@ -25,7 +25,7 @@ def replayed(labels: Tensor, kept: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor
 
 def check_kept_ids(tokens_BS: Tensor, kept_BSK: Tensor, vocabulary: int) -> None:
     """Raises ValueError unless each token that has kept ids is among them, none is there twice, and all are tokens."""
-    if kept_BSK.is_floating_point() or kept_BSK.shape[:2] != tokens_BS.shape or int(kept_BSK.min()) < -1:
+    if kept_BSK.is_floating_point() or kept_BSK.shape[:2] != tokens_BS.shape or bool((kept_BSK < -1).any()):
         raise ValueError(
             f"{KEPT_IDS} is {kept_BSK.dtype} {list(kept_BSK.shape)}: it must be integers [rows, positions, ids], the "
             f"ids that were kept where each token was drawn, -1 for none; pad it so"

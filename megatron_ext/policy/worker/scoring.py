@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head import LogProbs, LogSumExp, ReadOut, Sampled, TopK
@@ -217,15 +218,18 @@ class Scoring(Backend):
         kept_BSK = micro_batch.get(KEPT_IDS) if narrowed else None
 
         def readouts(labels: Tensor, kept: Tensor | None = None) -> list[ReadOut]:
+            own: ReadOut
             if kept is not None:
-                labels, ids = replayed(labels, kept)
-                own = Sampled(labels, kept=ids)
+                sampled, ids = replayed(labels, kept)
+                own = Sampled(sampled, kept=ids)
             else:
                 own = Sampled(labels, settings.top_k, settings.top_p) if narrowed else LogProbs(labels)
             return [own, LogProbs(labels)] if with_plain else [own]
 
         labels = self._labels_that_count(rows, micro_batch)
-        beside = None if kept_BSK is None else rows.laid((kept_BSK + 1).roll(-1, 1))  # 0 for none, as where it pads
+        beside = None  # of what each position predicts: 0 for none, as where it pads
+        if kept_BSK is not None:
+            beside = rows.laid(F.pad(kept_BSK[:, 1:] + 1, (0, 0, 0, 1)))
         found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, beside, labels)
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
