@@ -31,6 +31,8 @@ from tests.gpt import (
 from tests.megatron.language_models import tiny_hybrid
 from tests.ranks import TIMEOUT_S, ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 LR = 3e-4
 DEEP = {"num_layers": 4}

@@ -18,6 +18,8 @@ from tests.gpt import model_parallel
 from tests.programs import python
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def assert_learns_alike(losses: list[float], expected: list[float]) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)

@@ -10,6 +10,8 @@ from tests.batch_invariant_mode import fixed_calls
 from tests.policy.problems import ended, plain_log_probs, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL = tiny_model(vocab_size=98)
 WIDE = tiny_model(vocab_size=98, hidden_size=96, intermediate_size=160)  # products whose bits show
 MODE = {"batch_invariant_mode": True}

@@ -20,6 +20,8 @@ from tests.policy.problems import (
 from tests.policy.test_logprobs import gathered
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _config(model, kind="fixed", experts=1, **layout):
     config = tiny_config(model, **layout, **batching(kind))

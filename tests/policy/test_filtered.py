@@ -28,6 +28,8 @@ from tests.policy.problems import (
 )
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}
 SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
 K = 3

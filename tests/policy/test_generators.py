@@ -16,6 +16,8 @@ from tests.policy.problems import ended, plain_model, shard, tiny_batch, tiny_co
 from tests.policy.vllm_standin import Engine
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 MOE = SIZES | {"vocab_size": 98, "tie_word_embeddings": False}
 
 

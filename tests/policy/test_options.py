@@ -24,6 +24,8 @@ from tests.policy.problems import (
 )
 from tests.ranks import ranks, shared_folder
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 3e-5  # as in test_train: fp32 in another order
 MLP_ALONE = {
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),

@@ -17,6 +17,8 @@ from megatron_ext.policy.checkpoint import sharded_files
 from megatron_ext.policy.checkpoint.sharded_files import Part
 from tests.ranks import ranks, shared_folder
 
+pytestmark = pytest.mark.slow
+
 
 def save(path, value):
     checkpoint.save_together(Part("weights", path, {"x": torch.full((3,), value)}, {}))

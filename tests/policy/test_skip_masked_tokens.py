@@ -10,6 +10,8 @@ from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn
 from tests.policy.problems import batching, ended, plain_train, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1)
 MODEL = tiny_model(vocab_size=98)
 

@@ -11,6 +11,8 @@ from megatron_ext.emulation.nccl_rules.queues.launches import Communicator, Laun
 from megatron_ext.emulation.nccl_rules.queues.order import LaunchOrder
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def two_groups():
     groups = dist.new_group(), dist.new_group()

@@ -9,6 +9,8 @@ from megatron_ext import run
 from tests.programs import python
 from tests.test_run import LOCAL, STANDIN
 
+pytestmark = pytest.mark.slow
+
 EXCHANGE = """
     import os, sys, torch, torch.distributed as dist
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

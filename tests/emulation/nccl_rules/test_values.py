@@ -12,6 +12,8 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.emulation.nccl_rules import NcclRules
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 # Before 2.13 torch has the older names alone.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
