@@ -17,6 +17,8 @@ from megatron_ext import (
 from tests.head.problems import Problem
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 BENDS = {"softcap": 2.0, "temperature": 0.7}
 EVERYTHING = {**BENDS, "label_smoothing": 0.1, "z_loss": 0.01}
 # Each function with its options: all that change what is computed, or none.

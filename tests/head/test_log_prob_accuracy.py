@@ -10,6 +10,8 @@ from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 T, V, K = 1024, 1024, 6
 
 

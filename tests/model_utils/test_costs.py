@@ -15,6 +15,8 @@ from megatron_ext.model_utils import (
     get_distillation_topk_logprobs_from_logits,
 )
 
+pytestmark = pytest.mark.slow
+
 B, S, COLUMNS, RANKS = 2, 768, 12288, 4
 LOGITS_BYTES = 2 * B * S * COLUMNS
 VOCAB = (0, COLUMNS)

@@ -10,6 +10,8 @@ from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import batching, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 MODEL = tiny_model(vocab_size=98)
 K, TEMPERATURE = 5, 0.7
 LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}

@@ -15,6 +15,8 @@ from tests.policy.problems import (
 )
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["fixed", "dynamic", "packed"]
 
 

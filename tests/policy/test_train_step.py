@@ -10,6 +10,8 @@ from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, N
 from tests.policy.problems import batching, largest_error, shard, tiny_batch, tiny_config, whole
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Labels:
     """Records what it measures, as NeMo-RL's timer does."""

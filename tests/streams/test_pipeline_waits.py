@@ -15,6 +15,8 @@ from tests.streams.recording import Log, Message, Submission
 from tests.streams.stage_recording import recorded_stages, recorded_step
 from tests.streams.waits import EVERY, ONE_AT_A_TIME, STRICTEST, Hang, Rules, check
 
+pytestmark = pytest.mark.slow
+
 MTP = {"mtp_num_layers": 2}
 slow = pytest.mark.slow
 

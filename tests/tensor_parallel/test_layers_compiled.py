@@ -12,6 +12,8 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParalle
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, symmetric_memory, world
 
+pytestmark = pytest.mark.slow
+
 D, N, V = 8, 16, 12
 
 

@@ -8,6 +8,8 @@ import torch
 from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 
 def run(ours, **options):
     """Loss and gradients of one global batch."""

@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_leaves
 from tests.gpt import model_parallel
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 S, B, D, N = 8, 3, 16, 24
 FLOAT = 4  # bytes
 

@@ -11,6 +11,8 @@ from tests.gpt import loss_and_grads, model_parallel, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def ours_in_megatron():

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from megatron_ext.emulation.nccl_rules import CommunicationHang, CommunicationMismatch, NcclRules
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 LAZY, EAGER = NcclRules(), NcclRules(eager=True)
 
 

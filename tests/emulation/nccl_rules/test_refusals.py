@@ -7,6 +7,8 @@ import torch.distributed as dist
 from megatron_ext.emulation.nccl_rules import NcclRules
 from tests.ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 RULES = NcclRules()
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
