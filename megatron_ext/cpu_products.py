@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
 def _widened(left_MK: Tensor, right_KN: Tensor) -> bool:
     """Fake tensors stand for any machine: they take the product that PyTorch has."""
     dtype = left_MK.dtype
-    if left_MK.device.type != "cpu" or dtype not in QUESTIONS or right_KN.dtype != dtype:
+    if dtype not in QUESTIONS or right_KN.dtype != dtype or left_MK.device.type != "cpu":
         return False
     return not has_sixteen_bit_products(dtype) and (torch.compiler.is_compiling() or not is_fake(left_MK))
 

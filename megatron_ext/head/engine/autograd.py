@@ -96,7 +96,7 @@ class Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, way: Way, plan: Plan, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        with _without_autocast(inputs[0]):
+        with without_autocast(inputs[0]):
             stats, results, saved, kept = way.forward(plan, *inputs)
         ctx.set_materialize_grads(False)
         ctx.way, ctx.plan, ctx.parameter = way, plan, inputs[1] if plan.call.fuse_main_grad else None
@@ -132,7 +132,7 @@ class Read(torch.autograd.Function):
             ctx.needs_input_grad[2:],
             ctx.parameter,
         )
-        with _without_autocast(given[0]):
+        with without_autocast(given[0]):
             found = ctx.way.backward(asked)
         return None, None, *found, *[None] * (inputs - len(found))
 
@@ -194,7 +194,8 @@ def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
     return found
 
 
-def _without_autocast(x: Any) -> AbstractContextManager[Any]:
+def without_autocast(x: Any) -> AbstractContextManager[Any]:
+    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
     kind = x.device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
@@ -208,5 +209,6 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise RuntimeError(
-            "the head cannot be differentiated twice: its gradient was given to backward() again, by create_graph=True"
+            "heads and linear layers cannot be differentiated twice: a gradient of theirs was given to backward() "
+            "again, by create_graph=True"
         )

@@ -154,7 +154,7 @@ class ColumnParallelLinear(ParallelLayer):
                 "pass weight=, for instance the word embeddings' shard"
             )
         expected = (self.output_size_per_partition, self.input_size)
-        if tuple(own.shape) != expected:
+        if own.shape != expected:
             raise ValueError(
                 f"weight is {tuple(own.shape)}: it must be {expected}, this rank's shard of "
                 f"[{self.output_size}, {self.input_size}]; pass the shard, not the full weight"

@@ -24,13 +24,10 @@ and gathers the whole again in backward.
 Legend: T tokens (all leading dimensions) of all ranks, t of this rank; D input size, N outputs, both of this rank.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.distributed.collectives import (
@@ -45,12 +42,14 @@ from megatron_ext.distributed.collectives import (
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron_ext.head.batch_invariance import is_on, product, say_once
+from megatron_ext.head.engine.autograd import differentiable_once, without_autocast
 from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
 from megatron_ext.head.validation.readable_values import check_plain
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
 
 ActivationLayout = Literal["replicated", "sequence", "sharded"]
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 _COMMUNICATION = {
     ("replicated", "sharded"): "backward all-reduce",
@@ -61,8 +60,7 @@ _COMMUNICATION = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(NamedTuple):
     """How one parallel linear runs.
 
     Attributes:
@@ -94,7 +92,7 @@ class Plan:
         if not is_on(config):
             return self
         say_once("batch_invariant_mode is on: the tensor-parallel layers take products and sums of one order")
-        return replace(self, invariant=True, symmetric=False)
+        return self._replace(invariant=True, symmetric=False)
 
     @property
     def communication(self) -> str:
@@ -171,7 +169,7 @@ class ParallelLinear(torch.autograd.Function):
         dtype = _matmul_dtype(x)
         _check(x, weight, bias, plan, dtype)
         needs_x, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1] and not plan.frozen
-        kept = x.to(dtype)
+        kept = _cast(x, dtype)
         ctx.save_for_backward(kept if needs_w else None, weight if needs_x or needs_w else None)
         ctx.plan, ctx.dtype, ctx.x_shape, ctx.x_dtype = plan, dtype, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -179,8 +177,8 @@ class ParallelLinear(torch.autograd.Function):
         ctx.parameter = weight if plan.fuse_main_grad else None
 
         early_bias = bias if plan.output == "sharded" else None
-        with _without_autocast(x):
-            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), weight.to(dtype).t()
+        with without_autocast(x):
+            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(weight, dtype).t()
             if plan.input == "sequence":
                 y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
             elif plan.symmetric and plan.output == "sequence":
@@ -190,10 +188,10 @@ class ParallelLinear(torch.autograd.Function):
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
-        return torch.ops.aten._unsafe_view.default(y_tN, plan.output_shape(x.shape, weight.shape[0]))
+        return _unsafe_view(y_tN, plan.output_shape(x.shape, weight.shape[0]))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         plan: Plan = ctx.plan
@@ -203,13 +201,13 @@ class ParallelLinear(torch.autograd.Function):
             main_grad.buffer_of(ctx.parameter)  # raises where it is missing, before anything is communicated
 
         dx = dw = db = None
-        with _without_autocast(dy):
+        with without_autocast(dy):
             dy_tN = dy.reshape(-1, dy.shape[-1])
             if needs_b:
-                db = dy_tN.sum(0).to(ctx.bias_dtype)
+                db = _cast(dy_tN.sum(0), ctx.bias_dtype)
             if not needs_x and not needs_w:
                 return None, None, db, None
-            dy_tN = dy_tN.to(ctx.dtype)
+            dy_tN = _cast(dy_tN, ctx.dtype)
             now = needs_w and not (plan.deferral is not None and plan.deferral.keep(x, dy))
             x_tD = x.reshape(-1, x.shape[-1]) if now else None
             gathering = None
@@ -218,7 +216,7 @@ class ParallelLinear(torch.autograd.Function):
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
-                w_ND = weight.to(ctx.dtype)
+                w_ND = _cast(weight, ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
                     reducing = plan.start_reduce_dgrad(dx_TD)
@@ -234,11 +232,11 @@ class ParallelLinear(torch.autograd.Function):
                 if plan.fuse_main_grad:
                     add_to_main_grad(ctx.parameter, dy_TN, x_TD)
                 else:
-                    dw = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
+                    dw = _cast(cpu_products.mm(dy_TN.t(), x_TD), weight.dtype)
             if plan.fuse_main_grad and needs_w:
                 dw = main_grad.finish(ctx.parameter, weight.dtype)
             if reducing is not None:
-                dx = reducing.wait().view(ctx.x_shape).to(ctx.x_dtype)
+                dx = _cast(reducing.wait().view(ctx.x_shape), ctx.x_dtype)
         return dx, dw, db, None
 
 
@@ -249,7 +247,7 @@ def _multiply(x_TD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | None = None
         wide = torch.promote_types(dtype, x_TD.dtype)
         return product(x_TD.to(wide), w_DN.to(wide), None if bias is None else bias.to(wide)).to(dtype)
     if dtype == x_TD.dtype:
-        return cpu_products.mm(x_TD, w_DN, added=None if bias is None else bias.to(dtype))
+        return cpu_products.mm(x_TD, w_DN, added=None if bias is None else _cast(bias, dtype))
     if x_TD.is_cuda and dtype == torch.float32:
         y_TN = torch.mm(x_TD, w_DN, out_dtype=dtype)
     else:
@@ -291,14 +289,13 @@ def _own_rows_first(
 def _matmul_dtype(x: Tensor) -> torch.dtype:
     """As torch.nn.functional.linear chooses it: the input's, or under autocast autocast's."""
     kind = x.device.type
-    autocast = x.dtype != torch.float64 and x.is_floating_point() and torch.is_autocast_enabled(kind)
+    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64 and x.is_floating_point()
     return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes ten times as long to see that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype) -> None:
