@@ -197,7 +197,8 @@ def planned(
 
 
 def _whole_rows(given: dict[str, Any]) -> Traffic:
-    return _bytes(given["z_ptr"]), _bytes(given["exp_ptr"]) * given["HAS_EXP"] + _bytes(given["stats_ptr"]), 0
+    kept = 0 if given["exp_ptr"] is None else _bytes(given["exp_ptr"])
+    return _bytes(given["z_ptr"]), kept + _bytes(given["stats_ptr"]), 0
 
 
 def _long_rows(given: dict[str, Any]) -> Traffic:

@@ -34,28 +34,15 @@ def _sums_kernel(
 ):
     """Sums of exponentials of one token's logits. Neighbouring columns belong to neighbouring threads, as in those
     kernels: it decides the order within a block."""
-    softcap, temperature = tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32)
     token = tl.program_id(0).to(tl.int64)
     z_ptr += token * z_stride
+    row = (z_ptr, bias_ptr, counted, tl.full([], softcap, tl.float32), tl.full([], temperature, tl.float32))
     peak = tl.load(peak_ptr + token * peak_stride)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     total = 0.0
     for start in range(0, counted, _BLOCK):
         columns = tl.max_contiguous(start + tl.arange(0, _BLOCK), 1)
-        z = logits(
-            z_ptr,
-            bias_ptr,
-            columns,
-            counted,
-            softcap,
-            temperature,
-            True,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            HAS_TEMPERATURE,
-            tl.float32,
-        )
-        total += tl.sum(tl.exp(z - peak), 0)
+        total += tl.sum(tl.exp(logits(row, columns, True, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE) - peak), 0)
     tl.store(sum_ptr + token * sum_stride, total)
 
 

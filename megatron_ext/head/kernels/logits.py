@@ -39,23 +39,29 @@ def bend(x):
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
+# A row of logits, as these functions take it: the pointers to one token's logits and to the bias, how many columns
+# count, and softcap and temperature, in the dtype of the arithmetic.
+
+
 @triton.jit
-def raw(z_ptr, bias_ptr, columns, inside, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+def raw(row, columns, inside, MASKED: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The logits of some columns of one token with their bias; with MASKED -inf where not `inside`."""
+    z_ptr, bias_ptr, _, _, temperature = row
     if MASKED:
-        z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(DTYPE)
+        z = tl.load(z_ptr + columns, mask=inside, other=float("-inf")).to(temperature.dtype)
         if HAS_BIAS:
-            z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(DTYPE)
+            z += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(temperature.dtype)
     else:
-        z = tl.load(z_ptr + columns).to(DTYPE)
+        z = tl.load(z_ptr + columns).to(temperature.dtype)
         if HAS_BIAS:
-            z += tl.load(bias_ptr + columns).to(DTYPE)
+            z += tl.load(bias_ptr + columns).to(temperature.dtype)
     return z
 
 
 @triton.jit
-def transformed(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
+def transformed(row, z, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
     """`softcap * tanh(z / softcap) / temperature`."""
+    _, _, _, softcap, temperature = row
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
     if HAS_TEMPERATURE:
@@ -65,22 +71,16 @@ def transformed(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERAT
 
 @triton.jit
 def logits(
-    z_ptr,
-    bias_ptr,
+    row,
     columns,
-    counted,
-    softcap,
-    temperature,
     MASKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
-    """The logits of some columns of one token, transformed; with MASKED -inf from column `counted` on."""
-    inside = columns < counted
-    z = raw(z_ptr, bias_ptr, columns, inside, MASKED, HAS_BIAS, DTYPE)
-    z = transformed(z, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    """The logits of some columns of one token, transformed; with MASKED -inf from the first that does not count on."""
+    inside = columns < row[2]
+    z = transformed(row, raw(row, columns, inside, MASKED, HAS_BIAS), HAS_SOFTCAP, HAS_TEMPERATURE)
     if MASKED and HAS_SOFTCAP:
         z = tl.where(inside, z, float("-inf"))
     return z

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megatron_ext.head.kernels.logits import FAR, exp, logits
-from megatron_ext.head.kernels.row_sums import NOWHERE, label_logit, lowest, sums, write_statistics
+from megatron_ext.head.kernels.row_sums import NOWHERE, label_logit, lowest, put_label_out, sums, write_statistics
 
 _REACH = tl.constexpr(20.0)
 
@@ -22,18 +22,14 @@ _REACH = tl.constexpr(20.0)
 def _seen(
     z,
     columns,
-    peak,
-    total,
-    inner,
-    mean_sum,
-    finite_count,
-    first,
+    found,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Each lane's statistics with `z` `[STEPS, LANES]` among what it has seen."""
+    peak, total, inner, mean_sum, finite_count, first = found
     highest = tl.max(z, 0)
     new_peak = tl.maximum(peak, highest)
     if WITH_HITS:
@@ -81,8 +77,6 @@ def long_row_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
-    HAS_EXP: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
@@ -92,14 +86,13 @@ def long_row_kernel(
     SAMPLED: tl.constexpr,
 ):
     """A row by blocks of STEPS * LANES columns, the last of which may reach past its end."""
-    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + token * target_stride).to(tl.int32)
     z_ptr += token * z_stride
-    exp_ptr += token * exp_stride
-    at_target, slope = label_logit(
-        z_ptr, bias_ptr, target, softcap, temperature, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE, DTYPE
-    )
+    row = (z_ptr, bias_ptr, counted, tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE))
+    if exp_ptr is not None:
+        exp_ptr += token * exp_stride
+    at_target, slope = label_logit(row, target, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
     block = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     whole = counted // (STEPS * LANES) * (STEPS * LANES)
     if SAMPLED:
@@ -107,85 +100,20 @@ def long_row_kernel(
 
     sample = tl.full([], 0.0, DTYPE)
     if SAMPLED:
-        z = logits(
-            z_ptr,
-            bias_ptr,
-            block,
-            counted,
-            softcap,
-            temperature,
-            True,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            HAS_TEMPERATURE,
-            DTYPE,
+        sample = tl.maximum(
+            tl.max(tl.max(logits(row, block, True, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE), 0), 0), lowest(DTYPE)
         )
-        sample = tl.maximum(tl.max(tl.max(z, 0), 0), lowest(DTYPE))
 
     peak = tl.zeros([LANES], DTYPE) + lowest(DTYPE)
     total = tl.zeros([LANES], DTYPE)
-    inner, mean_sum, finite_count = total, total, total
-    first = tl.full([LANES], NOWHERE, tl.int32)
-    for start in range(0, whole, STEPS * LANES):
-        z = logits(
-            z_ptr,
-            bias_ptr,
-            start + block,
-            counted,
-            softcap,
-            temperature,
-            False,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            HAS_TEMPERATURE,
-            DTYPE,
-        )
-        if SAMPLED:
-            _keep(z - sample, start + block, kept_columns, exp_ptr, True)
-        peak, total, inner, mean_sum, finite_count, first = _seen(
-            z,
-            start + block,
-            peak,
-            total,
-            inner,
-            mean_sum,
-            finite_count,
-            first,
-            WITH_MEAN,
-            WITH_ENTROPY,
-            WITH_HITS,
-            DTYPE,
-        )
-    for start in range(whole, counted, STEPS * LANES):
-        z = logits(
-            z_ptr,
-            bias_ptr,
-            start + block,
-            counted,
-            softcap,
-            temperature,
-            True,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            HAS_TEMPERATURE,
-            DTYPE,
-        )
-        if SAMPLED:
-            _keep(z - sample, start + block, kept_columns, exp_ptr, False)
-        peak, total, inner, mean_sum, finite_count, first = _seen(
-            z,
-            start + block,
-            peak,
-            total,
-            inner,
-            mean_sum,
-            finite_count,
-            first,
-            WITH_MEAN,
-            WITH_ENTROPY,
-            WITH_HITS,
-            DTYPE,
-        )
+    found = (peak, total, total, total, total, tl.full([LANES], NOWHERE, tl.int32))
+    for PAST_END in tl.static_range(2):
+        for start in range(whole if PAST_END else 0, counted if PAST_END else whole, STEPS * LANES):
+            z = logits(row, start + block, PAST_END, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
+            if SAMPLED:
+                _keep(z - sample, start + block, kept_columns, exp_ptr, not PAST_END)
+            found = _seen(z, start + block, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, DTYPE)
+    peak, total, inner, mean_sum, finite_count, first = found
 
     base = tl.max(peak, 0)
     moved = tl.maximum(peak - base, FAR)
@@ -197,65 +125,24 @@ def long_row_kernel(
     if WITH_HITS:
         first = tl.where(peak == base, first, NOWHERE)
     all_total = tl.sum(fade * total, 0)
-    write_statistics(
-        stats_ptr + token * stats_stride_t,
-        stats_stride_k,
-        tl.where(all_total == 0.0, float("-inf"), base),
-        all_total,
-        at_target,
-        tl.sum(mean_sum, 0),
-        tl.sum(finite_count, 0),
-        tl.sum(inner, 0),
-        tl.min(first, 0) == target,
-        slope,
-        WITH_MEAN,
-        WITH_ENTROPY,
-        WITH_HITS,
-        HAS_SOFTCAP,
-        DTYPE,
-    )
+    mean_sum, finite_count, inner = tl.sum(mean_sum, 0), tl.sum(finite_count, 0), tl.sum(inner, 0)
+    highest = tl.where(all_total == 0.0, float("-inf"), base)
+    found = (highest, all_total, at_target, mean_sum, finite_count, inner, tl.min(first, 0) == target, slope)
+    stats_ptr += token * stats_stride_t
+    write_statistics(stats_ptr, stats_stride_k, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP, DTYPE)
 
     shift = tl.where(all_total == 0.0, 0.0, base)
-    if HAS_EXP:
+    if exp_ptr is not None:
         width = kept_columns
         if SAMPLED:  # nothing is left to do, unless the sample was too low or columns that do not count are kept
             done = (base - sample <= _REACH) & (kept_columns <= tl.cdiv(counted, STEPS * LANES) * (STEPS * LANES))
             shift = tl.where(done & (all_total > 0.0), sample, shift)
             kept_columns = tl.where(done, 0, kept_columns)
         kept = tl.minimum(whole, kept_columns // (STEPS * LANES) * (STEPS * LANES))
-        for start in range(0, kept, STEPS * LANES):
-            columns = start + block
-            z = logits(
-                z_ptr,
-                bias_ptr,
-                columns,
-                counted,
-                softcap,
-                temperature,
-                False,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                HAS_TEMPERATURE,
-                DTYPE,
-            )
-            _keep(z - base, columns, kept_columns, exp_ptr, True)
-        for start in range(kept, kept_columns, STEPS * LANES):
-            columns = start + block
-            z = logits(
-                z_ptr,
-                bias_ptr,
-                columns,
-                counted,
-                softcap,
-                temperature,
-                True,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                HAS_TEMPERATURE,
-                DTYPE,
-            )
-            _keep(z - base, columns, kept_columns, exp_ptr, False)
-        tl.debug_barrier()  # the label's 0 comes after all other threads' numbers
-        tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < width))
-    if HAS_SHIFT:
+        for PAST_END in tl.static_range(2):
+            for start in range(kept if PAST_END else 0, kept_columns if PAST_END else kept, STEPS * LANES):
+                z = logits(row, start + block, PAST_END, HAS_BIAS, HAS_SOFTCAP, HAS_TEMPERATURE)
+                _keep(z - base, start + block, kept_columns, exp_ptr, not PAST_END)
+        put_label_out(exp_ptr, target, width)
+    if shift_ptr is not None:
         tl.store(shift_ptr + token, shift)

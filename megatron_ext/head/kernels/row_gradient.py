@@ -33,44 +33,40 @@ def _row_gradient_kernel(
     temperature: tl.float64,
     tiny: tl.float64,
     SOURCE_IS_EXP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SLOPE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr,
-    HAS_VALUE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    softcap, temperature = tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = columns < counted
     target = tl.load(target_ptr + token * target_stride).to(tl.int32)
     shift = tl.load(shift_ptr + token)
     source_ptr += token * source_stride
+    row = (source_ptr, bias_ptr, counted, tl.full([], softcap, DTYPE), tl.full([], temperature, DTYPE))
     if SOURCE_IS_EXP:
         e = tl.load(source_ptr + columns, mask=inside, other=0.0).to(DTYPE)
         u = e
-        if HAS_SLOPE or HAS_SOFTCAP:
+        if slope_ptr is not None or HAS_SOFTCAP:
             u = tl.log(tl.maximum(e, tl.full([], tiny, DTYPE)))
         if HAS_SOFTCAP:
-            bent = (u + shift) * (temperature / softcap)
+            bent = (u + shift) * (row[4] / row[3])
             slope_here = 1.0 - bent * bent
     else:
-        z = raw(source_ptr, bias_ptr, columns, inside, True, HAS_BIAS, DTYPE)
+        z = raw(row, columns, inside, True, HAS_BIAS)
         if HAS_SOFTCAP:
-            slope_here = bend(z / softcap)
-        u = transformed(z, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE) - shift
+            slope_here = bend(z / row[3])
+        u = transformed(row, z, HAS_SOFTCAP, HAS_TEMPERATURE) - shift
         e = exp(u)
     grad = e
-    if HAS_SLOPE:
+    if slope_ptr is not None:
         near = tl.maximum(u, FAR)
         grad = e * (tl.load(scale_ptr + token) + tl.load(slope_ptr + token) * near)
-    elif HAS_SCALE:
+    elif scale_ptr is not None:
         grad = e * tl.load(scale_ptr + token)
-    if HAS_OFFSET:
+    if offset_ptr is not None:
         offset = tl.load(offset_ptr + token)
         if SOURCE_IS_EXP:
             grad += offset
@@ -79,10 +75,10 @@ def _row_gradient_kernel(
     if HAS_SOFTCAP:
         grad = tl.where(u > float("-inf"), grad * slope_here, 0.0)
     value = tl.zeros([], DTYPE)
-    if HAS_VALUE:
+    if value_ptr is not None:
         value = tl.load(value_ptr + token)
     grad = tl.where(columns == target, value, grad)
-    if HAS_OFFSET or HAS_SOFTCAP:
+    if offset_ptr is not None or HAS_SOFTCAP:
         grad = tl.where(inside, grad, 0.0)
     tl.store(out_ptr + token * out_stride + columns, grad.to(out_ptr.dtype.element_ty), mask=columns < columns_all)
 
@@ -111,18 +107,18 @@ def row_gradient(
     block_v, warps = blocks.sizes(blocks.GRADIENT, columns, double)
     writable(out_TV)
 
-    def or_shift(x_T: Tensor | None) -> Tensor:
-        return shift_T.contiguous() if x_T is None else x_T.contiguous()
+    def packed(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.contiguous()
 
     with torch.cuda.device_of(source_TV):  # Triton launches on the current device, wherever the tensors are
         _row_gradient_kernel[(tokens, triton.cdiv(columns, block_v))](
             source_TV,
             target_T,
-            shift_T.contiguous(),
-            or_shift(scale_T),
-            or_shift(slope_T),
-            or_shift(offset_T),
-            or_shift(value_T),
+            packed(shift_T),
+            packed(scale_T),
+            packed(slope_T),
+            packed(offset_T),
+            packed(value_T),
             out_TV,
             shift_T if bias_V is None else bias_V.contiguous(),
             source_TV.stride(0),
@@ -134,10 +130,6 @@ def row_gradient(
             temperature,
             torch.finfo(shift_T.dtype).tiny,
             SOURCE_IS_EXP=source_is_exp,
-            HAS_SCALE=scale_T is not None,
-            HAS_SLOPE=slope_T is not None,
-            HAS_OFFSET=offset_T is not None,
-            HAS_VALUE=value_T is not None,
             HAS_BIAS=bias_V is not None,
             HAS_SOFTCAP=softcap is not None,
             HAS_TEMPERATURE=temperature != 1.0,

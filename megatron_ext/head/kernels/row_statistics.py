@@ -38,10 +38,10 @@ def row_statistics(
     sizes = blocks.whole_row(columns, counted, more, double)
     kernel = long_row_kernel if sizes is None else whole_row_kernel
     constants, warps = blocks.long_row(more, double) if sizes is None else sizes
-    kept = stats_KT if exp_TV is None else writable(exp_TV)
-    kept_columns = 0 if exp_TV is None else exp_TV.shape[1]
+    kept = None if exp_TV is None else writable(exp_TV)
+    kept_columns = 0 if kept is None else kept.shape[1]
     if sizes is None:
-        constants["SAMPLED"] = (z_TV.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
+        constants["SAMPLED"] = kept is not None and (z_TV.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
     else:
         constants["FIRST_KEPT"] = constants["FIRST"] <= kept_columns
     with torch.cuda.device_of(z_TV):  # Triton launches on the current device, wherever the tensors are
@@ -50,13 +50,13 @@ def row_statistics(
             target_T,
             stats_KT,
             kept,
-            stats_KT if shift_T is None else shift_T,
+            shift_T,
             stats_KT if bias_V is None else bias_V.contiguous(),
             z_TV.stride(0),
             target_T.stride(0),
             stats_KT.stride(0),
             stats_KT.stride(1),
-            kept.stride(0),
+            0 if kept is None else kept.stride(0),
             kept_columns,
             counted,
             1.0 if softcap is None else softcap,
@@ -64,8 +64,6 @@ def row_statistics(
             HAS_BIAS=bias_V is not None,
             HAS_SOFTCAP=softcap is not None,
             HAS_TEMPERATURE=temperature != 1.0,
-            HAS_EXP=exp_TV is not None,
-            HAS_SHIFT=shift_T is not None,
             WITH_MEAN=with_mean,
             WITH_ENTROPY=with_entropy,
             WITH_HITS=with_hits,

@@ -19,25 +19,14 @@ def lowest(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def label_logit(
-    z_ptr,
-    bias_ptr,
-    target,
-    softcap,
-    temperature,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+def label_logit(row, target, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
     """The label's logit, -inf if another shard has it, and the softcap's slope there, 0 then."""
     owned = target >= 0
-    z = raw(z_ptr, bias_ptr, target, owned, True, HAS_BIAS, DTYPE)
-    slope = tl.full([], 0.0, DTYPE)
+    z = raw(row, target, owned, True, HAS_BIAS)
+    slope = tl.full([], 0.0, z.dtype)
     if HAS_SOFTCAP:
-        slope = tl.where(owned, bend(z / softcap), slope)
-    z = transformed(z, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
-    return tl.where(owned, z, float("-inf")), slope
+        slope = tl.where(owned, bend(z / row[3]), slope)
+    return tl.where(owned, transformed(row, z, HAS_SOFTCAP, HAS_TEMPERATURE), float("-inf")), slope
 
 
 @triton.jit
@@ -61,20 +50,14 @@ def sums(z, reference, axis: tl.constexpr, WITH_MEAN: tl.constexpr, WITH_ENTROPY
 def write_statistics(
     stats_ptr,
     stats_stride_k,
-    peak,
-    total,
-    at_target,
-    mean_sum,
-    finite_count,
-    inner,
-    hit,
-    slope,
+    found,
     WITH_MEAN: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_HITS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
+    peak, total, at_target, mean_sum, finite_count, inner, hit, slope = found
     tl.store(stats_ptr, peak)
     tl.store(stats_ptr + stats_stride_k, total)
     tl.store(stats_ptr + 2 * stats_stride_k, tl.minimum(at_target, peak))
@@ -91,3 +74,10 @@ def write_statistics(
         extra_ptr += stats_stride_k
     if HAS_SOFTCAP:
         tl.store(extra_ptr, slope)
+
+
+@triton.jit
+def put_label_out(exp_ptr, target, kept_columns):
+    """The label's exponential becomes 0, after all other threads' numbers."""
+    tl.debug_barrier()
+    tl.store(exp_ptr + target, tl.zeros([], exp_ptr.dtype.element_ty), mask=(target >= 0) & (target < kept_columns))
