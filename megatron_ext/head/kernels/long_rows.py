@@ -127,9 +127,9 @@ def long_row_kernel(
     all_total = tl.sum(fade * total, 0)
     mean_sum, finite_count, inner = tl.sum(mean_sum, 0), tl.sum(finite_count, 0), tl.sum(inner, 0)
     highest = tl.where(all_total == 0.0, float("-inf"), base)
-    found = (highest, all_total, at_target, mean_sum, finite_count, inner, tl.min(first, 0) == target, slope)
+    statistics = (highest, all_total, at_target, mean_sum, finite_count, inner, tl.min(first, 0) == target, slope)
     stats_ptr += token * stats_stride_t
-    write_statistics(stats_ptr, stats_stride_k, found, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP, DTYPE)
+    write_statistics(stats_ptr, stats_stride_k, statistics, WITH_MEAN, WITH_ENTROPY, WITH_HITS, HAS_SOFTCAP, DTYPE)
 
     shift = tl.where(all_total == 0.0, 0.0, base)
     if exp_ptr is not None:
