@@ -4,7 +4,7 @@
 `noop_flag`, an int32 of one element, is set where a gradient is not finite; kernels of optimizers then do nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,61 +45,60 @@ def multi_tensor_unscale_l2norm(
     return total * inv_scale, each * inv_scale
 
 
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters.
+def _adam_kernel(update: Callable[[list[Tensor], "Hyper"], None]) -> Callable[..., None]:
+    """The kernel that calls `update` with each parameter's tensors: those of the lists at one place.
 
     `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
     """
-    hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    for row in _elements(tensor_lists):
-        grad, parameter, first, second = row[:4]
-        master = row[4] if len(row) > 4 else None
-        updated = _adam(grad.float(), (parameter if master is None else master).float(), first, second, hyper)
-        if master is not None:
-            master.copy_(updated)
-        parameter.copy_(updated)
+
+    def kernel(
+        chunk_size: int,
+        noop_flag: Tensor,
+        tensor_lists: Lists,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        step: int,
+        mode: int,
+        bias_correction: int,
+        weight_decay: float,
+    ) -> None:
+        for row in _elements(tensor_lists):
+            update(row, (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay))
+
+    kernel.__doc__ = update.__doc__
+    return kernel
 
 
-def multi_tensor_adam_param_remainder(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
+Hyper = tuple[Any, ...]  # lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
+
+
+@_adam_kernel
+def multi_tensor_adam(row: list[Tensor], hyper: Hyper) -> None:
+    """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters."""
+    grad, parameter, first, second, *master = row
+    updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, hyper)
+    for tensor in (*master, parameter):
+        tensor.copy_(updated)
+
+
+@_adam_kernel
+def multi_tensor_adam_param_remainder(row: list[Tensor], hyper: Hyper) -> None:
     """As `multi_tensor_adam` of bf16 parameters; the fifth list has the lower 16 bits of their fp32 masters, as int16.
 
     A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
     parameters are rounded, not cut off.
     """
-    hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
-    for grad, parameter, first, second, lower in _elements(tensor_lists):
-        low = lower.to(torch.int32)
-        high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-        master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-        bits = _adam(grad.float(), master, first, second, hyper).view(torch.int32)
-        low = bits.to(torch.int16)
-        lower.copy_(low)
-        high = (bits >> 16) + (low < 0).to(torch.int32)
-        parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
+    grad, parameter, first, second, lower = row
+    low = lower.to(torch.int32)
+    high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+    master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+    bits = _adam(grad.float(), master, first, second, hyper).view(torch.int32)
+    low = bits.to(torch.int16)
+    lower.copy_(low)
+    high = (bits >> 16) + (low < 0).to(torch.int32)
+    parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
 
 
 def multi_tensor_adam_fp8(
@@ -193,7 +192,7 @@ def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
         yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
-def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, hyper: tuple[Any, ...]) -> Tensor:
+def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, hyper: Hyper) -> Tensor:
     """The parameter after a step; the moments are updated in place."""
     lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay = hyper
     grad = grad + weight_decay * parameter if mode == 0 else grad

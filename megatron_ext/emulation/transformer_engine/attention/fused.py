@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.emulation.transformer_engine.attention.layouts import Pack, pack_of, written
+from megatron_ext.emulation.transformer_engine.attention.layouts import Pack, is_served, pack_of, written
 from megatron_ext.emulation.transformer_engine.attention.scores import Rules, mask_and_bias
 from megatron_ext.emulation.transformer_engine.enums import (
     TORCH_DTYPES,
-    DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
 
@@ -45,13 +43,8 @@ def get_fused_attn_backend(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> Any:
-    """The backend for any sequence length, or none: for FP8 tensors and for paged caches."""
-    fp8 = q_dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2)
-    paged = qkv_layout >= NVTE_QKV_Layout.NVTE_Paged_KV_BSHD_BSHD_BSHD
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend if fp8 or paged else _BACKEND
-
-
-_BACKEND = NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+    """The backend for any sequence length, or none."""
+    return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if is_served(q_dtype, qkv_layout) else "NVTE_No_Backend"]
 
 
 def fused_attn_fwd(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.emulation.transformer_engine.enums import NVTE_QKV_Layout
+from megatron_ext.emulation.transformer_engine.enums import DType, NVTE_QKV_Layout
 
 # Cumulated lengths, where each sequence starts (None: where the one before it ends), and the largest length.
 Lengths = tuple[Tensor, Tensor | None, int]
@@ -44,6 +44,12 @@ class Pack:
         """Summed over the query heads that share a head of keys."""
         batch, heads, length, width = gradient.shape
         return gradient.view(batch, self.groups, heads // self.groups, length, width).sum(2)
+
+
+def is_served(dtype: Any, layout: Any) -> bool:
+    """Not FP8 tensors, and not paged caches."""
+    fp8 = dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2)
+    return not fp8 and layout < NVTE_QKV_Layout.NVTE_Paged_KV_BSHD_BSHD_BSHD
 
 
 def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: Lengths) -> list[Pack]:

@@ -6,22 +6,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.attention import fused, packed_sequences
+from megatron_ext.emulation.transformer_engine.attention.layouts import is_served
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES, NVTE_Bias_Type, NVTE_Mask_Type
 from megatron_ext.emulation.transformer_engine.since_2_20.enums import NVTE_Fused_Attn_Backend
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
     """(the backend, why there is none) for TE's `FusedAttentionParams`."""
-    params = fused_attn_params
-    found = fused.get_fused_attn_backend(
-        *(params.is_training, params.qkv_dtype, params.qkv_dtype, params.qkv_layout, params.bias_type),
-        *(params.attn_mask_type, params.softmax_type, params.dropout, params.num_attn_heads, params.num_gqa_groups),
-        *(params.max_seqlen_q, params.max_seqlen_kv, params.head_dim_qk, params.head_dim_v, params.window_size_left),
-        *(params.window_size_right, params.return_max_logit, params.cuda_graph),
-    )
-    found = NVTE_Fused_Attn_Backend(int(found))
-    none = found == NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    return found, "the CPU emulation has neither attention in FP8 nor paged caches" if none else ""
+    if is_served(fused_attn_params.qkv_dtype, fused_attn_params.qkv_layout):
+        return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+    return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the CPU emulation has neither attention in FP8 nor paged caches"
 
 
 def fused_attn_fwd(
