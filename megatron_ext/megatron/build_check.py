@@ -17,6 +17,7 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_ext.megatron.fused_loss import patch_points
+from megatron_ext.megatron.fusion_report import name_of
 
 _LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 
@@ -81,8 +82,6 @@ def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
 
 
 def _check(model: Any) -> ModelCheck:
-    stage = getattr(model, "vp_stage", None)
-    kind = type(model).__name__.removeprefix("FSDP")
     has_output_layer = patch_points.output_layer(model) is not None
     why_not = None
     if has_output_layer:
@@ -95,9 +94,9 @@ def _check(model: Any) -> ModelCheck:
         type(layer).__module__.split(".")[0] for layer in model.modules() if type(layer).__name__ in _LAYERS
     )
     return ModelCheck(
-        model=kind if stage is None else f"{kind} (virtual stage {stage})",
+        model=name_of(model),
         has_output_layer=has_output_layer,
-        losses=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
+        losses=1 + patch_points.multi_token_layers(model),
         why_not=why_not,
         layers=homes,
     )

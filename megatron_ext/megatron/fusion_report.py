@@ -104,15 +104,19 @@ def say_once(text: str, key: str | None = None) -> None:
         warnings.warn(text, stacklevel=3)
 
 
+def name_of(model: Any) -> str:
+    """Its class name, and its virtual pipeline stage where there is one."""
+    stage, kind = getattr(model, "vp_stage", None), type(model).__name__.removeprefix("FSDP")
+    return kind if stage is None else f"{kind} (virtual stage {stage})"
+
+
 def counters_of(model: Any) -> ModelFusion:
     """The counters of a model, which the patch adds to."""
     if model not in _by_model:
-        stage = getattr(model, "vp_stage", None)
-        kind = type(model).__name__.removeprefix("FSDP")
         config = getattr(model, "config", None)
         asked = getattr(config, "cross_entropy_loss_fusion", False)
         entry = ModelFusion(
-            kind if stage is None else f"{kind} (virtual stage {stage})",
+            name_of(model),
             megatron_kernel=getattr(config, "cross_entropy_fusion_impl", "native") if asked else None,
         )
         _by_model[model] = entry
