@@ -1,11 +1,10 @@
-"""`python -m benchmarks.layer_step`: a training step of a small GPT on one CPU rank, our layers beside Megatron's.
+"""`python -m benchmarks.run cpu --only layers`: a step of a small GPT on one CPU rank, our layers beside Megatron's.
 
 Our layers stand in for Megatron's in a whole process, so each side has one of its own; they take turns. What is
 compared is the time that the CPU works for a step, forward and backward, which other processes disturb less than the
 time that passes.
 """
 
-import argparse
 import multiprocessing
 import tempfile
 import time
@@ -14,9 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks import record
 from benchmarks.measure import ratios
-from benchmarks.progress import shown
 from benchmarks.worlds import start_rank
 
 STOCK, OURS = "megatron layers", "our layers"
@@ -87,23 +84,3 @@ def measure_layers(budget_s: float, width: int) -> list[tuple[str, str, str, lis
     return [(name, "CPU time", "ms", found) for name, found in times.items()] + [
         (name, "CPU time / stock", "1", found) for name, found in ratios(times, to=STOCK).items()
     ]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30, help="for each width (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
-    options = parser.parse_args()
-    origin = record.Origin.here("cpu")
-    rows = [
-        origin.row(case_name(width), *row)
-        for width in shown(list(BATCHES), "widths")
-        for row in measure_layers(options.seconds, width)
-    ]
-    record.write(options.out, rows)
-    print(record.table(rows))
-    print(f"{len(rows)} rows in {options.out}")
-
-
-if __name__ == "__main__":
-    main()

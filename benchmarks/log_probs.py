@@ -1,23 +1,20 @@
-"""`python -m benchmarks.log_probs`: log-probabilities of labels from vocabulary-parallel logits, forward and backward.
+"""`python -m benchmarks.run cpu --only log-probs`: log-probabilities of labels from vocabulary-parallel logits.
 
-Beside the usual way: fp32 copies in chunks of tokens, three all-reduces a chunk, all of it again in backward. Both run
-in the same processes, by turns; what is compared is the time that each rank's CPU works, which other processes
-disturb less than the time that passes. A way whose values or gradients are wrong gets no time.
+Forward and backward, beside the usual way: fp32 copies in chunks of tokens, three all-reduces a chunk, all of it again
+in backward. Both run in the same processes, by turns; what is compared is the time that each rank's CPU works, which
+other processes disturb less than the time that passes. A way whose values or gradients are wrong gets no time.
 
 Legend: T tokens, N tokens of a chunk, V columns of this rank's vocabulary shard.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
 from benchmarks.cases import Case
 from benchmarks.measure import any_rank, barrier, ratios
 from benchmarks.peers import own_target, sharded_log_softmax
@@ -184,22 +181,3 @@ def measure_log_probs(budget_s: float) -> tuple[list[tuple[str, tuple[str, str, 
         rows += [(case.name, row) for row in found]
         remarks += [f"{case.name}: {line}" for line in refused]
     return rows, remarks
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="for the times of one case (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu.csv", help="the CSV (default: %(default)s)")
-    options = parser.parse_args()
-    origin = record.Origin.here("cpu")
-    found, remarks = measure_log_probs(options.seconds)
-    rows = [origin.row(case, *row) for case, row in found]
-    record.write(options.out, rows)
-    print(record.table(rows))
-    print("\n".join([*remarks, f"{len(rows)} rows in {options.out}"]))
-
-
-if __name__ == "__main__":
-    main()

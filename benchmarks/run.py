@@ -1,8 +1,8 @@
 """`python -m benchmarks.run cpu`: measures, writes benchmarks/results/*.csv, prints a table, draws.
 
 `gpu` is in gpu.py, `plan` in plan.py. On the CPU, exact counts at full size come first, from fake tensors; then the
-heads, all of one case by turns; then a step of the layers, log-probabilities from logits and the memory of the policy
-worker: modules that also run alone. Every case's rows are written once it is measured.
+heads, all of one case by turns; then a step of the layers, log-probabilities from logits, losses and the memory of the
+policy worker, the last two in modules that also run alone. Every case's rows are written once it is measured.
 """
 
 import argparse
@@ -65,6 +65,11 @@ Found = tuple[
 ]  # case, rows (impl, metric, unit, values), remarks
 
 
+def seconds(options: argparse.Namespace, usual: float = 10) -> float:
+    """For the times of one case."""
+    return usual if options.seconds is None else options.seconds
+
+
 def counted(options: argparse.Namespace) -> Iterator[Found]:
     yield cases.COUNTED_CASE.name, count_full_size(cases.COUNTED_CASE), []
 
@@ -78,17 +83,17 @@ def heads(options: argparse.Namespace) -> Iterator[Found]:
                 torch.save(truth(whole_inputs(case)), true_path)
             throughs = {impl.through for impl in available(case)[0]}
             errors = baselines(case, torch.load(true_path, mmap=True, weights_only=False), throughs)
-            rows, remarks = run_world(case.ranks, "cpu", measure_world, case, true_path, errors, options.seconds)
+            rows, remarks = run_world(case.ranks, "cpu", measure_world, case, true_path, errors, seconds(options))
             yield case.name, rows, remarks
 
 
 def layers(options: argparse.Namespace) -> Iterator[Found]:
     for width in layer_step.BATCHES:
-        yield layer_step.case_name(width), layer_step.measure_layers(min(5, options.seconds), width), []
+        yield layer_step.case_name(width), layer_step.measure_layers(seconds(options, 5), width), []
 
 
 def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
-    found, remarks = log_probs.measure_log_probs(min(log_probs.SECONDS, options.seconds))
+    found, remarks = log_probs.measure_log_probs(seconds(options, log_probs.SECONDS))
     for name in dict.fromkeys(name for name, _ in found):
         yield name, [row for other, row in found if other == name], remarks
         remarks = []
@@ -96,7 +101,7 @@ def log_probs_of_logits(options: argparse.Namespace) -> Iterator[Found]:
 
 def losses_from_hidden_states(options: argparse.Namespace) -> Iterator[Found]:
     for case in loss_cases.CASES:  # the times of one: `benchmarks.losses` has those of the others
-        budget_s = min(losses.SECONDS, options.seconds) if case is loss_cases.GRPO else None
+        budget_s = seconds(options, losses.SECONDS) if case is loss_cases.GRPO else None
         yield losses.case_name(case), *losses.measure_losses(case, budget_s)
 
 
@@ -119,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", choices=["cpu", "gpu", "plan"])
     parser.add_argument("--only", choices=list(PARTS), nargs="+", help="cpu: these parts (default: all)")
-    parser.add_argument("--seconds", type=float, default=10, help="for the times of one case (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="for the times of one case (default: 10 or fewer)")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("T", "D", "V"), help="cpu: cases of other sizes")
     parser.add_argument("--rehearse", action="store_true", help="gpu: the same program on a CPU, at toy sizes")
     parser.add_argument("--device", choices=list(DEVICES), default="H200", help="plan: for this GPU")
@@ -135,7 +140,7 @@ def main() -> None:
                 sys.exit(subprocess.run(again, env=environment).returncode)
         elif not torch.cuda.is_available():
             parser.error("gpu: torch finds no CUDA device here; `--rehearse` runs the same program on the CPU")
-        gpu.main(options.out, 0.0 if options.rehearse else options.seconds, options.rehearse)
+        gpu.main(options.out, 0.0 if options.rehearse else seconds(options), options.rehearse)
         return None
     origin, began = record.Origin.here("cpu"), time.perf_counter()
     out = options.out or record.RESULTS / "cpu.csv"

@@ -57,19 +57,24 @@ def addmm(total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, out_dtype: A
 
 
 @contextmanager
+def replaced(*rows: tuple[Any, str, Any]) -> Iterator[None]:
+    """(owner, name, what stands there meanwhile), in this order."""
+    with ExitStack() as stack:
+        for owner, name, what in rows:
+            stack.enter_context(mock.patch.object(owner, name, what))
+        yield
+
+
+# Tensors say that they are on a GPU, and products round as there.
+ON_CUDA = ((torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda", True))
+
+
+@contextmanager
 def stood_in_for_cuda() -> Iterator[Machine]:
     """While it is open this process takes the CUDA path. TRITON_INTERPRET must be 1 since it began."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("a rehearsal runs Triton's kernels on the CPU: set TRITON_INTERPRET=1 in the environment")
     round_to_bfloat16()
-    with ExitStack() as stack:
-        for where, name, what in (
-            (torch, "mm", mm),
-            (torch, "addmm", addmm),
-            (torch.Tensor, "is_cuda", True),
-            (torch.cuda, "device_of", lambda x: nullcontext()),
-            (dispatch, "_side", kernels_of),
-        ):
-            stack.enter_context(mock.patch.object(where, name, what))
-        stack.enter_context(megatron_on_cpu())
+    chosen = (torch.cuda, "device_of", lambda x: nullcontext()), (dispatch, "_side", kernels_of)
+    with replaced(*ON_CUDA, *chosen), megatron_on_cpu():
         yield Machine("cpu", Event, lambda: None, lambda: None, lambda: 0, lambda: 0, lambda: None)

@@ -3,40 +3,21 @@
 The passes may be the plain ones, Triton's kernels under the interpreter, or Triton's kernels compiled and not run.
 """
 
-import importlib
-from contextlib import ExitStack, contextmanager, nullcontext
-from unittest import mock
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.stand_in import addmm, mm
+from benchmarks.stand_in import ON_CUDA, replaced
 from megatron_ext.emulation import cuda_graphs
 from megatron_ext.head.row_passes import dispatch
 from tests.waits import NoWait
 
 
-def twin_of(plain):
-    """The module of Triton's kernels for one of plain passes."""
-    return importlib.import_module(plain.__name__.replace(".row_passes.", ".kernels."))
-
-
-@contextmanager
-def _all_replaced(*replaced):
-    with ExitStack() as stack:
-        for where, name, what in replaced:
-            stack.enter_context(mock.patch.object(where, name, what))
-        yield
-
-
-@contextmanager
 def cuda_branches(side=None):
-    """Every tensor says that it is on a GPU. `side`: gives the passes for a plain module; None: the head chooses."""
-    replaced = [(torch, "mm", mm), (torch, "addmm", addmm), (torch.Tensor, "is_cuda", True)]
-    if side is not None:
-        replaced.append((dispatch, "_side", lambda x, plain: side(plain)))
-    with _all_replaced(*replaced):
-        yield
+    """Every tensor says that it is on a GPU. `side`: what chooses the passes, by a tensor and their plain module, as
+    `benchmarks.fake_cuda.kernels_of`; None: the head's own choice."""
+    return replaced(*ON_CUDA, *([] if side is None else [(dispatch, "_side", side)]))
 
 
 class _Stream:
@@ -58,7 +39,7 @@ def _captured(graph):
         graph.again.append(again)
         again()
 
-    with cuda_graphs.graph(graph), _all_replaced((InterpretedFunction, "run", launch)):
+    with cuda_graphs.graph(graph), replaced((InterpretedFunction, "run", launch)):
         yield
 
 
@@ -122,10 +103,10 @@ def rehearsal(branches=True):
         "mem_get_info": lambda device=None: (1 << 30, 1 << 30),
         "memory_stats_as_nested_dict": lambda device=None: _ALLOCATOR,
     }
-    replaced = [(torch.cuda, name, what) for name, what in cuda.items()]
-    replaced += [check.guarded(name) for name in ("tolist", "numpy", "cpu")]
+    stand_ins = [(torch.cuda, name, what) for name, what in cuda.items()]
+    stand_ins += [check.guarded(name) for name in ("tolist", "numpy", "cpu")]
     if not branches:
-        with _all_replaced(*replaced):
+        with replaced(*stand_ins):
             yield
         return
     # With these the head takes Triton's passes for tensors on a GPU, as it does there.
@@ -134,5 +115,5 @@ def rehearsal(branches=True):
         (dispatch, "_interpreted", lambda: False),
         (dispatch, "_twin", dispatch._twin.__wrapped__),
     ]
-    with cuda_branches(), _all_replaced(*replaced, *choice, check.but_for_kernels()):
+    with cuda_branches(), replaced(*stand_ins, *choice, check.but_for_kernels()):
         yield

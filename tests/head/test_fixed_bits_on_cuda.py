@@ -3,6 +3,8 @@
 `pytest -m gpu --rehearse` runs the same lines on the CPU, with Triton's interpreter.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,12 +13,15 @@ from megatron_ext.head import LmHead
 from megatron_ext.head.batch_invariance import product
 from tests.batch_invariant_mode import switch
 from tests.devices import GPU
+from tests.head import test_fixed_bits
+from tests.head.test_fixed_bits import same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
 
 TOKENS, WIDTH = 33, 40
 VOCAB = {"batch": 150, "tensor_parallel": 544}  # leaves of two steps of a product or one, and a part of the next
 MODES = ["batch", "tensor_parallel"]
+computed = partial(test_fixed_bits.computed, entropy=False)
 OPTIONS = [{}, {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}]
 
 
@@ -27,21 +32,6 @@ def problem(dtype, bits):
     labels[7], labels[20:30:3] = -100, 5  # a label of several tokens
     bias = torch.randn(columns, generator=g)
     return [x.to(GPU) for x in (hidden.to(dtype), weight.to(dtype), labels, slopes, bias.to(dtype))]
-
-
-def computed(bits, hidden, weight, labels, slopes, bias=None, entropy=False, **options):
-    """Losses, hits and what else is read, then dx, dW and the bias's gradient."""
-    leaves = [x if x is None else x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
-    of = LmHead(leaves[1], bias=leaves[2], bits=bits, **options)
-    readouts = [head.CrossEntropy(labels, label_smoothing=0.1, z_loss=0.01), head.IsArgmax(labels)]
-    found = of.read(leaves[0], *readouts, *([head.Entropy()] if entropy else []))
-    given = [x for x in found if x.requires_grad]
-    (sum(given) * slopes).sum().backward()
-    return [x.detach() for x in found], [x.grad for x in leaves if x is not None]
-
-
-def same(one, other):
-    assert [torch.equal(a, b) for a, b in zip(one, other, strict=True)] == [True] * len(one)
 
 
 @pytest.mark.parametrize("biased", [False, True])

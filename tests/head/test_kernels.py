@@ -83,14 +83,15 @@ def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
 
 def launches(columns: int, dtype=torch.bfloat16, **options):
     """Every launch of forward and backward on CUDA tensors, compiled for the arguments that the head gives it."""
-    from tests.head.as_on_cuda import cuda_branches, twin_of
+    from benchmarks.fake_cuda import kernels_of
+    from tests.head.as_on_cuda import cuda_branches
     from tests.head.hopper import recorded
 
     hidden, weight = torch.zeros(16, 64, dtype=dtype), torch.zeros(columns, 64, dtype=dtype)
     bias = torch.zeros(columns, dtype=dtype) if options.pop("bias", False) else None
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     labels, of_logits = torch.zeros(16, dtype=torch.int64), options.pop("of_logits", False)
-    with cuda_branches(twin_of), recorded() as found:
+    with cuda_branches(kernels_of), recorded() as found:
         if of_logits:
             loss = vocab_parallel_cross_entropy(hidden @ weight.t(), labels, **options)
         else:
