@@ -1,7 +1,5 @@
 """Where heads go wrong: extreme logits, nothing to count, odd memory, a graph used twice."""
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -331,15 +329,6 @@ def test_weight_gradient_does_not_depend_on_the_chunks():
     truth = problem.truth("loss")[1][1]
     errors = [error(loss_and_grads(problem, 0, chunk_tokens=n)[1][1], truth) for n in (None, 64, 4)]
     assert all(e < 1.05 * min(errors) for e in errors)
-
-
-def test_temperature_scales_logits_not_log_probs():
-    problem = Problem(options={"temperature": 0.5})
-    (want, *_), _ = problem.truth("log_probs")
-    hidden, weight, _ = problem.mine(None)
-    got = linear_log_probs(hidden, weight, problem.labels, temperature=0.5)
-    torch.testing.assert_close(got, want)
-    assert not math.isclose(got.sum().item(), 2 * linear_log_probs(hidden, weight, problem.labels).sum().item())
 
 
 def test_hits_take_the_lowest_id_among_equals():
