@@ -34,7 +34,7 @@ def head(draw: Draw, vocabulary: Vocabulary, dtype: torch.dtype, layout: str, le
     """Hidden states and weight with their cuts, and the largest logit."""
     width = draw.integer(1, 12)
     hidden = draw.strided(draw.normal(*lead, width, dtype=dtype))
-    weight = draw.words(draw.normal(vocabulary.columns, width, dtype=dtype, size=draw.one_of("size", 0.3, 1.0, 4.0)))
+    weight = draw.words(draw.normal(vocabulary.columns, width, dtype=dtype, size=draw.one_of("weights", 0.3, 1.0, 4.0)))
     largest = (hidden.double() @ weight.double().t()).abs().max().item() if hidden.numel() else 0.0
     return [(hidden, slices(draw, layout)), (weight, vocabulary.rows)], largest
 

@@ -149,6 +149,15 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
     return cls, o, truth, (), given
 
 
+def magnified(log_probs: Tensor, weights: Tensor) -> float:
+    """How many times the error of a row's mean log-probability comes back in its log odds: 1 / (1 - p) at most.
+
+    That is the derivative of `log(p / (1 - p))` by `log p`: where p is nearly 1, no sum of it keeps more digits.
+    """
+    means = row_means(log_probs, weights)[(weights > 0).any(1)]
+    return max((1 / -torch.expm1(means).clamp(max=-torch.finfo(means.dtype).tiny)).tolist(), default=1.0)
+
+
 def _kto(draw: Draw, rows: Rows) -> Made:
     o: dict[str, Any] = draw.options(
         beta=(0.1, 0.7),
@@ -212,6 +221,8 @@ def of_policies(draw: Draw) -> Case:
     rows = _rows(draw, vocabulary, log_probs, shape)
     cls, options, of_log_probs, given, named = draw.random.choice([_grpo, _grpo, _pair_loss, _kto])(draw, rows)
 
+    odds = magnified(log_probs(rows.labels), rows.weights) if cls is losses.ORPOLoss else 1.0
+
     def laid(x: Any) -> Any:
         return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
 
@@ -232,7 +243,7 @@ def of_policies(draw: Draw) -> Case:
         lambda x, w: [of_log_probs(log_probs(rows.labels, x, w))],
         ours,
         [draw.upstream()],
-        logit_size=64.0 * (largest + 1) ** 2,
+        logit_size=64.0 * (largest + 1) ** 2 * odds,
         grad_size=64.0 * (largest + 1),
     )
 

@@ -1,9 +1,12 @@
 """DPO, SimPO, ORPO and KTO against their formulas, row by row in plain PyTorch, on one and two ranks."""
 
+import math
+
 import pytest
 import torch
 
 from megatron_ext.losses import DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from tests.fuzz.losses import magnified
 from tests.losses.problems import B, S, check_rows, counts, drawn, rows
 from tests.ranks import ranks
 
@@ -248,3 +251,21 @@ def test_a_count_below_0_is_refused():
         with pytest.raises(ValueError, match=f"count is {count}: it must be at least 0"):
             DPOLoss(reference_free=True).from_log_probs(log_probs, count=count)
     assert DPOLoss(reference_free=True).from_log_probs(log_probs, torch.zeros(4, S), count=0)[0] == 0
+
+
+@pytest.mark.parametrize("logit", [2.0, 10.0, 20.0, 30.0])
+def test_odds_near_certainty_lose_the_digits_that_the_derivative_says(logit):
+    """Of two tokens with logits x and 0 the first has log odds x: off by a rounding of log p over 1 - p, no more."""
+    x = torch.tensor([[[logit]], [[1.0]]], dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    labels = torch.zeros(2, 1, dtype=torch.int64)
+    loss = ORPOLoss(beta=1.0, sft_weight=0.0)(x, weight, labels)[0]
+    loss.backward()
+    true_x = x.detach().clone().requires_grad_()
+    true = log_sigmoid(true_x[0].sum() - true_x[1].sum()).neg()
+    true.backward()
+    factor = magnified(log_sigmoid(x.detach()).squeeze(-1), torch.ones(2, 1))
+    assert factor == pytest.approx(1 + math.exp(logit), rel=1e-2)
+    allowed = 4 * torch.finfo(torch.float64).eps * factor
+    assert abs(loss - true) <= allowed * max(true.item(), torch.sigmoid(torch.tensor(1 - logit)).item())
+    assert (x.grad - true_x.grad).abs().max() <= allowed * true_x.grad.abs().max()
