@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Cut = Callable[[Tensor, int], Tensor]
@@ -31,6 +32,7 @@ class Case:
         grad_size: what a gradient may be the difference of.
         share: how much of `upstream` is this rank's, where ranks share the inputs and gradients of all losses add up.
         gradient_of: a leaf's gradient.
+        refused: what is said of a combination that is refused by name, on every rank alike.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Case:
     grad_size: float = 1.0
     share: float = 1.0
     gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
+    refused: str | None = None
 
 
 # How many roundings of the largest number in play results and gradients may be off.
@@ -54,16 +57,19 @@ ROUNDINGS = 32
 def check(case: Case, rank: int) -> None:
     """Raises AssertionError where a result or a gradient of this rank is not the truth's."""
     wanted = case.wanted or [True] * len(case.inputs)
+    mine = [
+        cut(x, rank).detach().clone(memory_format=torch.preserve_format).requires_grad_(want)
+        for (x, cut), want in zip(case.inputs, wanted, strict=True)
+    ]
+    if case.refused is not None:
+        _check_refused(case, mine, rank)
+        return
     leaves = [x.double().requires_grad_() for x, _ in case.inputs]
     truths = list(case.truth(*leaves))
     differentiable = truths[: len(case.upstream)]
     grads: Any = []
     if leaves:
         grads = torch.autograd.grad(differentiable, leaves, case.upstream, allow_unused=True)
-    mine = [
-        cut(x, rank).detach().clone(memory_format=torch.preserve_format).requires_grad_(want)
-        for (x, cut), want in zip(case.inputs, wanted, strict=True)
-    ]
     results = list(case.ours(mine, rank))
     cuts = case.outputs or [whole] * len(truths)
     assert len(results) == len(truths), f"{len(results)} results, {len(truths)} wanted"
@@ -85,6 +91,19 @@ def check(case: Case, rank: int) -> None:
         found = torch.zeros_like(leaf) if found is None else found
         _close(f"gradient {i}", found, cut(truth, rank), _eps(x.dtype) * size, case.grad_size)
         assert torch.equal(leaf.detach(), cut(x, rank)), f"input {i} was written"
+
+
+def _check_refused(case: Case, mine: list[Tensor], rank: int) -> None:
+    """That all ranks get the same ValueError, and none waits."""
+    said = "nothing"
+    try:
+        case.ours(mine, rank)
+    except ValueError as error:
+        said = str(error)
+    everyone: list[Any] = [said] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    assert case.refused in said, f"{said!r}, wanted a ValueError with {case.refused!r}"
+    assert everyone == [said] * len(everyone), f"ranks raised {everyone}"
 
 
 def _eps(dtype: torch.dtype) -> float:

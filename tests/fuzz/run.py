@@ -4,16 +4,28 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from tests.fuzz import cross_entropy, layers, losses, mappings, model_utils, read_outs, sequence, sharded_vocabulary
-from tests.fuzz.case import check
+from tests.fuzz import (
+    cross_entropy,
+    heads,
+    layers,
+    losses,
+    mappings,
+    model_utils,
+    read_outs,
+    sequence,
+    sharded_vocabulary,
+)
+from tests.fuzz.case import Case, check
 from tests.fuzz.draw import Draw
 
-KINDS = [
+KINDS: list[Callable[[Draw], Case]] = [
     cross_entropy.from_hidden,
     cross_entropy.from_logits,
+    heads.read,
     read_outs.from_logits,
     read_outs.from_hidden,
     layers.linear,
