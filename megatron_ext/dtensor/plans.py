@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -61,6 +62,13 @@ def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, An
     Raises:
         ValueError: it cannot; the message says what stands in the way.
     """
+    chosen = _chosen(model, layout, custom)
+    if layout.tp > 1:
+        _check_modules(model, chosen.plan)
+    return chosen
+
+
+def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None) -> Chosen:
     if layout.expert_parallel and not has_experts(model):
         raise ValueError(
             f"expert parallelism of {type(model).__name__}, which has no experts: set expert_parallel_size to 1"
@@ -95,6 +103,35 @@ def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, An
             raise _unsupported(model, "tensor parallelism", f"{why}, and {reason.partition(';')[0]}")
     check_draws(model)
     return Chosen(plan, why)
+
+
+def _check_modules(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError where a style stands for a module that torch cannot cut, which it says when others are cut."""
+    for path, style in plan.items():
+        if type(style) not in (ColwiseParallel, RowwiseParallel, FusedColwise):  # a user's own may cut other modules
+            continue
+        for name, module in _matching(model, path):
+            if not isinstance(module, nn.Linear | nn.Embedding):
+                kind = type(module)
+                raise ValueError(
+                    f"tensor parallelism of {type(model).__name__}: {name} is a {kind.__module__}.{kind.__qualname__}, "
+                    f"and only nn.Linear and nn.Embedding can be cut; where it has an adapter, merge that into the "
+                    f"weight first (PEFT's merge_and_unload()), leave the layer out of target_modules, or run the "
+                    f"model data parallel alone"
+                )
+
+
+def _matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a plan's key stands for, which may have wildcards between its dots."""
+    found = [("", model)]
+    for atom in path.split("."):
+        found = [
+            (f"{name}.{inner}".removeprefix("."), child)
+            for name, module in found
+            for inner, child in module.named_children()
+            if fnmatch(inner, atom)
+        ]
+    return found
 
 
 def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoHaConfig, LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, use_fused_loss
+from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.head import Entropy, LmHead, LogProbs
 from tests.dtensor.models import VOCAB, batch, check_gradients, error, make
@@ -192,3 +194,32 @@ def test_hooks_inside_of_an_adapted_head_are_run(path):
     with pytest.warns(UserWarning, match="hooks"):
         found = use_fused_loss(model)(**batch())
     torch.testing.assert_close(found.loss, expected)
+
+
+@pytest.mark.parametrize("options", [{"target_modules": ["lm_head"]}, {"target_modules": ["q_proj"]}], ids=str)
+@ranks(2)
+def test_tensor_parallelism_of_adapted_layers_is_refused_before_anything_is_changed(options):
+    model = adapted(**options).get_base_model()
+    modules, before = dict(model.named_modules()), model(**batch()).loss
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    name = options["target_modules"][0]
+    for plan in (None, {f"*{name}" if name == "lm_head" else f"model.layers.*.self_attn.{name}": "colwise"}):
+        with pytest.raises(ValueError, match=rf"{name} is a peft\.tuners\.lora\.layer\.Linear, .*merge_and_unload"):
+            parallelize(model, mesh, torch.float32, plan=plan)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert {name: id(x) for name, x in model.named_modules()} == {name: id(x) for name, x in modules.items()}
+    assert torch.equal(model(**batch()).loss, before)
+
+
+@ranks(2)
+def test_data_parallelism_of_an_adapted_head_by_parallelize():
+    given, model = batch(4), adapted()
+    count = (given["labels"][:, 1:] != -100).sum()
+    model(**given).loss.backward()
+    true = {name: p.grad.clone() for name, p in model.get_base_model().named_parameters() if p.grad is not None}
+    model.zero_grad()
+    inside = parallelize(model.get_base_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.float32)
+    given = mine(given)
+    losses = causal_lm_loss(inside, given["input_ids"], labels=given["labels"])
+    (losses.sum() / count * 2).backward()
+    check_gradients(inside, true)
