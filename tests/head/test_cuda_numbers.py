@@ -9,7 +9,7 @@ from tests.head.problems import OPTIONS, Problem, error
 
 @pytest.fixture(autouse=True)
 def _as_on_cuda():
-    with cuda_branches(lambda plain: plain):  # Triton's passes compute what these do
+    with cuda_branches(lambda x, plain: plain):  # Triton's passes compute what these do
         yield
 
 
