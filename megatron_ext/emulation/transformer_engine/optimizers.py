@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES
 
 Lists = list[list[Tensor]]
+Hyper = tuple[Any, ...]  # lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
@@ -45,7 +46,7 @@ def multi_tensor_unscale_l2norm(
     return total * inv_scale, each * inv_scale
 
 
-def _adam_kernel(update: Callable[[list[Tensor], "Hyper"], None]) -> Callable[..., None]:
+def _adam_kernel(update: Callable[[list[Tensor], Hyper], None]) -> Callable[..., None]:
     """The kernel that calls `update` with each parameter's tensors: those of the lists at one place.
 
     `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
@@ -69,9 +70,6 @@ def _adam_kernel(update: Callable[[list[Tensor], "Hyper"], None]) -> Callable[..
 
     kernel.__doc__ = update.__doc__
     return kernel
-
-
-Hyper = tuple[Any, ...]  # lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
 
 
 @_adam_kernel
