@@ -231,23 +231,25 @@ class LmHead:
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
         weight, bias, low = self.weight, self.bias, low_rank(self.adapters)
-        x_TD = self.beside_low_rank(sides[0]) if self.adapters else sides[0]
+        fixed = plan.call.fixed
+        x_TD = self.beside_low_rank(sides[0], fixed) if self.adapters else sides[0]
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
         if plan.needs_logits:
             inputs = [
                 x
                 for side, t in zip(sides[1:], teachers, strict=True)
-                for x in (t.head.beside_low_rank(side).detach(), *t.head.fixed())
+                for x in (t.head.beside_low_rank(side, fixed).detach(), *t.head.detached())
             ]
             rules = [head.rule() for head in (self, *(t.head for t in teachers))]
-            return Read.apply(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
+            read = _apply_eagerly if fixed else Read.apply
+            return read(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
         if weight.shape[0] == 0:  # one column that does not count is simpler than none
             nowhere = VocabShard(self.shard.size, self.shard.size + 1, self.shard.size)
             plan.call = replace(plan.call, vocab=nowhere, fuse_main_grad=False)
             weight, bias = F.pad(numbers(weight), (0, 0, 0, 1)), None if bias is None else F.pad(bias, (0, 1))
             low = None if low is None else F.pad(low, (0, 0, 0, 1))
-        if plan.call.bits != "fast":
-            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, None)
+        if fixed:
+            return _apply_eagerly(OfSoftmaxFixed(sizes, keep), plan, x_TD, weight, bias, low)
         return Read.apply(OfSoftmax(sizes, keep), plan, x_TD, weight, bias, low)
 
     def _leading(
@@ -285,11 +287,11 @@ class LmHead:
         """Softcap and scale of its logits, and whether they are rounded."""
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
-    def beside_low_rank(self, x_TD: Tensor) -> Tensor:
+    def beside_low_rank(self, x_TD: Tensor, fixed: bool = False) -> Tensor:
         """Hidden states with the columns that the low rank takes: see `adapters/lora.py`."""
-        return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence")
+        return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
 
-    def fixed(self) -> list[Tensor | None]:
+    def detached(self) -> list[Tensor | None]:
         """Weight, bias and low rank without a gradient: of a teacher."""
         each = (self.weight, self.bias, low_rank(self.adapters))
         return [None if x is None else x.detach() for x in each]

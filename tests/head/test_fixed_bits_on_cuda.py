@@ -13,7 +13,7 @@ from megatron_ext.head import LmHead
 from megatron_ext.head.batch_invariance import product
 from tests.batch_invariant_mode import switch
 from tests.devices import GPU
-from tests.head import test_fixed_bits
+from tests.head import test_fixed_bits, test_fixed_bits_of_read_outs
 from tests.head.test_fixed_bits import same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
@@ -55,7 +55,7 @@ def test_products_of_layers(dtype, biased):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 def test_products_by_themselves(kind, dtype):
     """True values; a row's bits are those of any other place and number of rows, and a sum's those of two parts."""
-    from megatron_ext.head.kernels.fixed_products import product
+    from megatron_ext.head.kernels.fixed_order_sums import product
 
     g = torch.Generator().manual_seed(0)
     m, k, n = 150, 70 + 64, 20
@@ -144,3 +144,84 @@ def test_a_vocabulary_that_ends_inside_a_leaf():
     cut = computed("tensor_parallel", hidden, weight[:541], labels, slopes, vocab=VocabShard(0, 541, 541))
     same(padded[0] + [padded[1][0], padded[1][1][:541]], cut[0] + cut[1])
     assert not padded[1][1][541:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_sums_of_rows_and_segments(dtype):
+    """True values, by a row's or a segment's numbers alone; of more than a program adds at a time."""
+    from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
+
+    x = torch.randn(7, 2500, generator=torch.Generator().manual_seed(0)).to(GPU, dtype)
+    whole = row_sums(x)
+    close = {torch.float64: 1e-12, torch.float32: 2e-4}[dtype]
+    torch.testing.assert_close(whole, x.double().sum(1), rtol=0, atol=close)
+    same([whole[[5]], whole[2:4]], [row_sums(x[[5]]), row_sums(x.t().contiguous().t()[2:4])])
+    lengths = torch.tensor([0, 3, 2400, 0, 97, 1], device=GPU)
+    numbers = x.flatten()[: int(lengths.sum())]
+    found = segment_sums(numbers, lengths)
+    parts = numbers.split(lengths.tolist())
+    torch.testing.assert_close(found.double(), torch.stack([part.double().sum() for part in parts]), rtol=0, atol=close)
+    same([found[2:3]], [segment_sums(parts[2], lengths[2:3])])
+
+
+READ_OUTS = test_fixed_bits_of_read_outs.NAMES
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A problem that the interpreter computes in seconds."""
+    monkeypatch.setattr(test_fixed_bits_of_read_outs, "TOKENS", 20)
+    return partial(test_fixed_bits_of_read_outs.Problem, tokens=20, device=GPU)
+
+
+@pytest.mark.parametrize("bits", MODES)
+@pytest.mark.parametrize("name", READ_OUTS)
+def test_read_outs_have_the_same_bits(name, bits, small):
+    given, options = small(torch.bfloat16), {**test_fixed_bits_of_read_outs.BENT, "biased": True}
+    found, of_weights = given.read(name, bits, **options)
+    with_chunks = partial(given.read, name, bits, chunk_tokens=256, **options)
+    some = torch.tensor([19, 3, 11], device=GPU)
+    same([x[some] for x in found], with_chunks(some)[0])
+    truth = [x for each in given.read(name, "fast", dtype=torch.float64, **options) for x in each]
+    fast = [x for each in given.read(name, "fast", **options) for x in each]
+    for a, b, c in zip([*found, *of_weights], truth, fast, strict=True):
+        if a.is_floating_point():
+            norm, (a, b, c) = (
+                b.double().nan_to_num(0.0, 0.0, 0.0).norm(),
+                (y.double().nan_to_num(0.0) for y in (a, b, c)),
+            )
+            assert (a - b).norm() <= 1.2 * (c - b).norm() + 2e-3 * norm
+
+
+@pytest.mark.parametrize("bits", MODES)
+def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
+    """Of more tokens than a chunk has, and a low rank beside the weight of head and teacher."""
+    from megatron_ext.head.fixed_bits import products
+
+    monkeypatch.setattr(products, "TOKENS", 64)
+    monkeypatch.setattr(test_fixed_bits_of_read_outs, "TOKENS", 80)
+    given = test_fixed_bits_of_read_outs.Problem(torch.bfloat16, 80, GPU)
+
+    def read(some=slice(None), **options):
+        low = test_fixed_bits_of_read_outs.adapters(torch.bfloat16)
+        own = head.LoRA(*(x.detach().to(GPU).requires_grad_() for x in low[:2]), 0.5)
+        theirs = head.LoRA(torch.ones(3, 24).to(GPU, torch.bfloat16), low.B.detach()[:, :3].to(GPU))
+        found = given.read("all at once", bits, some, lora=[own], theirs={"lora": theirs}, **options)
+        return found
+
+    found, of_weights = read()
+    again, of_weights_again = read(chunk_tokens=64)
+    same([*found, *of_weights], [*again, *of_weights_again])
+    some = torch.tensor([70, 3], device=GPU)
+    same([x[some] for x in found], read(some)[0])
+
+
+@pytest.mark.parametrize("bits", MODES)
+def test_a_loss_has_the_same_bits_beside_others(bits, small):
+    """Of logits that are rounded: in an engine's order, whatever is read beside them."""
+    given = small(torch.bfloat16)
+    alone = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16).read(given.hidden, head.LogProbs(given.labels))
+    beside, _ = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16).read(
+        given.hidden, head.LogProbs(given.labels), head.SumOfSquares()
+    )
+    same([alone], [beside])

@@ -158,12 +158,6 @@ def test_what_is_refused(lora, said):
         linear_cross_entropy(torch.ones(3, D), torch.ones(V, D), torch.zeros(3).long(), lora=lora)
 
 
-def test_other_bits_are_refused_by_name():
-    head = LmHead(torch.ones(V, D), lora=LoRA(torch.ones(2, D), torch.ones(V, 2)), bits="batch")
-    with pytest.raises(ValueError, match='bits is "batch" and the head has lora'):
-        head.read(torch.ones(3, D), Entropy())
-
-
 @ranks(2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_what_one_rank_sees_is_raised_on_both(layout):
@@ -204,13 +198,6 @@ def test_a_teachers_adapter_with_other_rows_on_one_rank_is_refused_on_both():
     said = "B must have a row for each" if dist.get_rank() == 1 else "another rank of tp_group refused"
     with pytest.raises(ValueError, match=said):
         LmHead(weight, dist.group.WORLD).read(hidden, KL(Teacher(teacher, hidden)))
-
-
-def test_bits_are_refused_beside_a_teachers_adapter_too():
-    hidden, weight, a, b, _ = drawn(torch.float32)
-    teacher = Teacher(LmHead(weight, lora=LoRA(a, b)), hidden)
-    with pytest.raises(ValueError, match='bits is "batch" and the head has lora, or a teacher'):
-        LmHead(weight, bits="batch").read(hidden, KL(teacher))
 
 
 @pytest.mark.parametrize("cache", [0, 1])

@@ -20,7 +20,9 @@ from megatron_ext import cpu_products
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.head.engine.autograd import differentiable_once
+from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 
 
@@ -105,8 +107,10 @@ def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
     return torch.cat([each.B for each in adapters], 1) if len(adapters) > 1 else adapters[0].B if adapters else None
 
 
-def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool) -> Tensor:
+def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool, fixed: bool = False) -> Tensor:
     """Hidden states and beside them those that the low rank is multiplied with, `[T, D + N]`, of `x`'s dtype.
+
+    `fixed`: with the same bits beside any other tokens, but for dropout, whose random numbers depend on these.
 
     Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
     itself, as Megatron does where a parameter has `sequence_parallel` set.
@@ -122,7 +126,7 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
         left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
         more = [cpu_products.linear(x, a_RD.to(x.dtype)) for x, a_RD in zip(left, scaled, strict=True)]
         return torch.cat([x_TD, *more], 1)
-    return _Widened.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0])
+    return _Widened.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed)
 
 
 def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
@@ -137,29 +141,43 @@ class _Widened(torch.autograd.Function):
     """`[x, x A^T]`, of which backward keeps nothing but the result."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool) -> Tensor:
         tokens, width = x_TD.shape
         with torch.autocast(x_TD.device.type, enabled=False):
             out_TC = x_TD.new_empty(tokens, width + a_ND.shape[0])
             out_TC[:, :width] = x_TD
-            out_TC[:, width:] = cpu_products.mm(x_TD, a_ND.to(x_TD.dtype).t())
+            out_TC[:, width:] = _product(x_TD, a_ND.to(x_TD.dtype).t(), fixed)
         ctx.save_for_backward(out_TC, a_ND)
+        ctx.fixed = fixed
         return out_TC
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         out_TC, a_ND = ctx.saved_tensors
         width, dx_TD, da_ND = a_ND.shape[1], None, None
         low_TN = grad_TC[:, width:]
         with torch.autocast(grad_TC.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx_TD = cpu_products.mm(low_TN, a_ND.to(low_TN.dtype)).add_(grad_TC[:, :width])
+                dx_TD = _product(low_TN, a_ND.to(low_TN.dtype), ctx.fixed).add_(grad_TC[:, :width])
             if ctx.needs_input_grad[1]:
                 # Hidden states of tokens without a gradient may be NaN: they add nothing.
                 x_TD = out_TC[:, :width].masked_fill((low_TN == 0).all(1, keepdim=True), 0)
-                da_ND = matmul.add_product(None, low_TN.t(), x_TD).to(a_ND.dtype)
-        return dx_TD, da_ND
+                da_ND = _gradient_of_a(low_TN, x_TD, ctx.fixed).to(a_ND.dtype)
+        return dx_TD, da_ND, None
+
+
+def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
+    return products.mm(x_TK, w_KN) if fixed else cpu_products.mm(x_TK, w_KN)
+
+
+def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
+    """`low.T @ x`, in fp32 at least."""
+    if not fixed:
+        return matmul.add_product(None, low_TN.t(), x_TD)
+    total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
+    products.add_transposed(total_ND, products.aligned(low_TN), x_TD)
+    return total_ND
 
 
 class _Summed(torch.autograd.Function):

@@ -166,7 +166,7 @@ class HeadGradients:
         Communicates: 1 all-reduce, with the sequence layout 1 reduce-scatter; with fixed bits `sum_of_ranks`.
         """
         call, tokens = self._asked.plan.call, self._asked.plan.tokens
-        if call.bits != "fast":
+        if call.fixed:
             self._sum = Pending(sum_of_ranks(dx_TD, self._asked.inputs[0], call.group, self._sizes))
         elif self._sizes is not None and tokens:
             self._sum = collectives.start_reduce_scatter(dx_TD, call.group, sizes=self._sizes)

@@ -29,6 +29,7 @@ class Call:
             logits times their probabilities, and whether the label has the largest logit.
         rounds: logits are rounded to the hidden states' 16 bits before anything else is done with them.
         chosen: int64, rising: the columns of this rank whose logits are made; None: all.
+        leaf: which of this rank's leaves `vocab` is; None: it is all of this rank's columns.
     """
 
     group: Group
@@ -46,6 +47,12 @@ class Call:
     bits: Bits = "fast"
     rounds: bool = False
     chosen: Tensor | None = None
+    leaf: int | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every sum has one order, which other tokens do not change."""
+        return self.bits != "fast"
 
     @property
     def counted(self) -> int:

@@ -16,6 +16,7 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import leaf_count
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
 from megatron_ext.head.validation.readable_values import has_values
@@ -39,7 +40,9 @@ class Plan:
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
-        rows: statistics of the read-outs' own.
+        leaf_count: into how many leaves chunks of logits are cut, see `fixed_bits/leaves.py`.
+        leaves: what `chunked/by_leaf.py` makes of it, once chunks of logits are read.
+        rows: statistics of the read-outs' own, of all leaves.
         held: the dtype of hidden states that were widened for the call, which they have until backward; None: as they
             are.
     """
@@ -87,15 +90,17 @@ class Plan:
         self.kept_T = self._kept(tokens, device)
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
+        self.leaf_count = leaf_count(self.call) if self.needs_logits else 1
+        self.leaves: Any = None
+        times = [self.leaf_count if r.by_leaf else 1 for r in self.readouts]
+        sent = [n * r.rows for n, r in zip(times, self.readouts, strict=True)]
+        kept = [n * r.own_rows for n, r in zip(times, self.readouts, strict=True)]
         first = statistics.shared_rows(self.call)
-        self._spans = [slice(*span) for span in pairwise(accumulate((r.rows for r in self.readouts), initial=first))]
-        self._own_spans = [
-            slice(*span) for span in pairwise(accumulate((r.own_rows for r in self.readouts), initial=0))
-        ]
+        self._spans = [slice(*span) for span in pairwise(accumulate(sent, initial=first))]
+        self._own_spans = [slice(*span) for span in pairwise(accumulate(kept, initial=0))]
         count = iter(range(1, len(readouts) + 1))
         self.teachers = [None if r.teacher is None else next(count) for r in readouts]
-        self.rows = sum(r.rows for r in self.readouts)
-        self.own_rows = sum(r.own_rows for r in self.readouts)
+        self.rows, self.own_rows = sum(sent), sum(kept)
 
     def _ids(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -131,7 +136,7 @@ class Plan:
         What is sent does not depend on it: each rank decides for itself.
         """
         counted = self.call.vocab.counted
-        if not self.tokens or not counted or not has_values(self.target_T) or self.call.bits != "fast":
+        if not self.tokens or not counted or not has_values(self.target_T) or self.call.fixed:
             return
         if any(teacher is not None for teacher in self.teachers):
             return
@@ -153,7 +158,7 @@ class Plan:
         found = None
         for r in self.readouts:
             found = found or r.chunks(self.tokens)
-        if not found or self.call.bits == "fast":
+        if not found or not self.call.fixed:
             return found
         step = products.whole_blocks(found[0])
         return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
@@ -188,11 +193,11 @@ class Plan:
             check_exchange(stats_RKT, self.asked, self.call, self.words())
         return stats_RKT
 
-    def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> "list[tuple[int, ReadOut, Tensor, Any]]":
-        """Each read-out with rows of its own, its place, the rows that are sent and those that stay, if any do."""
+    def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:
+        """The place of each read-out with rows of its own, those that are sent and those that stay, if any do."""
         spans = enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True))
         return [
-            (at, r, stats_Kt[span], None if own_KT is None else own_KT[own, rows])
+            (at, stats_Kt[span], None if own_KT is None else own_KT[own, rows])
             for at, (r, span, own) in spans
             if r.rows
         ]
@@ -202,13 +207,14 @@ class Plan:
     ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """What each read-out gives, and what its gradient wants of forward."""
         found, saved = [], []
-        for r, span, own in zip(self.readouts, self._spans, self._own_spans, strict=True):
+        for at, (r, span, own) in enumerate(zip(self.readouts, self._spans, self._own_spans, strict=True)):
             sent_RKT, mine_KT = stats_RKT, stats_KT  # a read-out without rows takes the dtype alone
             if r.rows:
                 sent_RKT, mine_KT = stats_RKT[:, span, :-1], stats_KT[span, :-1]
             if own_KT is not None and r.own_rows:
                 mine_KT = own_KT[own]
-            given, kept = r.results(stats, sent_RKT, mine_KT)
+            of = r if self.leaves is None or not r.rows else self.leaves.readouts[at]
+            given, kept = of.results(stats, sent_RKT, mine_KT)
             found.append(given)
             saved.append(kept)
         return found, saved

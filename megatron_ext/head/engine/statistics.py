@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.fixed_bits.leaves import in_tree, tree_sum
+from megatron_ext.head.fixed_bits.leaves import added, in_tree
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, statistics_rows
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.readable_values import has_values
@@ -122,7 +122,7 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
         return _of_one_shard(stats_RKT[0, :, :-1].double(), own_KT, call, shift_T)
     start_R1 = stats_RKT[:, START, -1:]
     if call.bits == "tensor_parallel":
-        whole_KT = joined(stats_RKT.index_select(0, start_R1.squeeze(1).argsort()), call)
+        whole_KT = joined(stats_RKT, call)
         return _of_one_shard(whole_KT[:, :-1].double(), own_KT, call, shift_T)
     stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
     peaks_RT = stats_RKT[:, MAX]
@@ -132,21 +132,18 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
     weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
 
-    def added(x_RT: Tensor) -> Tensor:
-        return x_RT.sum(0) if call.bits == "fast" else tree_sum(x_RT.unbind(0))
-
-    total = added(stats_RKT[:, SUM_EXP] * weight_RT)
+    total = added(stats_RKT[:, SUM_EXP] * weight_RT, call)
     total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
     mean = columns = expected = hits = None
     extra = 3
     if call.mean:
         columns_RT = stats_RKT[:, extra + 1]
         columns = columns_RT.sum(0)
-        mean = added(stats_RKT[:, extra] + columns_RT * below_RT) / columns
+        mean = added(stats_RKT[:, extra] + columns_RT * below_RT, call) / columns
         extra += 2
     if call.expected:
         inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
-        expected = added(weight_RT * inner_RT) / total
+        expected = added(weight_RT * inner_RT, call) / total
         extra += 1
     if call.hits:
         first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
@@ -164,7 +161,8 @@ def joined(stats_NKT: Tensor, call: Call) -> Tensor:
 
     The softcap's slope at the label is none of them.
     """
-    return in_tree(stats_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
+    own_NKT = stats_NKT[:, : statistics_rows(call.mean, call.expected, call.hits, False)]
+    return in_tree(own_NKT.unbind(0), lambda one_KT, other_KT: _joined(one_KT, other_KT, call))
 
 
 def _joined(one_KT: Tensor, other_KT: Tensor, call: Call) -> Tensor:

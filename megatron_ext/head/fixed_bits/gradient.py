@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.engine import chunk_sizes, linear_passes
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import total_of
 from megatron_ext.head.fixed_bits.products import TOKENS
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes import dispatch, label_terms
@@ -97,34 +97,29 @@ class Gradient:
         return dx_tD
 
     def total(self, weight: Tensor, fused: Tensor | None = None) -> Tensor:
-        """Room for `weight`'s gradient, a row for each column of the leaves: they may be more than the weight has (the
-        vocabulary ends in the last leaf) or fewer (padding).
-
-        On a CPU, where it is a sum over tiles, it is fp32; of an `fused` fp32 buffer it is that, or begins with its
-        values, since sums in another order have other bits. On CUDA each row is written once, in the weight's dtype.
-        """
+        """Room for `weight`'s gradient, as `total_of`: on a CPU, where it is a sum over tiles, in fp32. On CUDA each
+        row is written once, in the weight's dtype, and added to a `fused` buffer then."""
         source = self._source
-        dtype = weight.dtype if source.on_gpu and weight.dim() == 2 else source.dtype
-        if fused is not None and len(fused) == source.columns and (source.on_gpu or fused.dtype == dtype):
+        if not source.on_gpu:
+            return total_of(source.columns, weight, source.dtype, fused)
+        if fused is not None and len(fused) == source.columns:
             return fused
-        found = weight.new_zeros(source.columns, *weight.shape[1:], dtype=dtype)
-        if fused is not None and fused.dtype == dtype and not source.on_gpu:
-            held = min(len(fused), len(found))
-            found[:held] = fused[:held]
-        return found
+        return total_of(source.columns, weight, weight.dtype if weight.dim() == 2 else source.dtype)
 
-    def add_dw(self, total_VD: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor, adds: bool) -> None:
-        """Add `G.T @ (scale * x)`. `adds`: there is something in `total` already, on CUDA."""
+    def add_dw(
+        self, total_VD: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor, of_x: slice, adds: bool = False
+    ) -> None:
+        """Add `G.T @ (scale * x)`, of some columns of `x`. `adds`: there is something in `total` already, on CUDA."""
         place = (rows.start, at)
         if self._scaled is None or self._scaled[0] != place:
             x_tD = self._source.x_TD[rows]
             scale_t1 = self._grads[at].scale[rows].unsqueeze(1)
             self._scaled = place, torch.mul(x_tD, scale_t1, out=torch.empty_like(x_tD))
-        out_VD = total_VD[self._rows_of(at, block)]
+        out_VD, scaled_tD = total_VD[self._rows_of(at, block)], self._scaled[1][:, of_x]
         if self._source.on_gpu:
-            products.transposed(out_VD, g_tV, self._scaled[1], adds)
+            products.transposed(out_VD, g_tV, scaled_tD, adds)
         else:
-            products.add_transposed(out_VD, g_tV, self._scaled[1])
+            products.add_transposed(out_VD, g_tV, scaled_tD)
 
     def add_db(self, total_V: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
         """Add the sum of `scale * G` over tokens."""
@@ -146,20 +141,6 @@ class Gradient:
             value_T = value_T + grad.target  # of which one is not 0
         side = dispatch if self._source.on_gpu else label_terms
         side.add_label_rows(total_VD, x_TD, self._plan.target_T, value_T, common_D, counted_V, True)
-
-    def of_shard(self, total: Tensor, weight: Tensor, fused: Tensor | None = None) -> Tensor:
-        """What `total` has of the rows of `weight`, in its dtype; 0 for those that no leaf has. Of a `fused` buffer
-        that `total` was given it is left there."""
-        held = min(len(total), len(weight))
-        if fused is None and held == len(weight):
-            return total[:held].to(weight.dtype)
-        if fused is None:
-            return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - held)).to(weight.dtype)
-        if total is not fused and fused.dtype == total.dtype and not self._source.on_gpu:
-            fused[:held] = total[:held]
-        elif total is not fused:
-            fused[:held] += total[:held]
-        return fused
 
     def _rows_of(self, at: int, block: slice) -> slice:
         start = at * self._source.leaves[at].width

@@ -50,29 +50,33 @@ def leaf_width(size: int) -> int:
 
 
 def leaves_of(call: Call) -> list[Leaf]:
-    """The leaves of this rank's shard, in order."""
+    """The leaves of this rank's shard, in order; of a small vocabulary the last ones may hold nothing."""
     vocab = call.vocab
     if call.bits != "tensor_parallel":
         return [Leaf(slice(0, vocab.columns), vocab, vocab.columns)]
     width, found = leaf_width(vocab.size), []
-    for start in range(vocab.start, min(vocab.stop, LEAVES * width), width):
-        stop = start + width
-        rows = slice(start - vocab.start, min(stop, vocab.stop) - vocab.start)
-        found.append(Leaf(rows, VocabShard(start, stop, vocab.size), width))
+    for at in range(leaf_count(call)):
+        start = vocab.start + at * width
+        rows = slice(min(start, vocab.stop) - vocab.start, min(start + width, vocab.stop) - vocab.start)
+        found.append(Leaf(rows, VocabShard(start, start + width, vocab.size), width))
     return found
 
 
-def leaves_fault(vocab: VocabShard, ranks: int) -> ValueError | None:
+def leaf_count(call: Call) -> int:
+    """How many leaves a rank has, whatever its shard is."""
+    return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
+
+
+def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
     """What is wrong with this rank's shard where leaves are eighths."""
     width = leaf_width(vocab.size)
     per_rank = width * LEAVES // ranks
-    rank, rest = divmod(vocab.start, per_rank)
     ends = vocab.stop == vocab.start + per_rank or (ranks == 1 and vocab.stop >= vocab.size)
-    if rest == 0 and rank < ranks and ends:
+    if vocab.start == rank * per_rank and ends:
         return None
     return ValueError(
-        f'vocab is {vocab} on one of {ranks} ranks: with bits="tensor_parallel" each must hold {LEAVES // ranks} of '
-        f"{LEAVES} parts of {width} columns; pad the vocabulary of {vocab.size} to {LEAVES * width} "
+        f'vocab is {vocab} on rank {rank} of {ranks}: with bits="tensor_parallel" each must hold {LEAVES // ranks} of '
+        f"{LEAVES} parts of {width} columns, in rank order; pad the vocabulary of {vocab.size} to {LEAVES * width} "
         f"(Megatron's make_vocab_size_divisible_by={LEAVES // ranks}) and pass vocab=VocabShard(start, stop, "
         f"{vocab.size})"
     )
@@ -89,6 +93,11 @@ def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor])
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum of `parts`, neighbours first; out of place."""
     return in_tree(parts, torch.add)
+
+
+def added(x_RT: Tensor, call: Call) -> Tensor:
+    """The sum of all shards' numbers, in the tree's order where bits are fixed."""
+    return tree_sum(x_RT.unbind(0)) if call.fixed else x_RT.sum(0)
 
 
 class TreeSum:
@@ -111,6 +120,37 @@ class TreeSum:
         while self._waiting:
             found = self._waiting.pop()[1].add_(found)
         return found
+
+
+def total_of(columns: int, weight: Tensor, dtype: torch.dtype, fused: Tensor | None = None) -> Tensor:
+    """Room for `weight`'s gradient, summed over tokens: a row for each of the leaves' `columns`. They may be more than
+    the weight has (the vocabulary ends in the last leaf) or fewer (padding).
+
+    Of a `fused` buffer of that dtype it is that, or begins with its values: sums in another order have other bits.
+    """
+    if fused is None or fused.dtype != dtype:
+        return weight.new_zeros(columns, *weight.shape[1:], dtype=dtype)
+    if len(fused) == columns:
+        return fused
+    found = weight.new_zeros(columns, *weight.shape[1:], dtype=dtype)
+    held = min(len(fused), columns)
+    found[:held] = fused[:held]
+    return found
+
+
+def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None, begun: bool = True) -> Tensor:
+    """What `total` has of the rows of `weight`, in its dtype; 0 for those that no leaf has. It is left in a `fused`
+    buffer. `begun`: with whose values `total` began, if it has its dtype."""
+    held = min(len(total), len(weight))
+    if fused is None and held == len(weight):
+        return total[:held].to(weight.dtype)
+    if fused is None:
+        return F.pad(total, (*(0, 0) * (total.dim() - 1), 0, len(weight) - held)).to(weight.dtype)
+    if total is not fused and begun and fused.dtype == total.dtype:
+        fused[:held] = total[:held]
+    elif total is not fused:
+        fused[:held] += total[:held]
+    return fused
 
 
 def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:

@@ -23,14 +23,16 @@ from megatron_ext.head.engine.linear_passes import kept_columns
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits import engine_order, products
 from megatron_ext.head.fixed_bits.gradient import Gradient
-from megatron_ext.head.fixed_bits.leaves import TreeSum
+from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import row_statistics
-from megatron_ext.head.row_passes.side_by_side import numbers
+from megatron_ext.head.row_passes.side_by_side import in_one, operand
 
 
 class OfSoftmaxFixed(Way):
-    """Hidden states `[T, D]`, weight and bias; arguments as for `OfSoftmax`.
+    """Hidden states `[T, D]`, weight, bias and low rank; arguments as for `OfSoftmax`.
+
+    A low rank lies beside the weight in one operand, which each pass makes.
 
     Communicates, at several ranks: forward one all-gather of statistics; backward `sum_of_ranks` of dx in fp32. With
     the sequence layout each also gathers the hidden states.
@@ -53,12 +55,14 @@ class OfSoftmaxFixed(Way):
         return Passed(stats, *plan.results(stats, stats_RKT, own_KT), (shift_LT, *kept))
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
-        plan, (_, weight_VD, bias_V, _), (shift_LT, *kept) = asked.plan, asked.inputs, asked.kept
+        plan, (_, weight_VD, bias_V, low_VR), (shift_LT, *kept) = asked.plan, asked.inputs, asked.kept
         source, out = self._source(asked.inputs, plan), HeadGradients(asked, self.sizes)
         basis = plan.basis(asked.stats, asked.saved, asked.grads)
         gradient = Gradient(source, plan, kept, asked.stats, shift_LT, basis)
         total_VD: Any = gradient.total(weight_VD, out.fused) if out.dw else None
+        total_VR: Any = gradient.total(low_VR) if out.dlow else None
         total_V: Any = gradient.total(bias_V) if out.db else None
+        own, beside = slice(0, weight_VD.shape[1]), slice(weight_VD.shape[1], None)
         sum_TD: Any = None
         tiles = source.tiles(kept)
         for rows, blocks in tiles:
@@ -70,7 +74,9 @@ class OfSoftmaxFixed(Way):
                     if out.dx:
                         product_tD = products.product(g_tV, source.weights[at][block], product_tD)
                     if out.dw:
-                        gradient.add_dw(total_VD, rows, at, block, g_tV, total_VD is out.fused)
+                        gradient.add_dw(total_VD, rows, at, block, g_tV, own, total_VD is out.fused)
+                    if out.dlow:
+                        gradient.add_dw(total_VR, rows, at, block, g_tV, beside)
                     if out.db:
                         gradient.add_db(total_V, rows, at, block, g_tV)
                     del g_tV  # before the next one is made
@@ -84,18 +90,21 @@ class OfSoftmaxFixed(Way):
         if out.dx:
             out.send(shift_LT.new_empty(0, source.x_TD.shape[1]) if sum_TD is None else sum_TD)
         if out.dw:
-            gradient.add_labels(total_VD, source.x_TD)
-            out.dw_VD = gradient.of_shard(total_VD, weight_VD, out.fused)
+            gradient.add_labels(total_VD, source.x_TD[:, own])
+            out.dw_VD = of_shard(total_VD, weight_VD, out.fused, begun=not source.on_gpu)
+        if out.dlow:
+            gradient.add_labels(total_VR, source.x_TD[:, beside])
+            out.dlow_VR = of_shard(total_VR, low_VR)
         if out.db:
             gradient.add_labels(total_V.unsqueeze(1), total_V.new_ones(plan.tokens, 1))
-            out.db_V = gradient.of_shard(total_V, bias_V)
+            out.db_V = of_shard(total_V, bias_V)
         return out.given()
 
     def _source(self, inputs: Any, plan: Plan) -> Source:
-        x_TD, weight_VD, bias_V, _ = inputs
+        x_TD, weight_VD, bias_V, low_VR = inputs
         if self.sizes is not None and plan.tokens:
             x_TD = collectives.all_gather(x_TD, plan.call.group, sizes=self.sizes)
-        return Source(x_TD, numbers(weight_VD), bias_V, plan.call)
+        return Source(x_TD, in_one(operand(weight_VD, low_VR).to(x_TD.dtype)), bias_V, plan.call)
 
 
 def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tuple[Tensor, Tensor]:

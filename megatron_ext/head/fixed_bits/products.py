@@ -1,7 +1,7 @@
 """Matrix products whose rows have the same bits whatever other rows are multiplied with them.
 
-On CUDA they are Triton's, with tiles of one size and serial sums (`kernels/fixed_products.py`), whose logits come in
-fp32. What follows is about CPUs, where logits have the operands' dtype.
+On CUDA they are Triton's, with tiles of one size and serial sums (`kernels/fixed_order_sums.py`), whose logits come
+in fp32. What follows is about CPUs, where logits have the operands' dtype.
 
 A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
 last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from megatron_ext import cpu_products
+from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.readable_values import has_values
 
 TILE = 64  # rows
 _TALLER = (512, 128)
+_OUTPUTS = 512  # of a product that tries what it keeps
 
 # Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
 _COLUMNS, _BLOCKS = 8192, 4
@@ -49,6 +51,18 @@ def aligned(x_MK: Tensor) -> Tensor:
     """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
     x_MK = x_MK.contiguous()
     return x_MK if not has_values(x_MK) or x_MK.data_ptr() % _LINE_BYTES == 0 else x_MK.clone()
+
+
+def new_logits(x_TD: Tensor, tokens: int, columns: int, rounds: bool) -> Tensor:
+    """Memory for logits of `x`: on CUDA in fp32 (fp64 for fp64), or rounded; on a CPU in its dtype."""
+    if not x_TD.is_cuda:
+        return new_rows(x_TD, tokens, columns)
+    return matmul.new_matrix(x_TD, tokens, columns, x_TD.dtype if rounds else accumulation_dtype(x_TD.dtype))
+
+
+def new_matrix(x_TD: Tensor, tokens: int, columns: int) -> Tensor:
+    """Memory for a matrix `[tokens, columns]` in the dtype of `x`."""
+    return matmul.new_matrix(x_TD, tokens, columns) if x_TD.is_cuda else new_rows(x_TD, tokens, columns)
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
@@ -81,7 +95,11 @@ def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tens
 
 
 def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
-    """`total += G.T @ x` on a CPU, in blocks of tokens, one after the other, the last one padded with zeros."""
+    """`total += G.T @ x`, token after token: on CUDA of a total in the dtype of sums, and of a multiple of
+    `PRODUCT_STEP` tokens but for the last; on a CPU in blocks of tokens, the last one padded with zeros."""
+    if g_TV.is_cuda:
+        _kernels().product(g_TV.t(), x_TD, total_VD, goes_on=True)
+        return
     for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
         g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
         for block in column_blocks(g_TV.shape[1]):
@@ -92,13 +110,22 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
                 total += _mm(g_tV[:, block].t(), x_tD)
 
 
+def add_column_sums(total_V: Tensor, g_TV: Tensor) -> None:
+    """`total += G.sum(0)`, token after token as in `add_transposed`."""
+    if g_TV.is_cuda:
+        _kernels().product(g_TV.t(), g_TV.new_ones(g_TV.shape[0], 1), total_V.unsqueeze(1), goes_on=True)
+        return
+    for g_tV in g_TV.split(TOKENS):
+        total_V += g_tV.sum(0, dtype=total_V.dtype)
+
+
 def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -> None:
     """`G.T @ x` on CUDA, rounded once to the dtype of `out`; `adds`: to what is in it."""
     _kernels().product(g_TV.t(), x_TD, out_VD, adds=adds)
 
 
 def _kernels() -> Any:
-    return importlib.import_module("megatron_ext.head.kernels.fixed_products")
+    return importlib.import_module("megatron_ext.head.kernels.fixed_order_sums")
 
 
 def column_blocks(columns: int) -> list[slice]:
@@ -154,10 +181,12 @@ def _mm(left_MK: Tensor, right_KN: Tensor, added_N: Tensor | None = None) -> Ten
 
 
 def _padded(x_MK: Tensor, rows: int) -> Tensor:
-    """`x` with rows of zeros behind its own."""
+    """`x` with rows of zeros behind its own, as far apart as these are."""
     if x_MK.shape[0] == rows:
         return x_MK
-    whole = new_rows(x_MK, rows, x_MK.shape[1]).zero_()
+    whole = (
+        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else new_rows(x_MK, rows, x_MK.shape[1])
+    ).zero_()
     whole[: x_MK.shape[0]] = x_MK
     return whole
 
@@ -182,29 +211,47 @@ def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
 def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, by_torch: bool) -> tuple[int, ...]:
     """The numbers of rows, falling, that products with `[k, n]` may have: a row has the same bits in all.
 
-    The last of them, 64, is what rows are padded to; 1 where the rows of 64 do not come out alike.
+    The last of them, 64, is what rows are padded to; 1 where the rows of 64 do not come out alike. As many rows are
+    tried as give `_OUTPUTS` numbers, each of all the dtype's digits, in memory with gaps and without. 16-bit products
+    of widened operands are tried before they are rounded.
     """
     with torch.no_grad():
         own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
-        row_K = torch.randn(k, generator=own).to(dtype)
-        b_KN = (torch.randn(n, k, generator=own).t() if transposed else torch.randn(k, n, generator=own)).to(dtype)
 
-        def rows_of(height: int) -> Tensor:
-            return _mm(_repeated(row_K, height), b_KN)
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=own, dtype=torch.float64).to(dtype)
 
-        def keeps(height: int, first_N: Tensor) -> bool:
-            return bool((rows_of(height) == first_N).all())
+        rows_RK = numbers(-(-_OUTPUTS // max(n, 1)), k)
+        b_KN = numbers(n, k).t() if transposed else numbers(k, n)
+        of_sums = dtype if by_torch else torch.float32
 
-        least, first_N = TILE, rows_of(TILE)[0]
-        if not keeps(TILE, first_N):
+        def product(row_K: Tensor, height: int, gaps: bool) -> Tensor:
+            left_MK, out_MN = (
+                new_rows(like, height, columns) if gaps else like.new_empty(height, columns)
+                for like, columns in ((row_K, k), (row_K.to(of_sums), n))
+            )
+            return cpu_products.mm(left_MK.copy_(row_K), b_KN, out_MN)
+
+        def firsts(height: int) -> list[Tensor]:
+            return [product(row_K, height, gaps=False)[0] for row_K in rows_RK]
+
+        def keeps(height: int, first_RN: list[Tensor]) -> bool:
+            return all(
+                bool((product(row_K, height, gaps) == first_N).all())
+                for row_K, first_N in zip(rows_RK, first_RN, strict=True)
+                for gaps in (False, True)
+            )
+
+        least, first_RN = TILE, firsts(TILE)
+        if not keeps(TILE, first_RN):
             warnings.warn(
                 f"a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
                 f"processor with torch {torch.__version__} and {threads} threads: rows are multiplied one at a time, "
                 f"for the same bits in any batch",
                 stacklevel=2,
             )
-            least, first_N = 1, rows_of(1)[0]
-        return (*(height for height in (*_TALLER, TILE) if height > least and keeps(height, first_N)), least)
+            least, first_RN = 1, firsts(1)
+        return (*(height for height in (*_TALLER, TILE) if height > least and keeps(height, first_RN)), least)
 
 
 @functools.cache
@@ -228,7 +275,3 @@ def _not_here(what: str) -> ValueError:
     return ValueError(
         f'bits: {what}, on this processor with torch {torch.__version__}: only bits="fast" can be had here'
     )
-
-
-def _repeated(row_K: Tensor, height: int) -> Tensor:
-    return row_K.expand(height, -1).contiguous()

@@ -23,13 +23,12 @@ _STEP = 64
 
 
 class Source:
-    """Hidden states of all tokens, and weight and bias leaf by leaf."""
+    """Hidden states of all tokens, and weight, of their dtype, and bias leaf by leaf."""
 
     def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: Call):
         self.x_TD, self.call, self.leaves = products.aligned(x_TD), call, leaves_of(call)
         self.on_gpu, self.dtype = x_TD.is_cuda, accumulation_dtype(x_TD.dtype)
-        w_VD = weight_VD.to(x_TD.dtype)
-        self.weights = [leaf.cut(w_VD) for leaf in self.leaves]
+        self.weights = [leaf.cut(weight_VD) for leaf in self.leaves]
         wide_V = None if bias_V is None else bias_V.to(self.dtype)
         self.biases = [None if wide_V is None else leaf.cut(wide_V) for leaf in self.leaves]
         self.columns = sum(leaf.width for leaf in self.leaves)

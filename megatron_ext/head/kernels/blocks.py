@@ -11,6 +11,7 @@ import torch
 # (widest row in columns, columns per step, warps), the first that fits; fp64 takes half the columns.
 Table = tuple[tuple[int, int, int], ...]
 GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
+FIXED_SUM = 1024  # numbers that a program adds to as many sums, whose order it then decides
 # Rows of hidden size, 8 elements a thread.
 WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))
 

@@ -27,6 +27,7 @@ class _Picks(ReadOut):
     """
 
     needs_logits = True
+    by_leaf = True
 
     def __init__(self, normalised: bool):
         self.normalised = self.softmax = normalised  # type: ignore[misc]
@@ -40,7 +41,7 @@ class _Picks(ReadOut):
         return ((values_TK - largest_T.unsqueeze(1)) - stats.log_sum.unsqueeze(1)).to(values_TK.dtype)
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis | None:
-        return Basis(lse=-grad.double().sum(1)) if self.normalised else None
+        return Basis(lse=-self.row_sums(grad.double())) if self.normalised else None
 
     def at_columns(self, saved: list[Tensor], rows: slice, grad: Tensor) -> AtColumns:
         g_tK = grad[rows].double()

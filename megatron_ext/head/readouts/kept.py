@@ -14,7 +14,7 @@ Legend: T tokens, t of a chunk, N kept ids of all tokens together, n of a chunk,
 shard, K rows of statistics, R ranks.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
+from megatron_ext.head.row_passes import dispatch, fixed_order_sums
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.sampling_checks import check_kept_rows, check_kept_shapes
@@ -85,6 +87,7 @@ class Kept(Filtered):
     """
 
     rows = 3
+    keeps_own = True
 
     def __init__(self, labels: Tensor, offsets: Tensor, ids: Tensor, ignore_index: int = -100):
         super().__init__(labels, ignore_index)
@@ -142,6 +145,11 @@ class Kept(Filtered):
         super().begin(chunks, device, words, ids)
         self._logits: list[Tensor] = []
 
+    def of_leaf(self, call: Call) -> Self:
+        part = super().of_leaf(call)
+        part._entries, part._logits = [], []
+        return part
+
     def scan(self, chunk: Chunk) -> None:
         stats_Kt, part = chunk.stats_Kt, self._part(chunk.rows)
         z_n = chunk.logits[0][part.token_n, self.call.place(part.column_n)]
@@ -149,7 +157,7 @@ class Kept(Filtered):
         self._logits.append(z_n)
         stats_Kt[_MAX] = peak_t = _largest(z_n, part.lengths_t)
         below_n = (z_n - peak_t.where(peak_t > -torch.inf, 0.0)[part.token_n]).double()
-        stats_Kt[_SUM] = _sums(below_n.exp(), part.lengths_t)
+        stats_Kt[_SUM] = self._added(below_n.exp(), part.lengths_t)
         stats_Kt[_OWN] = self.own(z_n, below_n, part)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
@@ -158,7 +166,7 @@ class Kept(Filtered):
         largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
         below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
         weight_RT = below_RT.exp() * sums_RT
-        total_T = weight_RT.sum(0)
+        total_T = self.added(weight_RT)
         total_T = total_T.masked_fill(total_T == 0, 1.0)  # nothing kept, at a token that does not count
         softmax = _Softmax(largest_T, total_T.log(), below_RT, weight_RT / total_T)
         value_T = counted(self.value(own_RT, sums_RT, softmax), self.counts_T)
@@ -173,6 +181,10 @@ class Kept(Filtered):
         g_n = grad[rows].double().where(counts_t, 0.0)[part.token_n]
         pulled_n = self.pulled(log_p_n, value_t[part.token_n], part)
         return AtPlaces(part.token_n, part.column_n, (g_n * pulled_n).where(g_n != 0, 0.0))
+
+    def _added(self, x_n: Tensor, lengths_t: Tensor) -> Tensor:
+        """The sums of each token's numbers."""
+        return (dispatch if self.call.fixed else fixed_order_sums).segment_sums(x_n, lengths_t)
 
     def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
         """The third number of each token: here the label's logit."""
@@ -195,11 +207,11 @@ class KeptEntropy(Kept):
 
     def own(self, z_n: Tensor, below_n: Tensor, part: _Part) -> Tensor:
         weighed_n = (below_n.exp() * below_n).where(below_n > -torch.inf, 0.0)
-        return _sums(weighed_n, part.lengths_t)
+        return self._added(weighed_n, part.lengths_t)
 
     def value(self, own_RT: Tensor, sums_RT: Tensor, softmax: _Softmax) -> Tensor:
         expected_RT = softmax.share_RT * (own_RT / sums_RT.clamp(min=1) + softmax.below_RT)
-        return softmax.log_sum_T - expected_RT.sum(0)
+        return softmax.log_sum_T - self.added(expected_RT)
 
     def pulled(self, log_p_n: Tensor, value_n: Tensor, part: _Part) -> Tensor:
         finite_n = log_p_n.clamp(min=-1e4)  # p is 0 further away
@@ -209,8 +221,3 @@ class KeptEntropy(Kept):
 def _largest(x_n: Tensor, lengths_t: Tensor) -> Tensor:
     """Of each token's, -inf of none."""
     return torch.segment_reduce(x_n, "max", lengths=lengths_t, initial=-torch.inf, unsafe=True)  # unsafe: no wait
-
-
-def _sums(x_n: Tensor, lengths_t: Tensor) -> Tensor:
-    """Of each token's, in their order."""
-    return torch.segment_reduce(x_n, "sum", lengths=lengths_t, unsafe=True)

@@ -134,6 +134,7 @@ class Filtered(OfLabels):
 
     softmax = False
     needs_logits = True
+    by_leaf = True
     reads_labels = False
 
     labels_T: Tensor

@@ -19,11 +19,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import REFUSED, Statistics
+from megatron_ext.head.fixed_bits import leaves, products
+from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
 from megatron_ext.head.validation.readable_values import has_values, raise_if
@@ -84,6 +86,10 @@ class ReadOut:
     hits: bool = False  # whether the label has the largest logit is
     in_step: ClassVar[bool] = False  # `scan` communicates: all ranks must cut the tokens alike
     needs_logits: bool = False  # the gradient is not of `Basis` alone
+    # Whether bits other than "fast" can be had: True: of a leaf's columns alone, with `row_sums` of them and `added` of
+    # all shards'; False: of this rank's columns together, in whose sums the ranks have no part; None: they cannot.
+    by_leaf: ClassVar[bool | None] = None
+    keeps_own: ClassVar[bool] = False  # what `results` saves is of this rank's columns, not the same on all ranks
     by_factor: ClassVar[bool] = False  # it is `pull`'s alone, of a number a token, in which what is given is a factor
     differentiable: ClassVar[bool] = True  # the first result
     count: int = 1  # results
@@ -116,12 +122,17 @@ class ReadOut:
 
     def bind(self, call: Call, flat: Flatten) -> Self:
         """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
-        bound = object.__new__(type(self))
-        for name in ("_names", *self._names):
-            object.__setattr__(bound, name, getattr(self, name))
+        bound = self.copied()
         bound.call = call
         bound.flatten(flat)
         return bound
+
+    def copied(self) -> Self:
+        """A copy, whose tensors are the same ones."""
+        found = object.__new__(type(self))
+        for name in ("_names", *self._names):
+            object.__setattr__(found, name, getattr(self, name))
+        return found
 
     def flatten(self, flat: Flatten) -> None:
         """Makes its own per-token tensors `[T, ...]`."""
@@ -187,6 +198,36 @@ class ReadOut:
 
     def scan(self, chunk: Chunk) -> None:
         """Write the statistics of this rank's columns."""
+
+    def of_leaf(self, call: Call) -> Self:
+        """The same for the columns of one leaf, those of `call`."""
+        part = self.copied()
+        part.call = call
+        return part
+
+    def scan_leaves(self, of_leaves: "Sequence[ReadOut]", chunks: Sequence[Chunk]) -> None:
+        """`scan` of all leaves of this rank, each with its chunk; where `by_leaf`."""
+        for leaf, chunk in zip(of_leaves, chunks, strict=True):
+            leaf.scan(chunk)
+
+    def row_sums(self, x_tV: Tensor) -> Tensor:
+        """The sum of each row, with the bits that the call asks for."""
+        return dispatch.row_sums(x_tV) if self.call.fixed else x_tV.sum(1)
+
+    @property
+    def multiply(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Makes products of rows, with the bits that the call asks for."""
+        return products.mm if self.call.fixed else torch.mm
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the shards, or leaves of all ranks, that `results` is given are these columns."""
+        rank, leaf = group_rank(self.call.group), self.call.leaf
+        return rank if leaf is None else rank * leaves.leaf_count(self.call) + leaf
+
+    def added(self, x_RT: Tensor) -> Tensor:
+        """The sum of all shards' numbers, with the bits that the call asks for."""
+        return leaves.added(x_RT, self.call)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         """What is read out, and what the gradient wants of it.

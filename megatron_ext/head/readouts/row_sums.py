@@ -99,6 +99,7 @@ class SumOfSquares(OfRows):
 
     rows = 2
     needs_logits = True
+    by_leaf = True
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, columns = chunk.logits[0], self.call.vocab.counted
@@ -108,12 +109,12 @@ class SumOfSquares(OfRows):
             peak = z.amax(1)
             chunk.stats_Kt[0, at] = peak
             below = z - peak.clamp(min=torch.finfo(z.dtype).min).unsqueeze(1)
-            chunk.stats_Kt[1, at] = below.exp_().square_().sum(1)
+            chunk.stats_Kt[1, at] = self.row_sums(below.exp_().square_())
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         largest_T = stats.largest.where(stats.largest > -torch.inf, 0.0)
         below_RT = (stats_RKT[:, 0].double() - largest_T).clamp(min=-1e4)
-        value_T = (stats_RKT[:, 1].double() * (2 * (below_RT - stats.log_sum)).exp()).sum(0)
+        value_T = self.added(stats_RKT[:, 1].double() * (2 * (below_RT - stats.log_sum)).exp())
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], [value_T, largest_T, stats.log_sum]
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:

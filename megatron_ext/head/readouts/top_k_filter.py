@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
@@ -40,6 +39,8 @@ class TopKFiltered(Filtered):
 
     Communicates: nothing beside the common exchange; with a `top_k` above 4096 1 all-gather of the vocabulary's size.
     """
+
+    keeps_own = True
 
     def __init__(self, labels: Tensor, top_k: int, top_p: float, ignore_index: int):
         super().__init__(labels, ignore_index)
@@ -119,22 +120,22 @@ class TopKFiltered(Filtered):
         scaled_tK = z_tK.double() / self.call.temperature
         peak_t = scaled_tK[:, 0].where(z_tK[:, 0] > -torch.inf, 0.0)
         exp_tK = (scaled_tK - peak_t.unsqueeze(1)).exp()
-        total_t = exp_tK.sum(1) + beyond_t * exp_tK[:, -1]
+        total_t = self.row_sums(exp_tK) + beyond_t * exp_tK[:, -1]
         inside_tK = z_tK > -torch.inf
         if self.top_p < 1:
-            before_tK = F.pad(prefix_sums(exp_tK, exp_tK.dtype)[:, :-1], (1, 0))
+            before_tK = F.pad(prefix_sums(exp_tK, exp_tK.dtype, self.multiply)[:, :-1], (1, 0))
             inside_tK &= before_tK < self.top_p * total_t.unsqueeze(1)
         last_t1 = inside_tK.sum(1, keepdim=True).clamp(min=1) - 1
         cut_t1 = z_tK.gather(1, last_t1)
         whole_t = cut_t1[:, 0] == kth_t
-        sum_t = total_t.where(whole_t, exp_tK.where(z_tK >= cut_t1, 0.0).sum(1))
+        sum_t = total_t.where(whole_t, self.row_sums(exp_tK.where(z_tK >= cut_t1, 0.0)))
         lse_t = peak_t + sum_t.masked_fill(sum_t == 0, 1.0).log()  # a row of -inf: its label has -inf, no gradient
 
         label_t = stats_RKt[:, _LABEL].amax(0)
         there_t = (label_t >= cut_t1[:, 0]) & (label_t > -torch.inf)
         log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf)
         log_prob_t = log_prob_t.where(labels_t != self.ignore_index, 0.0)
-        sent_Kt = stats_RKt[group_rank(self.call.group)]
+        sent_Kt = stats_RKt[self.shard_index]
         own_tK = torch.cat([sent_Kt[_VALUES:], own_Kt]).t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
         probs_tK = self._log_prob(own_tK, lse_t.unsqueeze(1)).where(kept_tK, -torch.inf).exp()

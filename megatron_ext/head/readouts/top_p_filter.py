@@ -48,6 +48,7 @@ class TopPFiltered(Filtered):
     """
 
     rows = 5
+    by_leaf = False
     in_step = True
     begins = True
 
@@ -160,7 +161,7 @@ class TopPFiltered(Filtered):
         scaled = self._scaled(falling, cuts_Ku.dtype)
         peak_u1 = scaled[:, :1].clamp(min=torch.finfo(scaled.dtype).min)
         exp = (scaled - peak_u1).exp_()
-        mass = prefix_sums(exp, torch.float64)  # over a whole vocabulary fp32 would lose digits
+        mass = prefix_sums(exp, torch.float64, self.multiply)  # over a whole vocabulary fp32 would lose digits
         before = F.pad(mass[:, :-1], (1, 0))
         inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
         cut_u1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.row_passes import label_terms, logit_passes, token_terms
+from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, token_terms
 from megatron_ext.head.validation.readable_values import has_values
 
 
@@ -42,6 +42,16 @@ def add_label_rows(out_VD: Tensor, *arguments: Any) -> None:
 def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
     """See `label_terms.finish_dx`."""
     _run(label_terms, "finish_dx", out_TD, *arguments)
+
+
+def row_sums(x_TN: Tensor) -> Tensor:
+    """See `fixed_order_sums.row_sums`."""
+    return _side(x_TN, fixed_order_sums).row_sums(x_TN)
+
+
+def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
+    """See `fixed_order_sums.segment_sums`."""
+    return _side(x_n, fixed_order_sums).segment_sums(x_n, lengths_T)
 
 
 def combined(stats_RKT: Tensor, *arguments: Any) -> Statistics:

@@ -1,30 +1,49 @@
-"""Sums whose order the shapes decide, so that they are the same bits in each run on CUDA too.
+"""Sums whose order the shapes decide, so that they are the same bits in each run on CUDA too, and sums whose order a
+row decides alone, so that they are the same bits beside any other rows.
 
-There `cumsum` and `scatter_add` of floating numbers add in the order in which blocks of threads happen to come by, and
-torch's deterministic mode refuses the first of them.
+On CUDA `cumsum` and `scatter_add` of floating numbers add in the order in which blocks of threads happen to come by,
+and torch's deterministic mode refuses the first of them; `sum` and a library's products choose their order by the
+number of rows.
 
-Legend: T tokens, N numbers of each.
+Legend: T tokens, N numbers of each, n numbers of all tokens together.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from megatron_ext.head.row_passes.logit_passes import sums_of_rows
+
 _BLOCK = 64  # numbers
 
 
-def prefix_sums(x_TN: Tensor, dtype: torch.dtype) -> Tensor:
-    """`cumsum(1)` in `dtype`. On CUDA by products with triangles of ones: within blocks, then over their sums."""
-    return _by_products(x_TN.to(dtype)) if x_TN.is_cuda else x_TN.cumsum(1, dtype=dtype)
+def row_sums(x_TN: Tensor) -> Tensor:
+    """`sum(1)`, by the row alone: fp64, to which only the last additions are exact."""
+    return sums_of_rows(x_TN.contiguous()).double()
 
 
-def _by_products(x_TN: Tensor) -> Tensor:
+def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
+    """`[T]`: sums of as many numbers as each token has, in their order."""
+    return torch.segment_reduce(x_n, "sum", lengths=lengths_T, unsafe=True)  # unsafe: no wait
+
+
+def prefix_sums(x_TN: Tensor, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm) -> Tensor:
+    """`cumsum(1)` in `dtype`. On CUDA by products with triangles of ones: within blocks, then over their sums.
+
+    `multiply`: what makes them there, by each row alone where the sums are to be so.
+    """
+    return _by_products(x_TN.to(dtype), multiply) if x_TN.is_cuda else x_TN.cumsum(1, dtype=dtype)
+
+
+def _by_products(x_TN: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     tokens, numbers = x_TN.shape
     blocks = -(-numbers // _BLOCK)
     triangle = torch.ones(_BLOCK, _BLOCK, dtype=x_TN.dtype, device=x_TN.device).triu_()
     padded_TN = torch.nn.functional.pad(x_TN, (0, blocks * _BLOCK - numbers))
-    within_TBN = torch.mm(padded_TN.view(tokens * blocks, _BLOCK), triangle).view(tokens, blocks, _BLOCK)
+    within_TBN = multiply(padded_TN.view(tokens * blocks, _BLOCK), triangle).view(tokens, blocks, _BLOCK)
     if blocks > 1:
-        within_TBN[:, 1:] += _by_products(within_TBN[:, :-1, -1]).unsqueeze(2)
+        within_TBN[:, 1:] += _by_products(within_TBN[:, :-1, -1], multiply).unsqueeze(2)
     return within_TBN.flatten(1)[:, :numbers]
 
 

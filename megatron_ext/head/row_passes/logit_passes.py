@@ -109,11 +109,11 @@ def row_statistics(
         far = torch.sub(z, peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
-            stats_KT[3, rows], stats_KT[4, rows] = _sums(far.where(finite, 0.0)), finite.sum(1)
+            stats_KT[3, rows], stats_KT[4, rows] = sums_of_rows(far.where(finite, 0.0)), finite.sum(1)
         exp = far.exp() if with_entropy else far.exp_()
-        part_of(stats_KT[SUM_EXP], rows).copy_(_sums(exp))
+        part_of(stats_KT[SUM_EXP], rows).copy_(sums_of_rows(exp))
         if with_entropy:
-            stats_KT[3 + 2 * with_mean, rows] = _sums(far.clamp_(min=_FAR).mul_(exp))
+            stats_KT[3 + 2 * with_mean, rows] = sums_of_rows(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
             exp_TV[rows, :counted] = exp[:, : exp_TV.shape[1]]
     if exp_TV is not None:
@@ -217,7 +217,7 @@ def transformed(
     return out
 
 
-def _sums(x_TV: Tensor) -> Tensor:
+def sums_of_rows(x_TV: Tensor) -> Tensor:
     """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
     end = x_TV.shape[1] // 16 * 16
     whole_TV = part_of(x_TV, slice(0, x_TV.shape[0]), end)

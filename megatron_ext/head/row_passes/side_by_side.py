@@ -90,24 +90,24 @@ def column_spans(parts: Sequence[Tensor]) -> list[slice]:
     return spans
 
 
-class WeightSums:
-    """The gradients of an operand's parts, summed over chunks of tokens in `dtype`; None for a part that wants none.
+def in_one(w_VD: Operand) -> Tensor:
+    """The operand as one tensor, made of its parts if there are several."""
+    return torch.cat(w_VD.parts, 1) if isinstance(w_VD, SideBySide) else w_VD
 
-    `wanted`: which parts want one. `first`: where that of the first part is added; None: new memory.
+
+class WeightSums:
+    """The gradients of an operand's parts, summed over chunks of tokens.
+
+    `totals`: where those of each part are added; None for one that wants none. `columns`: the parts' of the operand.
     """
 
-    def __init__(self, w_VD: Operand, wanted: Sequence[bool], dtype: torch.dtype, first: Tensor | None = None):
-        parts = tensors_of(w_VD)
-        self._columns = column_spans(parts)
-        self.totals = [
-            first if at == 0 and first is not None else part.new_zeros(part.shape, dtype=dtype) if wants else None
-            for at, (part, wants) in enumerate(zip(parts, wanted, strict=False))
-        ]
+    def __init__(self, columns: Sequence[slice], totals: Sequence[Tensor | None]):
+        self._columns, self.totals = columns, totals
+        self.wanted = any(total is not None for total in totals)
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any part wants one."""
-        return any(total is not None for total in self.totals)
+    def rows(self, rows: slice) -> "WeightSums":
+        """Those of some rows of the operand."""
+        return WeightSums(self._columns, [None if total is None else total[rows] for total in self.totals])
 
     def add(self, g_TV: Tensor, x_TD: Tensor, add_product: Callable[..., Any] = main_grad.add_product) -> None:
         """`G.T @ x` of these tokens, to each part's with its columns of `x`, by `add_product`."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
 from megatron_ext.head.fixed_bits.products import functions_fault
 from megatron_ext.head.validation.option_checks import Bits
@@ -17,16 +18,9 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
     """What is wrong with this rank's shard, or its processor, given bits that are not "fast".
 
     Raises:
-        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out or a part
-            of the head that has no such bits.
+        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out that has no
+            such bits.
     """
-    teachers = [getattr(readout.teacher, "head", None) for readout in readouts]
-    if any(getattr(each, "adapters", ()) for each in (head, *teachers)):
-        raise ValueError(
-            f'bits is "{bits}" and the head has lora, or a teacher\'s: products of a low rank do not have these bits; '
-            f'pass bits="fast" (or turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, if they ask for it), or '
-            f"merge the adapters into the weight"
-        )
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
             f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA its products are Triton\'s, which is not '
@@ -35,10 +29,10 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
     if not hidden.is_cuda and hidden.device.type not in ("cpu", "meta"):
         raise ValueError(f'bits is "{bits}" and hidden is on {hidden.device}: only CPUs and CUDA have it; pass "fast"')
     for readout in readouts:
-        if hidden.is_cuda and readout.needs_logits:
+        if readout.by_leaf is None and (readout.needs_logits or readout.rows):
             raise ValueError(
-                f'bits is "{bits}" and {type(readout).__name__} is read on CUDA: there only read-outs of the softmax '
-                f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; pass "
+                f'bits is "{bits}" and {type(readout).__name__} is read, which does not say that its sums have one '
+                f"order: set its attribute by_leaf, as ReadOut describes it; or pass "
                 f'bits="fast", or turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, where they ask for others'
             )
     fault = None
@@ -48,11 +42,4 @@ def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequ
         return fault
     if LEAVES % ranks:
         raise ValueError(f'bits is "tensor_parallel" over {ranks} ranks: it must be 1, 2, 4 or 8; use bits="batch"')
-    for readout in readouts:
-        if readout.needs_logits:
-            raise ValueError(
-                f'bits is "tensor_parallel" and {type(readout).__name__} is read: only read-outs of the softmax '
-                f"(losses, log-probabilities, entropy, mean, log-sum-exp, z-loss, hits) have these bits; use "
-                f'bits="batch"'
-            )
-    return leaves_fault(head.shard, ranks) or fault
+    return leaves_fault(head.shard, ranks, group_rank(head.tp_group)) or fault

@@ -77,7 +77,7 @@ class Kept:
 def of(plan: Plan, source: Product) -> Kept | None:
     """Where to keep the gradients of a call whose logits `source` makes; None: nothing is kept of it."""
     call, (x_TD, w_VD) = plan.call, (source.x_TD, source.w_VD)
-    if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.bits != "fast":
+    if len(plan.readouts) != 1 or not plan.readouts[0].by_factor or call.ranks != 1 or call.fixed:
         return None
     if torch.compiler.is_compiling():  # which does not take an output of forward in whose memory its products lie
         return None

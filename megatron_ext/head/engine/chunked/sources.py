@@ -15,9 +15,10 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import rows_of
 from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
-from megatron_ext.head.row_passes.side_by_side import WeightSums, operand
+from megatron_ext.head.row_passes.side_by_side import WeightSums, in_one, operand
 
 
 class Rule(NamedTuple):
@@ -74,8 +75,6 @@ class Product:
 
     def __init__(self, x_TD: Tensor, w_VD: Any, rule: Rule, repeats: int = 1):
         self.x_TD, self.w_VD, self.rule, self.repeats = x_TD, w_VD, rule, repeats
-        if rule.fixed:
-            self.x_TD, self.w_VD = products.aligned(x_TD), products.aligned(w_VD)
 
     def __call__(self, rows: slice) -> Tensor:
         if self.repeats == 1:
@@ -89,7 +88,7 @@ class Product:
             kept_TV = self.memory_TV
             out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
             return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
-        z_tV = products.new_rows(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
+        z_tV = products.new_logits(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0], self.rule.rounds)
         products.logits(self.x_TD[rows], self.w_VD, z_tV)
         return z_tV
 
@@ -97,7 +96,7 @@ class Product:
 
     def room(self, rows: slice) -> Tensor:
         """Memory for the gradient of these rows' logits."""
-        new = products.new_rows if self.rule.fixed else matmul.new_matrix
+        new = products.new_matrix if self.rule.fixed else matmul.new_matrix
         return new(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
 
     def times_weight(self, dz_tV: Tensor) -> Tensor:
@@ -110,8 +109,10 @@ class Product:
 
     def add_sums(self, total_V: Tensor, dz_tV: Tensor) -> None:
         """Add what they give to db."""
-        for part_tV in dz_tV.split(products.TOKENS) if self.rule.fixed else (dz_tV,):
-            total_V += part_tV.sum(0, dtype=total_V.dtype)
+        if self.rule.fixed:
+            products.add_column_sums(total_V, dz_tV)
+        else:
+            total_V += dz_tV.sum(0, dtype=total_V.dtype)
 
 
 def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
@@ -121,9 +122,9 @@ def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
 
 def of_hidden(
     inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
-) -> list[Product]:
-    """The same with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each. Communicates: with
-    `sizes` 1 all-gather."""
+) -> list[list[Product]]:
+    """The same of each leaf with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each.
+    Communicates: with `sizes` 1 all-gather."""
     hidden, biases = [*inputs[::4]], [*inputs[2::4]]
     weights = [operand(*each) for each in zip(inputs[1::4], inputs[3::4], strict=True)]
     if call.chosen is not None:
@@ -131,12 +132,18 @@ def of_hidden(
         biases[0] = None if biases[0] is None else biases[0].index_select(0, call.chosen)
     if sizes and any(sizes):
         hidden = gather_tokens(hidden, call.group, sizes)
-    found = []
-    for x_TD, w_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
+    leaves = leaves_of(call) if call.fixed else []
+    found: list[list[Product]] = [[] for _ in range(max(len(leaves), 1))]
+    for x_TD, weight_VD, bias_V, rule in zip(hidden, weights, biases, rules, strict=True):
+        w_VD, repeats = weight_VD.to(x_TD.dtype), max(len(hidden[0]) // max(len(x_TD), 1), 1)
         wide_V = None if bias_V is None else bias_V.to(accumulation_dtype(x_TD.dtype))
-        repeats = max(len(hidden[0]) // max(len(x_TD), 1), 1)
-        whole = Rule(wide_V, *rule, call.bits != "fast")
-        found.append(Product(x_TD, w_VD.to(x_TD.dtype), whole, repeats))
+        if not leaves:
+            found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), repeats))
+            continue
+        whole_VD, x_TD = in_one(w_VD), products.aligned(x_TD)
+        for leaf, made in zip(leaves, found, strict=True):
+            own = Rule(None if wide_V is None else leaf.cut(wide_V), *rule, fixed=True)
+            made.append(Product(x_TD, leaf.cut(whole_VD), own, repeats))
     return found
 
 

@@ -15,15 +15,18 @@ from torch import Tensor
 from megatron_ext.head.engine import chunk_sizes, statistics
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
+from megatron_ext.head.engine.chunked.by_leaf import Leaves
 from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
 from megatron_ext.head.engine.chunked.sources import Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.fixed_bits import engine_order
+from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard, total_of
 from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
 from megatron_ext.head.row_passes.dispatch import combined, row_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, part_of
-from megatron_ext.head.row_passes.side_by_side import WeightSums
+from megatron_ext.head.row_passes.side_by_side import WeightSums, column_spans
 
 
 class OfLogits(Way):
@@ -41,7 +44,7 @@ class OfLogits(Way):
 
     def forward(self, plan: Plan, *logits: Any) -> Passed:
         chunks = plan.chunks() or _chunks(logits, plan)
-        return _read(plan, sources.of_logits(logits, self.rules), chunks, logits[0])
+        return _read(plan, [sources.of_logits(logits, self.rules)], chunks, logits[0])
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
         logits = asked.inputs
@@ -62,6 +65,8 @@ class OfChunks(Way):
     sequence layout, where hidden states are this rank's slice, the number of each rank's tokens; else None. `keep`: a
     backward may follow.
 
+    With fixed bits logits, statistics and gradients are made leaf by leaf (`by_leaf.py`), in the order of the tree.
+
     Communicates, at several ranks: forward what the exchange does, backward `HeadGradients.send`. With the sequence
     layout each also gathers the hidden states, with the teachers' in the same collective.
     """
@@ -71,45 +76,83 @@ class OfChunks(Way):
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
         made = sources.of_hidden(inputs, self.rules, plan.call, self.sizes)
-        kept = kept_gradient.of(plan, made[0]) if self.keep else None
-        found = _read(plan, made, _product_chunks(plan, made[0], kept), inputs[0], kept)
+        kept = kept_gradient.of(plan, made[0][0]) if self.keep else None
+        found = _read(plan, made, _product_chunks(plan, made, kept), inputs[0], kept)
         return found if kept is None else found._replace(kept=(kept.unit_TV, kept.bad_T))
 
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
         plan, chosen, (x_TD, weight_VD, bias_V, low_VR, *_) = asked.plan, asked.plan.call.chosen, asked.inputs
         made = sources.of_hidden(asked.inputs, self.rules, plan.call, self.sizes)
-        source, out = made[0], HeadGradients(asked, self.sizes)
+        source, out = made[0][0], HeadGradients(asked, self.sizes)
         if len(plan.readouts) == 1 and plan.readouts[0].by_factor and asked.grads[0] is not None:
             # Hidden states of tokens that do not count may be NaN: as where the gradient is kept, they add nothing.
-            source.x_TD = source.x_TD.masked_fill((asked.grads[0] == 0).unsqueeze(1), 0)
-        gradient, wide = ChunkGradient(asked, made), accumulation_dtype(x_TD.dtype)
-        x_TD, columns = source.x_TD, source.w_VD.shape[0]
-        fixed = source.rule.fixed
-        dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype) if out.dx else None
-        sums = WeightSums(source.w_VD, (out.dw, out.dlow), wide, out.fused if chosen is None else None)
-        total_V = x_TD.new_zeros(columns, dtype=wide) if out.db else None
-        kept = kept_gradient.Kept(plan, source, *asked.kept) if asked.kept else None
+            x_TD = source.x_TD.masked_fill((asked.grads[0] == 0).unsqueeze(1), 0)
+            for each in made:
+                each[0].x_TD = x_TD
+        gradients, wide, x_TD = chunk_gradients(asked, made), accumulation_dtype(x_TD.dtype), source.x_TD
+        fixed, fused = plan.call.fixed, out.fused if chosen is None else None
+        spans = leaf_spans(made)
+
+        def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
+            if wanted and begun is not None and not fixed:
+                return begun
+            return total_of(spans[-1].stop, like, wide, begun) if wanted else None
+
+        low = [] if low_VR is None else [low_VR]
+        own_totals = [room(out.dw, weight_VD, fused), *(room(out.dlow, x) for x in low)]
+        sums = WeightSums(column_spans([weight_VD, *low]), own_totals)
+        total_V, dx_TD = room(out.db, bias_V), None
+        if out.dx:
+            dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
+        kept = kept_gradient.Kept(plan, source, *asked.kept) if asked.kept and not fixed else None
         if kept is not None:
             kept.add_products(asked.grads[0], (dx_TD, sums, total_V))
-        for rows in _product_chunks(plan, source, kept):
+        for rows in _product_chunks(plan, made, kept):
             if kept is not None and rows.stop <= kept.tokens:
                 continue
-            dz_tV = source.room(rows)
-            gradient.write(rows, dz_tV)
+            tree = TreeSum()
+            for (leaf, *_), gradient, span in zip(made, gradients, spans, strict=True):
+                dz_tV = leaf.room(rows)
+                gradient.write(rows, dz_tV)
+                if dx_TD is not None:
+                    tree.add(leaf.times_weight(dz_tV))
+                if sums.wanted:
+                    leaf.add_times_hidden(sums.rows(span), dz_tV, rows)
+                if total_V is not None:
+                    leaf.add_sums(total_V[span], dz_tV)
+                del dz_tV  # before the next one is made
             if dx_TD is not None:
-                dx_TD[rows] = source.times_weight(dz_tV)
-            if sums.wanted:
-                source.add_times_hidden(sums, dz_tV, rows)
-            if total_V is not None:
-                source.add_sums(total_V, dz_tV)
-            del dz_tV  # before the next one is made
+                dx_TD[rows] = tree.total()
         if dx_TD is not None:
             out.send(dx_TD)
-        out.dw_VD, out.dlow_VR, out.db_V = sums.totals[0], sums.totals[-1] if out.dlow else None, total_V
+        of_low = sums.totals[1] if low else None
+        totals = (sums.totals[0], weight_VD, out.fused), (of_low, low_VR, None), (total_V, bias_V, None)
         if chosen is not None:
-            out.dw_VD = _of_all(out.dw_VD, chosen, weight_VD, out.fused)
-            out.dlow_VR, out.db_V = _of_all(out.dlow_VR, chosen, low_VR), _of_all(total_V, chosen, bias_V)
+            found = [_of_all(total, chosen, like, begun) for total, like, begun in totals]
+        elif fixed:
+            found = [None if total is None else of_shard(total, like, begun) for total, like, begun in totals]
+        else:
+            found = [total for total, _, _ in totals]
+        out.dw_VD, out.dlow_VR, out.db_V = found
         return out.given()
+
+
+def chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[ChunkGradient]:
+    """Those of each leaf, whose exponentials have a shift of their own."""
+    if len(made) == 1:
+        return [ChunkGradient(asked, made[0])]
+    leaves, found = asked.plan.leaves, []
+    for at, (part, each) in enumerate(zip(leaves.plans, made, strict=True)):
+        stats = None if asked.stats is None else asked.stats._replace(shift=asked.kept[0][at])
+        own = asked._replace(plan=part, stats=stats, saved=leaves.saved_of(at, asked.saved))
+        found.append(ChunkGradient(own, each))
+    return found
+
+
+def leaf_spans(made: Sequence[Sequence[Product]]) -> list[slice]:
+    """Where the columns of each leaf are among those of all of this rank's."""
+    width = made[0][0].w_VD.shape[0]
+    return [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
 
 def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None = None) -> Tensor | None:
@@ -121,14 +164,14 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
     return torch.zeros_like(like).index_copy_(0, chosen, part.to(like.dtype))
 
 
-def _product_chunks(plan: Plan, source: Product, kept: kept_gradient.Kept | None) -> list[slice]:
+def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.Kept | None) -> list[slice]:
     if kept is not None:
         return kept.chunks()
-    return plan.chunks() or _row_chunks(plan, source.w_VD.shape[0])
+    return plan.chunks() or _row_chunks(plan, leaf_spans(made)[-1].stop)
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
-    if plan.call.bits != "fast":
+    if plan.call.fixed:
         return fixed_chunks(plan.call, plan.tokens, 0, columns)
     return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns)
 
@@ -142,29 +185,62 @@ def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[sli
 
 
 def _read(
-    plan: Plan, made: Sequence[Any], chunks: list[slice], like: Tensor, kept: kept_gradient.Kept | None = None
+    plan: Plan,
+    made: Sequence[Sequence[Any]],
+    chunks: list[slice],
+    like: Tensor,
+    kept: kept_gradient.Kept | None = None,
 ) -> Passed:
-    """The shared statistics, the results, and what gradients want of forward."""
+    """The shared statistics, the results, and what gradients want of forward. `made`: of each leaf."""
     call, dtype = plan.call, accumulation_dtype(like.dtype)
     plan.begin(chunks if plan.tokens else [], like.device)
+    leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
     stats_KT = statistics.new_statistics(plan.tokens, call, dtype, like.device, plan.rows)
     own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
     shift_T = stats_KT.new_empty(plan.tokens)
+    shift_LT = shift_T if leaves is None else stats_KT.new_empty(len(made), plan.tokens)  # of each leaf
     for rows in chunks:
-        raw_tV, logits = logits_of_chunk(plan, made, rows, keep_raw=kept is not None)
-        stats_Kt = stats_KT[:, rows]
-        if plan.softmax:
-            shift_t = part_of(shift_T, rows)
-            row_statistics(
-                logits[0], part_of(plan.target_T, rows), stats_Kt, None, shift_t, None, *call.sums(call.counted)
-            )
+        each = [logits_of_chunk(plan, sides, rows, keep_raw=kept is not None) for sides in made]
+        logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
+        if plan.softmax and leaves is None:
+            _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shift_T, rows))
+        elif plan.softmax:
+            _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shift_LT)
         else:
-            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0], call.counted)
-        for at, readout, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
-            readout.scan(Chunk(rows, sides_of(plan, logits, at), part_Kt, own_Kt))
+            counted = call.counted if leaves is None else leaves.plans[0].call.counted
+            stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
+        for at, part_Kt, own_Kt in plan.parts(stats_Kt, own_KT, rows):
+            if leaves is None:
+                plan.readouts[at].scan(Chunk(rows, sides_of(plan, logits[0], at), part_Kt, own_Kt))
+            else:
+                leaves.readouts[at].scan(rows, [sides_of(plan, sides, at) for sides in logits], part_Kt, own_Kt)
             if kept is not None:
-                kept.write(rows, readout, raw_tV, logits, part_Kt)
-        del raw_tV, logits  # before the next ones are made
+                kept.write(rows, plan.readouts[at], each[0][0], logits[0], part_Kt)
+        del each, logits  # before the next ones are made
     stats_RKT = plan.exchange(stats_KT)
-    stats = combined(stats_RKT, stats_KT, shift_T, call) if plan.softmax else None
-    return Passed(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
+    stats = None
+    if plan.softmax and call.fixed:
+        stats = statistics.combine(stats_RKT, stats_KT, call, shift_T if leaves is None else shift_LT[0])
+        if engine_order.applies(call, like):
+            stats = engine_order.rounded(stats, stats_RKT)
+    elif plan.softmax:
+        stats = combined(stats_RKT, stats_KT, shift_T, call)
+    found = Passed(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
+    return found._replace(kept=(shift_LT,)) if plan.softmax and leaves is not None else found
+
+
+def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
+    """The shared statistics of a chunk of logits."""
+    call = plan.call
+    row_statistics(z_tV, part_of(plan.target_T, rows), stats_Kt, None, shift_t, None, *call.sums(call.counted))
+    if engine_order.applies(call, z_tV):
+        engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
+
+
+def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shift_LT: Tensor) -> None:
+    """Those of several leaves, joined."""
+    each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
+    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shift_LT, strict=True):
+        _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])
+    whole_Kt = statistics.joined(each_LKt, plan.call)
+    stats_Kt[: len(whole_Kt)] = whole_Kt

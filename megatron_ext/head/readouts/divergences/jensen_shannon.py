@@ -52,7 +52,11 @@ class JensenShannon(NormalisedSides):
         return (1 - self.beta) * (student - self._mixture(student, teacher) - first_t1)
 
     def _mixture(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return torch.logaddexp(student + math.log1p(-self.beta), teacher + math.log(self.beta))
+        """`logaddexp`, whose bits on a CPU depend on an element's place, of functions whose bits do not."""
+        one, other = student + math.log1p(-self.beta), teacher + math.log(self.beta)
+        largest = torch.maximum(one, other)
+        below = torch.minimum(one, other).sub_(largest).nan_to_num_(0.0, 0.0, -torch.inf)  # of two -inf nan
+        return largest + below.exp_().log1p_()
 
 
 def _weighed(log_p: Tensor, mixture: Tensor) -> Tensor:

@@ -56,17 +56,17 @@ class KL(OfTwoSides):
             student, teacher = self._below(logits, [_finite(stats_Kt[i * SIDE + MAX, at]) for i in (0, 1)], at)
             weight, apart = self._parts(student, teacher)
             weight = weight.exp()
-            stats_Kt[_SUM, at] = (weight * apart).where(weight > 0, 0.0).sum(1)
+            stats_Kt[_SUM, at] = self.row_sums((weight * apart).where(weight > 0, 0.0))
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        sides: list[Normaliser] = [normaliser(stats_RKT, i) for i in (0, 1)]
+        sides: list[Normaliser] = [normaliser(stats_RKT, i, self.call) for i in (0, 1)]
         student, teacher = sides
         below = [_finite(stats_RKT[:, i * SIDE + MAX].double()) - side.largest for i, side in enumerate(sides)]
         weight_RT, apart_RT = self._parts(*below)
         sum_RT = stats_RKT[:, (self.kind != "reverse") * SIDE + SUM_EXP].double()
         weight_RT = weight_RT.exp().where(sum_RT > 0, 0.0)
         parts_RT = weight_RT * (stats_RKT[:, _SUM] + sum_RT * apart_RT)
-        apart_T = parts_RT.where(weight_RT > 0, 0.0).sum(0) / (weight_RT * sum_RT).sum(0)
+        apart_T = self.added(parts_RT.where(weight_RT > 0, 0.0)) / self.added(weight_RT * sum_RT)
         value_T = apart_T - self._parts(student.log_sum, teacher.log_sum)[1]
         sides_T = [x for side in sides for x in (side.largest, side.log_sum.neg().exp())]
         return [value_T.to(own_KT.dtype)], [apart_T, *sides_T]

@@ -9,12 +9,14 @@ Legend: T tokens, t of a chunk, V columns of this rank's vocabulary shard, K sta
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import chunk_sizes
+from megatron_ext.head.engine.call import Call
 from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
-from megatron_ext.head.readouts.read_out import Chunk, Found, put
+from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 
@@ -52,21 +54,26 @@ class NormalisedSides(OfTwoSides):
         return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width)
 
     def scan(self, chunk: Chunk) -> None:
-        stats_Kt = chunk.stats_Kt
-        side_statistics(chunk.logits, stats_Kt, self.call)
-        sides_RKt = stats_Kt[None, :_SIDES]
+        self.scan_leaves([self], [chunk])
+
+    def scan_leaves(self, of_leaves: Sequence[ReadOut], chunks: Sequence[Chunk]) -> None:
+        for leaf, chunk in zip(of_leaves, chunks, strict=True):
+            side_statistics(chunk.logits, chunk.stats_Kt, leaf.call)
+        sides_NKt = torch.stack([chunk.stats_Kt[:_SIDES] for chunk in chunks])
         if self.call.ranks > 1:
-            sides_RKt = collectives.all_gather(sides_RKt, self.call.group)
-        normalisers = _normalisers(sides_RKt)
-        stats_Kt[_SIDES:] = 0
-        for at in blocks(chunk.logits[0]) if self.call.vocab.counted else []:
-            for row, x in enumerate(self.summed(*self._log_probs(chunk.logits, normalisers, at)), _SIDES):
-                stats_Kt[row, at] = x.sum(1)
+            sides_NKt = collectives.all_gather(sides_NKt, self.call.group)
+        normalisers = self._normalisers(sides_NKt)
+        for leaf, chunk in zip(of_leaves, chunks, strict=True):
+            chunk.stats_Kt[_SIDES:] = 0
+            for at in blocks(chunk.logits[0]) if leaf.call.vocab.counted else []:
+                sides = _log_probs(chunk.logits, normalisers, at, leaf.call)
+                for row, x in enumerate(self.summed(*sides), _SIDES):
+                    chunk.stats_Kt[row, at] = self.row_sums(x)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        first_T, second_T = stats_RKT[:, _SIDES:].double().sum(0)
+        first_T, second_T = self.added(stats_RKT[:, _SIDES:].double())
         value_T = self.value(first_T, second_T)
-        return [value_T.to(own_KT.dtype)], [first_T, *_normalisers(stats_RKT[:, :_SIDES])]
+        return [value_T.to(own_KT.dtype)], [first_T, *self._normalisers(stats_RKT[:, :_SIDES])]
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
@@ -76,24 +83,23 @@ class NormalisedSides(OfTwoSides):
         scale_t = grad[rows].double() / self.call.temperature
         counts_t1 = (scale_t != 0).unsqueeze(1)  # others may have NaN, which 0 times is NaN
         for at in blocks(out_tV) if counted else []:
-            student, teacher = self._log_probs(logits, normalisers, at)
+            student, teacher = _log_probs(logits, normalisers, at, self.call)
             p = student.exp()
             pulled = p * self.pulled(student, teacher, first_t[at].to(wide).unsqueeze(1))
             pulled *= scale_t[at].to(wide).unsqueeze(1)
             put(out_tV[at, :counted], pulled.where((p > 0) & counts_t1[at], 0.0), first)
 
-    def _log_probs(self, logits: Sequence[Tensor], normalisers: list[Tensor], at: slice) -> list[Tensor]:
-        """Of the student and the teacher."""
-        counted = self.call.vocab.counted
-        found = []
-        for i, z_tV in enumerate(logits):
-            wide = accumulation_dtype(z_tV.dtype)
-            largest_t1, log_sum_t1 = (x[at].to(wide).unsqueeze(1) for x in normalisers[2 * i : 2 * i + 2])
-            z = transformed(z_tV[at, :counted], None, None, self.call.temperature, wide)
-            found.append((z - largest_t1) - log_sum_t1)
-        return found
+    def _normalisers(self, sides_RKT: Tensor) -> list[Tensor]:
+        """fp64 `[T]`, of the student and then of the teacher: the largest logit, and the log of the sum below it."""
+        return [x for i in (0, 1) for x in normaliser(sides_RKT, i, self.call)]
 
 
-def _normalisers(sides_RKT: Tensor) -> list[Tensor]:
-    """fp64 `[T]`, of the student and then of the teacher: the largest logit, and the log of the sum below it."""
-    return [x for i in (0, 1) for x in normaliser(sides_RKT, i)]
+def _log_probs(logits: Sequence[Tensor], normalisers: list[Tensor], at: slice, call: Call) -> list[Tensor]:
+    """Of the student and the teacher."""
+    found = []
+    for i, z_tV in enumerate(logits):
+        wide = accumulation_dtype(z_tV.dtype)
+        largest_t1, log_sum_t1 = (x[at].to(wide).unsqueeze(1) for x in normalisers[2 * i : 2 * i + 2])
+        z = transformed(z_tV[at, : call.vocab.counted], None, None, call.temperature, wide)
+        found.append((z - largest_t1) - log_sum_t1)
+    return found

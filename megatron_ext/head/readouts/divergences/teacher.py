@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.call import Call
+from megatron_ext.head.fixed_bits.leaves import added
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.dispatch import row_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
@@ -36,6 +37,7 @@ class OfTwoSides(ReadOut):
 
     softmax = False
     needs_logits = True
+    by_leaf = True
     by_factor = True
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
@@ -58,11 +60,11 @@ def side_statistics(logits: Sequence[Tensor], stats_Kt: Tensor, call: Call) -> N
         row_statistics(z_tV, nowhere, rows_Kt, None, None, None, *last)
 
 
-def normaliser(stats_RKT: Tensor, side: int) -> Normaliser:
+def normaliser(stats_RKT: Tensor, side: int, call: Call) -> Normaliser:
     """Of all shards together."""
     peaks_RT, sums_RT = (stats_RKT[:, side * SIDE + row].double() for row in (MAX, SUM_EXP))
     largest_T = peaks_RT.amax(0)
     largest_T = largest_T.where(largest_T > -torch.inf, 0.0)
     below_RT = (peaks_RT - largest_T).where(peaks_RT > -torch.inf, 0.0)
-    total_T = (sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0)).sum(0)
+    total_T = added(sums_RT * below_RT.exp().where(peaks_RT > -torch.inf, 0.0), call)
     return Normaliser(largest_T, total_T.masked_fill(total_T == 0, 1.0).log())

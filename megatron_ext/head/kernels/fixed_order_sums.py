@@ -1,8 +1,8 @@
-"""Matrix products whose sums have one order: tiles of one size for all shapes, each sum serial in one program.
+"""Sums that have one order, of products and of rows: each is made in one program, and nothing is chosen by the shape.
 
-No sum is split among programs, and nothing is chosen by the shape, so an element's bits depend on its row, its column
-and what is summed alone. A library's products promise that for one shape at most. A sum may go on from what an earlier
-launch has left, in the same order as if it had been one.
+A product's tiles have one size for all shapes and its sums are serial, so an element's bits depend on its row, its
+column and what is summed alone. A library's products promise that for one shape at most. A sum may go on from what an
+earlier launch has left, in the same order as if it had been one.
 
 Legend: M rows, N columns, K what a product sums over.
 """
@@ -117,6 +117,49 @@ def fixed_product_kernel(
         _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, DTYPE, BLOCK_M, HALF)
     else:
         _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, DTYPE, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def segment_sums_kernel(
+    x_ptr, starts_ptr, out_ptr, columns, SEGMENTS: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sum of one row of `columns`, or with SEGMENTS of what lies between two starts: by lanes, then over them."""
+    row = tl.program_id(0).to(tl.int64)
+    start, stop = row * columns, (row + 1) * columns
+    if SEGMENTS:
+        start, stop = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    lane, total = tl.arange(0, BLOCK), tl.zeros([BLOCK], DTYPE)
+    for at in range(start, stop, BLOCK):
+        total += tl.load(x_ptr + at + lane, mask=at + lane < stop, other=0.0).to(DTYPE)
+    tl.store(out_ptr + row, tl.sum(total, 0))
+
+
+def row_sums(x_TN: Tensor) -> Tensor:
+    """See `row_passes.fixed_order_sums.row_sums`."""
+    return _sums(x_TN.contiguous(), None, *x_TN.shape)
+
+
+def segment_sums(x_n: Tensor, lengths_T: Tensor) -> Tensor:
+    """See `row_passes.fixed_order_sums.segment_sums`."""
+    starts_T = torch.nn.functional.pad(lengths_T.cumsum(0), (1, 0))
+    return _sums(x_n.contiguous(), starts_T, lengths_T.shape[0], 0).to(x_n.dtype)
+
+
+def _sums(x: Tensor, starts_T: Tensor | None, rows: int, columns: int) -> Tensor:
+    found_T = x.new_empty(rows, dtype=torch.float64)
+    if rows:
+        with torch.cuda.device_of(x):
+            segment_sums_kernel[(rows,)](
+                x,
+                found_T if starts_T is None else starts_T,
+                found_T,
+                columns,
+                SEGMENTS=starts_T is not None,
+                DTYPE=tl.float64 if x.dtype == torch.float64 else tl.float32,
+                BLOCK=blocks.FIXED_SUM,
+                num_warps=4,
+            )
+    return found_T
 
 
 def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, adds: bool = False) -> None:

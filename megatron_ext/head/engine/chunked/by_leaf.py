@@ -1,0 +1,77 @@
+"""A plan leaf by leaf: read-outs of chunks of logits whose sums over columns are made of each leaf alone.
+
+A leaf is to a read-out what a rank's shard is: it scans the leaf's columns, and what it makes of all shards it makes of
+all ranks' leaves, which are the same ones for any number of ranks. `bits="tensor_parallel"` alone has several a rank.
+
+Legend: T tokens, t of a chunk, K rows of statistics, R ranks, N leaves of all ranks.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.fixed_bits.leaves import leaves_of
+from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut
+
+
+class Leaves:
+    """What there is of `plan` for each of several leaves.
+
+    Attributes:
+        plans: the same for the leaf's columns alone.
+        readouts: of the plan, as they take statistics of all leaves.
+    """
+
+    def __init__(self, plan: Plan):
+        self.plans = [copy.copy(plan) for _ in range(plan.leaf_count)]
+        for at, (part, leaf) in enumerate(zip(self.plans, leaves_of(plan.call), strict=True)):
+            part.call, part.target_T = replace(plan.call, vocab=leaf.vocab, leaf=at), leaf.columns(plan.target_T)
+            part.readouts = [r.of_leaf(part.call) for r in plan.readouts]
+        each = zip(*(part.readouts for part in self.plans), strict=True)
+        self.readouts = [_OfLeaves(r, leaves) for r, leaves in zip(plan.readouts, each, strict=True)]
+
+    def saved_of(self, leaf: int, saved: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Of what results have saved, that of one leaf."""
+        return [r.saved_of(leaf, each) for r, each in zip(self.readouts, saved, strict=True)]
+
+
+class _OfLeaves:
+    """One read-out over several leaves."""
+
+    def __init__(self, whole: ReadOut, leaves: Sequence[ReadOut]):
+        self._whole, self._leaves = whole, leaves
+
+    def scan(self, rows: slice, logits: Sequence[Sequence[Tensor]], stats_Kt: Tensor, own_Kt: Any) -> None:
+        """Writes their rows, one leaf's after the other's. `logits`: of each leaf, those that it reads."""
+        if not self._whole.by_leaf:
+            whole = [torch.cat(each, 1) for each in zip(*logits, strict=True)]
+            self._whole.scan(Chunk(rows, whole, stats_Kt, own_Kt))
+            return
+        count = len(self._leaves)
+        own = [None] * count if own_Kt is None else own_Kt.chunk(count)
+        chunks = [Chunk(rows, *each) for each in zip(logits, stats_Kt.chunk(count), own, strict=True)]
+        self._whole.scan_leaves(self._leaves, chunks)
+
+    def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
+        """As `ReadOut.results`; what is saved is that of each leaf, where they keep other things."""
+        if not self._whole.by_leaf:
+            return self._whole.results(stats, stats_RKT, own_KT)
+        count = len(self._leaves)
+        stats_NKT = stats_RKT.unflatten(1, (count, -1)).flatten(0, 1)
+        first, *others = zip(self._leaves, own_KT.chunk(count), strict=True)
+        given, saved = first[0].results(stats, stats_NKT, first[1])
+        if self._whole.keeps_own:
+            saved = [*saved, *(x for leaf, own in others for x in leaf.results(stats, stats_NKT, own)[1])]
+        return given, saved
+
+    def saved_of(self, leaf: int, saved: list[Tensor]) -> list[Tensor]:
+        """That of one leaf."""
+        if not (self._whole.by_leaf and self._whole.keeps_own):
+            return saved
+        count = len(saved) // len(self._leaves)
+        return saved[leaf * count : (leaf + 1) * count]

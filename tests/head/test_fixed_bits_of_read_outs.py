@@ -1,0 +1,245 @@
+"""`bits="batch"` and "tensor_parallel" of every read-out: the same bits for other tokens, chunks, layout and ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext import VocabShard, head
+from megatron_ext.distributed.groups import UNSHARDED
+from megatron_ext.head import LmHead, LoRA
+from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, problem, same, shard_of
+from tests.ranks import ranks
+
+TOKENS = 264
+ROUNDED = pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
+BENT = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
+
+
+def read_outs(labels, ids, teacher):
+    return {
+        "ids": [head.Gather(ids), head.Entropy()],
+        "the largest": [head.TopK(7)],
+        "squares": [head.SumOfSquares(), head.LogProbs(labels)],
+        "top-k": [head.Sampled(labels, 5, 1.0)],
+        "top-k beside a loss": [head.Sampled(labels, 5, 1.0), head.CrossEntropy(labels, z_loss=0.1)],
+        "top-k and top-p": [head.Sampled(labels, 5, 0.8)],
+        "top-p": [head.Sampled(labels, None, 0.9)],
+        "forward KL": [head.KL(teacher, "forward")],
+        "reverse KL": [head.KL(teacher, "reverse")],
+        "Jensen-Shannon": [head.JensenShannon(teacher, 0.3)],
+        "total variation": [head.TotalVariation(teacher)],
+        "acceptance": [head.AcceptanceRate(teacher)],
+        "kept ids": [head.Kept(labels, *kept_ids(ids)), head.KeptEntropy(labels, *kept_ids(ids))],
+        "all at once": [head.KL(teacher), head.TopK(3), head.Sampled(labels, None, 0.9), head.MeanLogit()],
+    }
+
+
+def kept_ids(ids):
+    """As the generator gives them: where each token's begin, and its label and three others."""
+    kept = (ids[:, :1] + torch.tensor([0, 5, 90, 401], device=ids.device)) % VOCAB
+    return 4 * torch.arange(len(ids) + 1, device=ids.device), kept.flatten()
+
+
+NAMES = list(read_outs(None, torch.zeros(1, 1), None))
+
+
+class Problem:
+    """Hidden states and weights of a student and a teacher, and labels and ids to read."""
+
+    def __init__(self, dtype, tokens=TOKENS, device="cpu"):
+        hidden, weight, bias, labels = problem(dtype)
+        self.hidden, self.weight, self.bias = hidden[:tokens], weight, bias
+        self.their_hidden, self.their_weight = self.hidden[:, :24].contiguous(), weight[:, 7:31].contiguous()
+        self.labels = labels[:tokens].clamp(min=0)
+        self.ids = torch.stack([self.labels, self.labels.flip(0), self.labels], 1)
+        if dtype != torch.float64:  # as many equals as logits of 16 bits have
+            self.weight[50:60] = self.weight[40:50]
+        for name, x in vars(self).items():
+            setattr(self, name, x.to(device))
+
+    def read(self, name, bits, some=slice(None), rows=slice(None), dtype=None, theirs=None, biased=False, **options):
+        """Results and dx, which are of each token, and the gradients of weight (and bias)."""
+        width = options.pop("width", None)
+
+        def part(x):
+            return x if width is None else shard_of(x, width)
+
+        def leaf(x):
+            return (x if dtype is None else x.to(dtype)).clone().requires_grad_()
+
+        hidden, their_hidden = self.hidden[some], self.their_hidden[some]
+        if dtype is not None:
+            their_hidden = their_hidden.to(dtype)
+        x, w, b = leaf(hidden[rows]), leaf(part(self.weight)), leaf(part(self.bias)) if biased else None
+        their_weight = part(self.their_weight if dtype is None else self.their_weight.to(dtype))
+        group = {key: options[key] for key in ("tp_group", "vocab", "hidden_layout") if key in options}
+        teacher = head.Teacher(LmHead(their_weight, **group, **(theirs or {})), their_hidden[rows])
+        of = LmHead(w, bias=b, bits=bits, **options)
+        found = of.read(x, *read_outs(self.labels[some], self.ids[some], teacher)[name])
+        flat = tree_leaves(found)
+        slopes = torch.linspace(0.5, 1.5, TOKENS, device=hidden.device)[some]
+        of_token = (y.flatten(1).sum(1) if y.dim() > 1 else y for y in flat if y.requires_grad)
+        sum(((y.where(y.isfinite(), 0.0)) * slopes).sum() for y in of_token).backward()
+        lora = [each for low in options.get("lora", ()) for each in (low.B.grad, low.A.grad)]
+        return [*(y.detach() for y in flat), x.grad], [g.grad for g in (w, b) if g is not None] + lora
+
+
+@ROUNDED
+@pytest.mark.parametrize("bits", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_for_other_tokens_and_chunks(name, bits, dtype):
+    given = Problem(dtype)
+    for options in ({}, {**BENT, "biased": True}):
+        found, of_weights = given.read(name, bits, **options)
+        again, of_weights_again = given.read(name, bits, chunk_tokens=100, **options)
+        same([*found, *of_weights], [*again, *of_weights_again])
+        for count in (1, 65, 257):
+            some = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(count))[:count]
+            same([x[some] for x in found], given.read(name, bits, some, **options)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("bits", MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_as_near_the_truth_as_fast_ones(name, bits, dtype):
+    given = Problem(dtype)
+    truth = [x for each in given.read(name, "fast", dtype=torch.float64, **BENT, biased=True) for x in each]
+    errors = {}
+    for mode in ("fast", bits):
+        found = [x for each in given.read(name, mode, **BENT, biased=True) for x in each]
+        errors[mode] = [
+            float((a.double() - b).nan_to_num(0.0).norm() / b.nan_to_num(0.0, 0.0, 0.0).norm())
+            for a, b in zip(found, truth, strict=True)
+            if a.is_floating_point()
+        ]
+    floor = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
+    for found, fast in zip(errors[bits], errors["fast"], strict=True):
+        assert found <= 1.2 * fast + floor, errors
+
+
+@ranks(2, 4)
+@ROUNDED
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_on_any_number_of_ranks(name, dtype):
+    the_same_bits_on_ranks(name, dtype)
+
+
+def the_same_bits_on_ranks(name, dtype, lora=False):
+    given, world, rank = Problem(dtype), dist.get_world_size(), dist.get_rank()
+    width = 26 * 8 // world
+    own = slice(rank * width, min((rank + 1) * width, VOCAB))
+    vocab = VocabShard(rank * width, (rank + 1) * width, VOCAB)
+    for options in ({}, {**BENT, "biased": True}):
+        alone, of_weights = given.read(name, "tensor_parallel", tp_group=UNSHARDED, **options)
+        for layout in ("replicated", "sequence"):
+            rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if layout == "sequence" else slice(None)
+            sharded = {"tp_group": dist.group.WORLD, "vocab": vocab, "hidden_layout": layout, "width": width}
+            found, of_shard = given.read(name, "tensor_parallel", rows=rows, chunk_tokens=70, **sharded, **options)
+            same([*alone[:-1], alone[-1][rows]], found)
+            same([g[own] for g in of_weights], [g[: own.stop - own.start] for g in of_shard])
+            assert all((g[own.stop - own.start :] == 0).all() for g in of_shard), "padding has no gradient"
+
+
+@pytest.mark.slow
+@ranks(8)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_on_eight_ranks(name):
+    the_same_bits_on_ranks(name, torch.float32)
+
+
+def adapters(dtype, rows=slice(None)):
+    draws = torch.Generator().manual_seed(3)
+    found = [torch.randn(*shape, generator=draws).to(dtype) / 4 for shape in ((5, WIDTH), (VOCAB, 5))]
+    return LoRA(found[0].requires_grad_(), found[1][rows].clone().requires_grad_(), 0.5)
+
+
+@ROUNDED
+@pytest.mark.parametrize("bits", MODES)
+@pytest.mark.parametrize("name", ["squares", "forward KL", "top-k"])
+def test_lora_has_the_same_bits(name, bits, dtype):
+    """Of the head and of a teacher: results, dx, and the gradients of weight, B and A."""
+    given = Problem(dtype)
+
+    def read(some=slice(None), **options):
+        draws = torch.Generator().manual_seed(4)
+        low = LoRA(*(torch.randn(*shape, generator=draws).to(dtype) / 4 for shape in ((3, 24), (VOCAB, 3))))
+        return given.read(name, bits, some, lora=[adapters(dtype)], theirs={"lora": low}, **options)
+
+    found, of_weights = read()
+    again, of_weights_again = read(chunk_tokens=100)
+    same([*found, *of_weights], [*again, *of_weights_again])
+    some = torch.tensor([200, 3, 77])
+    same([x[some] for x in found], read(some)[0])
+    wide = Problem(torch.float64)
+    assert not torch.equal(found[0], wide.read(name, bits)[0][0].to(found[0].dtype)), "the low rank is read"
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("losses", [True, False], ids=["softmax alone", "squares"])
+@pytest.mark.parametrize("layout", ["replicated", "sequence"])
+def test_lora_on_any_number_of_ranks(layout, losses):
+    """A's gradient too, but for slices: it is an all-reduce there, whose order nobody promises."""
+    given, world, rank = Problem(torch.float32), dist.get_world_size(), dist.get_rank()
+    width = 208 // world
+    own = slice(rank * width, min((rank + 1) * width, VOCAB))
+    rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if layout == "sequence" else slice(None)
+
+    def read(x, w, low, **options):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        of = LmHead(w, bits="tensor_parallel", lora=low, **options)
+        found = of.read(x, *([] if losses else [head.SumOfSquares()]), head.LogProbs(given.labels), head.Entropy())
+        sum(y.sum() for y in found).backward()
+        return [y.detach() for y in found], [x.grad, w.grad, low.B.grad, low.A.grad]
+
+    alone, (dx, dw, db, da) = read(given.hidden, given.weight, adapters(torch.float32), tp_group=UNSHARDED)
+    low = adapters(torch.float32, own)
+    padded = LoRA(low.A, torch.cat([low.B.detach(), torch.ones(width - len(low.B), 5)]).requires_grad_(), 0.5)
+    sharded = {
+        "tp_group": dist.group.WORLD,
+        "hidden_layout": layout,
+        "vocab": VocabShard(rank * width, (rank + 1) * width, VOCAB),
+    }
+    found, grads = read(given.hidden[rows], shard_of(given.weight, width), padded, **sharded)
+    same(alone, found)
+    here = own.stop - own.start
+    same([dx[rows], dw[own], db[own]], [grads[0], grads[1][:here], grads[2][:here]])
+    if layout == "replicated":
+        same([da], [grads[3]])
+    torch.testing.assert_close(da, grads[3])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 9, 21])
+def test_a_vocabulary_whose_last_eighths_have_no_columns(size):
+    """On one rank, beside fp64, and with as many columns of padding as eight equal parts need."""
+    draws = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(30, 6, generator=draws), torch.randn(size, 6, generator=draws)
+    labels = torch.randint(size, (30,), generator=draws)
+
+    def read(w, bits="tensor_parallel", **options):
+        leaves = [x.clone().requires_grad_() for x in (hidden.to(w.dtype), w)]
+        wanted = [head.LogProbs(labels), head.Entropy(), head.SumOfSquares(), head.Gather(labels.unsqueeze(1))]
+        found = LmHead(leaves[1], bits=bits, **options).read(leaves[0], *wanted)
+        sum(y.sum() for y in found).backward()
+        softmax = LmHead(leaves[1], bits=bits, **options).read(leaves[0], *wanted[:2])
+        return [y.detach() for y in (*found, *softmax)], [x.grad for x in leaves]
+
+    found, (dx, dw) = read(weight)
+    columns = -(-size // 8) * 8
+    padded = torch.cat([weight, torch.ones(columns - size, 6)])
+    again, (dx_again, dw_again) = read(padded, vocab=VocabShard(0, columns, size))
+    same([*found, dx, dw], [*again, dx_again, dw_again[:size]])
+    truth, grads = read(weight.double(), bits="fast")
+    torch.testing.assert_close([*found, dx, dw], [x.float() for x in (*truth, *grads)], rtol=1e-5, atol=1e-5)
+
+
+@ranks(2)
+def test_shards_out_of_rank_order_are_refused():
+    """dx is added in the order of ranks, which must be that of the leaves."""
+    rank, given = dist.get_rank(), Problem(torch.float32)
+    vocab = VocabShard(104 * (1 - rank), 104 * (2 - rank), VOCAB)
+    of = LmHead(torch.randn(104, WIDTH), dist.group.WORLD, vocab=vocab, bits="tensor_parallel")
+    with pytest.raises(ValueError, match=f"on rank {rank} of 2.*in rank order"):
+        of.read(given.hidden, head.LogProbs(given.labels))
