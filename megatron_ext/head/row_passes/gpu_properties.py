@@ -15,7 +15,6 @@ class Device(NamedTuple):
 
     name: str
     multiprocessors: int
-    l2_bytes: int
     bytes_per_s: float
     flops: float
 
@@ -25,9 +24,9 @@ class Device(NamedTuple):
 # TB/s; 989 and 2250 TFLOP/s), times what the H200 reaches of its own data sheet: 0.9 and 0.8. An H100 has the H200's
 # processor.
 DEVICES = {
-    "H100": Device("H100", 132, 50 << 20, 3.0e12, 790e12),
-    "H200": Device("H200", 132, 50 << 20, 4.3e12, 790e12),
-    "B200": Device("B200", 148, 126 << 20, 7.2e12, 1800e12),
+    "H100": Device("H100", 132, 3.0e12, 790e12),
+    "H200": Device("H200", 132, 4.3e12, 790e12),
+    "B200": Device("B200", 148, 7.2e12, 1800e12),
 }
 
 # Rows and columns of the result that one multiprocessor makes at a time, in cuBLAS's kernels for large products.
