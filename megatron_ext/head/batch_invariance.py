@@ -28,6 +28,7 @@ KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 VLLMS = "VLLM_BATCH_INVARIANT"
 
 _entered = 0
+_undo = contextlib.ExitStack()  # puts torch's operators back
 
 
 @contextlib.contextmanager
@@ -37,17 +38,20 @@ def batch_invariant_mode() -> Iterator[None]:
     Matrix products of every layer (`aten::mm`, `addmm`, `bmm`, `baddbmm`) are made in tiles of one size on the CPU, and
     on CUDA, but for batches of matrices, by Triton's kernels with tiles of one size. Heads take `bits="batch"`, and our
     tensor-parallel layers and attention keep the mode too. Compiled code has products of its own. It may be entered
-    again inside.
+    again while it lasts, and left in any order: it ends when all who entered have left.
     """
-    global _entered
-    with contextlib.ExitStack() as undo:
-        if not _entered:
+    global _entered, _undo
+    if not _entered:
+        with contextlib.ExitStack() as undo:
             replace_operators(undo, on_cuda=not switched_on())
-        _entered += 1
-        try:
-            yield
-        finally:
-            _entered -= 1
+            _undo = undo.pop_all()
+    _entered += 1
+    try:
+        yield
+    finally:
+        _entered -= 1
+        if not _entered:
+            _undo.close()
 
 
 def switched_on() -> bool:

@@ -118,6 +118,26 @@ def test_it_ends_where_it_began(monkeypatch):
     assert not batch_invariance.is_on()
 
 
+def test_it_lasts_until_all_who_entered_have_left(monkeypatch):
+    """As two generators or workers of one process do, of which the first to enter may be the first to leave."""
+    calls, mm = [], products.mm
+    from megatron_ext.head.fixed_bits import replaced_operators
+
+    monkeypatch.setitem(replaced_operators._PRODUCTS, "mm", lambda *given: calls.append(1) or mm(*given))
+    x = drawn(3, D)
+    first, second = batch_invariant_mode(), batch_invariant_mode()
+    for enter_or_leave, on in (
+        (first.__enter__, True),
+        (second.__enter__, True),
+        (lambda: first.__exit__(None, None, None), True),
+        (lambda: second.__exit__(None, None, None), False),
+    ):
+        enter_or_leave()
+        before = len(calls)
+        x @ x.t()
+        assert (len(calls) > before) == batch_invariance.is_on() == on
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_model_of_transformers(family):
     """Hidden states of rows, and their log-probabilities, in batches of 1 to 3 rows."""
