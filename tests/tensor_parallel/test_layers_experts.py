@@ -50,6 +50,7 @@ def test_sharded_experts_leave_communication_to_the_dispatcher(sequence_parallel
     torch.testing.assert_close(y, whole.detach(), rtol=1e-5, atol=1e-4)  # the bias once, not once a rank
     torch.testing.assert_close(x.grad, whole_x.grad, rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(down.bias.grad, bias.grad)
+    assert not down.bias.sequence_parallel  # else Megatron would add up what is whole on every rank
     assert up.explicit_expert_comm
     assert up.weight.allreduce is True  # no expert parallelism
 

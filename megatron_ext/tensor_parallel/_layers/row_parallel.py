@@ -88,8 +88,10 @@ class RowParallelLinear(ParallelLayer):
         self.master_weight = full if keep_master_weight_for_test else None
         if bias:
             self._make_bias(output_size)
-            # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks.
-            self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks. An
+            # expert's layer that adds its bias itself sees all tokens.
+            added_to_all = self.explicit_expert_comm and not skip_bias_add
+            self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
         else:
             self.register_parameter("bias", None)
         self._mark_for_gradient_sums()
