@@ -33,6 +33,9 @@ class Case:
         share: how much of `upstream` is this rank's, where ranks share the inputs and gradients of all losses add up.
         gradient_of: a leaf's gradient.
         refused: what is said of a combination that is refused by name, on every rank alike.
+        finish: what follows the backward pass before gradients are complete; the same collectives on every rank.
+        grad_dtype: whose roundings gradients have; None: those of each input.
+        roundings: how many roundings of the largest number in play results and gradients may be off.
     """
 
     name: str
@@ -48,10 +51,9 @@ class Case:
     share: float = 1.0
     gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
     refused: str | None = None
-
-
-# How many roundings of the largest number in play results and gradients may be off.
-ROUNDINGS = 32
+    finish: Callable[[], None] | None = None
+    grad_dtype: torch.dtype | None = None
+    roundings: int = 32
 
 
 def check(case: Case, rank: int) -> None:
@@ -75,13 +77,15 @@ def check(case: Case, rank: int) -> None:
     assert len(results) == len(truths), f"{len(results)} results, {len(truths)} wanted"
     size = case.logit_size + 1
     for i, (found, truth, cut) in enumerate(zip(results, truths, cuts, strict=True)):
-        _close(f"result {i}", found, cut(truth, rank), _eps(case.value_dtype) * size, 1.0)
+        _close(f"result {i}", found, cut(truth, rank), case.roundings * _eps(case.value_dtype) * size, 1.0)
     if any(wanted):
         upstream = [
             case.share * cut(g, rank).to(found.dtype)
             for g, found, cut in zip(case.upstream, results, cuts, strict=False)
         ]
         torch.autograd.backward(results[: len(case.upstream)], upstream)
+    if case.finish is not None:
+        case.finish()
     for i, ((x, cut), leaf, grad, want) in enumerate(zip(case.inputs, mine, grads, wanted, strict=True)):
         if not want:
             assert leaf.grad is None, f"input {i} wanted no gradient"
@@ -89,7 +93,8 @@ def check(case: Case, rank: int) -> None:
         truth = torch.zeros_like(x, dtype=torch.float64) if grad is None else grad
         found = case.gradient_of(leaf)
         found = torch.zeros_like(leaf) if found is None else found
-        _close(f"gradient {i}", found, cut(truth, rank), _eps(x.dtype) * size, case.grad_size)
+        rounding = case.roundings * _eps(case.grad_dtype or x.dtype) * size
+        _close(f"gradient {i}", found, cut(truth, rank), rounding, case.grad_size)
         assert torch.equal(leaf.detach(), cut(x, rank)), f"input {i} was written"
 
 
@@ -120,6 +125,6 @@ def _close(name: str, found: Tensor, truth: Tensor, rounding: float, size: float
     assert torch.equal(found.where(~finite, 0.0), truth.where(~finite, 0.0)), f"{name}: not infinite where the truth is"
     off = (found - truth).where(finite, 0.0).abs()
     largest = truth.where(finite, 0.0).abs().max().item() if truth.numel() else 0.0
-    allowed = ROUNDINGS * rounding * max(largest, size)
+    allowed = rounding * max(largest, size)
     worst = off.max().item() if off.numel() else 0.0
     assert worst <= allowed, f"{name}: off by {worst:.3g}, {allowed:.3g} allowed, of {largest:.3g}"

@@ -44,46 +44,52 @@ KINDS: list[Callable[[Draw], Case]] = [
 STUCK_S = 120  # a case takes milliseconds
 
 
-def run(seed: int, first: int, cases: int) -> None:
+def run(seed: int, first: int, cases: int, only: str = "") -> None:
     """Cases `first` up to `first + cases` of a seed, on the ranks of the default group.
+
+    Args:
+        only: the kinds whose name ("layers.linear") has this in it; "": all.
 
     Raises:
         AssertionError: the first that is not right, with what was drawn and the command that runs it alone.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    watched = _Watch(seed, ranks)
+    kinds = [kind for kind in KINDS if only in f"{kind.__module__.removeprefix('tests.fuzz.')}.{kind.__name__}"]
+    watched = _Watch(seed, ranks, only)
     try:
         for number in range(first, first + cases):
             watched.number, watched.since = number, time.monotonic()
             draw = Draw(seed, number, ranks)
-            kind = draw.random.choice(KINDS)
+            kind = draw.random.choice(kinds)
             try:
                 case = kind(draw)
                 check(case, rank)
             except Exception as error:
                 raise AssertionError(
                     f"{case.name if 'case' in locals() else kind.__name__}: {error}\n  drawn: {draw.record}, "
-                    f"exact={draw.exact}\n  again: {command(seed, number, ranks)}"
+                    f"exact={draw.exact}\n  again: {command(seed, number, ranks, only)}"
                 ) from error
     finally:
         watched.done.set()
 
 
-def command(seed: int, number: int, ranks: int) -> str:
-    return f"python -m tests.fuzz --seed {seed} --first {number} --cases 1 --ranks {ranks}"
+def command(seed: int, number: int, ranks: int, only: str) -> str:
+    chosen = f" --only {only}" if only else ""
+    return f"python -m tests.fuzz --seed {seed} --first {number} --cases 1 --ranks {ranks}{chosen}"
 
 
 class _Watch(threading.Thread):
     """Ends the process where a case never does: ranks that wait for each other."""
 
-    def __init__(self, seed: int, ranks: int):
+    def __init__(self, seed: int, ranks: int, only: str):
         super().__init__(daemon=True)
-        self.seed, self.ranks, self.number, self.since = seed, ranks, 0, time.monotonic()
+        self.seed, self.ranks, self.only, self.number, self.since = seed, ranks, only, 0, time.monotonic()
         self.done = threading.Event()
         self.start()
 
     def run(self) -> None:
         while not self.done.wait(1.0):
             if time.monotonic() - self.since > STUCK_S:
-                print(f"a case hangs: {command(self.seed, self.number, self.ranks)}", file=sys.stderr, flush=True)
+                again = command(self.seed, self.number, self.ranks, self.only)
+                print(f"a case hangs: {again}", file=sys.stderr, flush=True)
                 os._exit(1)
