@@ -4,6 +4,7 @@ Legend: B rows, P pairs, S positions. `c` and `r` are the log-probabilities of a
 the sum or the mean over its tokens.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -63,31 +64,35 @@ class _PairLoss(LogProbLoss):
     """A loss of pairs of rows. A pair counts where both rows have a token that does.
 
     Attributes:
+        beta: factor of log-probabilities in the rewards, and as each loss says.
         pairs: how they lie: "halves": all chosen rows, then the rejected ones in the same order, as Liger and TRL have
             them; "interleaved": chosen, rejected, chosen, ..., as NeMo-RL has them.
         label_smoothing: how likely a pair is the wrong way round.
         sft_weight: factor of the mean negative log-likelihood of the chosen rows' tokens, which is added.
     """
 
+    beta: float = 0.1
     pairs: Pairs = "halves"
     label_smoothing: float = 0.0
     sft_weight: float = 0.0
 
     def __post_init__(self) -> None:
+        check_number("beta", self.beta, "above 0", above_0)
         one_of("pairs", self.pairs, get_args(Pairs))
         check_number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0 <= x < 1)
         check_number("sft_weight", self.sft_weight, "at least 0", at_least_0)
 
     def _of_pairs(
         self,
-        rewards_B: Tensor,
+        apart_B: Tensor,
         losses_P: Tensor,
         log_probs_BS: Tensor,
         mask_BS: Tensor,
         count: Tensor | float | None,
         sft_count: Tensor | float | None,
     ) -> tuple[Tensor, Metrics]:
-        """The mean of the pairs that count, or their sum over `count`; of the likelihood that of tokens."""
+        """The mean of the pairs that count, or their sum over `count`; of the likelihood that of tokens. Rewards are
+        `beta` times `apart_B`."""
         some_P = torch.stack(split_pairs((mask_BS > 0).any(1), self.pairs)).all(0)
         total = some_P.sum() if count is None else count
 
@@ -95,7 +100,7 @@ class _PairLoss(LogProbLoss):
             return divide(x_P.where(some_P, 0.0).sum(), total)
 
         loss = mean(losses_P)
-        chosen_P, rejected_P = split_pairs(rewards_B.detach(), self.pairs)
+        chosen_P, rejected_P = split_pairs(self.beta * apart_B.detach(), self.pairs)
         metrics = {
             "rewards_chosen": mean(chosen_P),
             "rewards_rejected": mean(rejected_P),
@@ -136,7 +141,6 @@ class DPOLoss(_PairLoss):
         average_log_prob: c and r are means instead of sums; with "ipo" they always are.
     """
 
-    beta: float = 0.1
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
     average_log_prob: bool = False
     reference_free: bool = False
@@ -144,7 +148,6 @@ class DPOLoss(_PairLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("loss_type", self.loss_type, ("sigmoid", "hinge", "ipo"))
-        check_number("beta", self.beta, "above 0", above_0)
         if self.label_smoothing and self.loss_type != "sigmoid":
             raise ValueError(
                 f"label_smoothing is {self.label_smoothing} with loss_type {self.loss_type!r}: only 'sigmoid' has it; "
@@ -175,7 +178,7 @@ class DPOLoss(_PairLoss):
         log_probs_BS, mask_BS = self._inputs(log_probs, mask)
         apart_BS = log_probs_BS if reference_log_probs is None else log_probs_BS - self._rows(reference_log_probs)
         apart_B, losses_P = self.of_each_pair(apart_BS, mask_BS)
-        return self._of_pairs(self.beta * apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+        return self._of_pairs(apart_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
 
     def of_each_pair(self, apart_BS: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
         """How far each row is from the reference `[B]`, and the loss of each pair `[P]`, of the differences of tokens'
@@ -196,52 +199,8 @@ class DPOLoss(_PairLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimPOLoss(_PairLoss):
-    """Preference without a reference (SimPO; Meng et al., 2024), `-log sigmoid(beta (c - r) - gamma)` of means.
-
-    Attributes:
-        beta, gamma: factor of the difference, and by how much it should be above 0.
-    """
-
-    beta: float = 0.1
-    gamma: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("beta", self.beta, "above 0", above_0)
-        check_number("gamma", self.gamma, "a number")
-
-    def from_log_probs(
-        self,
-        log_probs: Tensor,
-        mask: Tensor | None = None,
-        count: Tensor | float | None = None,
-        sft_count: Tensor | float | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """As `DPOLoss.from_log_probs`; a row's reward is `beta c`."""
-        self._check(log_probs.shape, mask=mask, count=count, sft_count=sft_count)
-        log_probs_BS, mask_BS = self._inputs(log_probs, mask)
-        rewards_B = self.beta * row_means(log_probs_BS, mask_BS)
-        chosen_P, rejected_P = split_pairs(rewards_B, self.pairs)
-        losses_P = preference_loss(chosen_P - rejected_P - self.gamma, self.label_smoothing)
-        return self._of_pairs(rewards_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ORPOLoss(_PairLoss):
-    """Odds ratio preference (ORPO; Hong et al., 2024): `beta` times `-log sigmoid` of the difference of log odds of
-    means, and the chosen rows' negative log-likelihood.
-
-    Attributes:
-        beta: factor of the preference; `sft_weight` of the likelihood.
-    """
-
-    beta: float = 0.1
-    sft_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("beta", self.beta, "above 0", above_0)
+class _MeansLoss(_PairLoss):
+    """A loss of pairs without a reference, of the means of the rows' log-probabilities."""
 
     def from_log_probs(
         self,
@@ -256,9 +215,45 @@ class ORPOLoss(_PairLoss):
         means_B = row_means(log_probs_BS, mask_BS)
         # A row without tokens has infinite odds; its pair does not count, and must bring no NaN.
         safe_B = means_B.where((mask_BS > 0).any(1), -1.0)
-        chosen_P, rejected_P = split_pairs(log_odds(safe_B), self.pairs)
-        losses_P = self.beta * preference_loss(chosen_P - rejected_P, self.label_smoothing)
-        return self._of_pairs(self.beta * means_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+        losses_P = self._of_each_pair(*split_pairs(safe_B, self.pairs))
+        return self._of_pairs(means_B, losses_P, log_probs_BS, mask_BS, count, sft_count)
+
+    @abstractmethod
+    def _of_each_pair(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """The loss of each pair, of the means of its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOLoss(_MeansLoss):
+    """Preference without a reference (SimPO; Meng et al., 2024), `-log sigmoid(beta (c - r) - gamma)` of means.
+
+    Attributes:
+        beta, gamma: factor of the difference, and by how much it should be above 0.
+    """
+
+    gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("gamma", self.gamma, "a number")
+
+    def _of_each_pair(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        return preference_loss(self.beta * (chosen_P - rejected_P) - self.gamma, self.label_smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOLoss(_MeansLoss):
+    """Odds ratio preference (ORPO; Hong et al., 2024): `beta` times `-log sigmoid` of the difference of log odds of
+    means, and the chosen rows' negative log-likelihood.
+
+    Attributes:
+        beta: factor of the preference; `sft_weight` of the likelihood.
+    """
+
+    sft_weight: float = 1.0
+
+    def _of_each_pair(self, chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        return self.beta * preference_loss(log_odds(chosen_P) - log_odds(rejected_P), self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
