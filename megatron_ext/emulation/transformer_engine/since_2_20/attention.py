@@ -1,5 +1,7 @@
 """Attention as 2.20 of Transformer Engine calls it, in terms of what 2.11 has."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,99 +20,48 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the CPU emulation has neither attention in FP8 nor paged caches"
 
 
-def fused_attn_fwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    is_training: bool,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    o_format: Any,
-    qkv_scale_inv_format: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Any,
-    bottom_right_diagonal: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    fake_dtype: torch.dtype,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    page_table_k: Tensor | None,
-    page_table_v: Tensor | None,
-    s_quantizer: Any,
-    o_quantizer: Any,
-    Bias: Tensor | None,
-    SoftmaxOffset: Tensor | None,
-    rng_gen: torch.Generator | None,
-    rng_elts_per_thread: int,
-    return_max_logit: bool,
-    cuda_graph: bool,
-) -> list[Any]:
+def _taking_more(of_2_11: Callable[..., Any], **added: str) -> Callable[[Callable[..., list[Any]]], Any]:
+    """Makes a function of 2.20 of one that is called with all arguments by name, and with those that 2.11 knows.
+
+    It takes what the function of 2.11 does but for `dqkv_type`, and behind some of that what is `added`.
+    """
+    known = inspect.signature(of_2_11).parameters
+    names = [name for before in known for name in (before, *added.get(before, "").split()) if name != "dqkv_type"]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def decorate(function: Callable[..., list[Any]]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> list[Any]:
+            given = signature.bind(*args, **kwargs).arguments
+            _refuse_other_diagonal(given)
+            return function(given, {name: x for name, x in given.items() if name in known})
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__doc__ = function.__doc__
+        return call
+
+    return decorate
+
+
+@_taking_more(fused.fused_attn_fwd, qkv_layout="o_format qkv_scale_inv_format", window_size="bottom_right_diagonal")
+def fused_attn_fwd(given: dict[str, Any], known: dict[str, Any]) -> list[Any]:
     """[output, log-sum-exp, with `return_max_logit` the largest score of each row, seed, ...]."""
-    _refuse_other_diagonal(bottom_right_diagonal, attn_mask_type, window_size, bias_type, max_seqlen_q, max_seqlen_kv)
-    before: tuple[Any, ...] = (
-        *(max_seqlen_q, max_seqlen_kv, is_training, attn_scale, p_dropout, set_zero, qkv_layout, bias_type),
-        *(attn_mask_type, softmax_type, window_size, cu_seqlens_q, cu_seqlens_kv, Q, K, V, fake_dtype),
-        *(cu_seqlens_q_padded, cu_seqlens_kv_padded, page_table_k, page_table_v, s_quantizer, o_quantizer),
-        *(Bias, SoftmaxOffset, rng_gen, rng_elts_per_thread, return_max_logit, cuda_graph),
-    )
-    found = fused.fused_attn_fwd(*before)
-    if return_max_logit:
+    found = fused.fused_attn_fwd(**known)
+    if given["return_max_logit"]:
         largest, total = found[1:3]
         found[1:3] = [largest + total.log(), largest]
     return found
 
 
-def fused_attn_bwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    o_format: Any,
-    do_format: Any,
-    dqkv_layout: Any,
-    qkv_scale_inv_format: Any,
-    do_scale_inv_format: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Any,
-    bottom_right_diagonal: bool,
-    deterministic: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    fake_dtype: torch.dtype,
-    Aux_CTX_Tensors: list[Tensor],
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    s_quantizer: Any,
-    dp_quantizer: Any,
-    dqkv_quantizer: Any,
-    cuda_graph: bool,
-) -> list[Any]:
+@_taking_more(
+    fused.fused_attn_bwd,
+    qkv_layout="o_format do_format dqkv_layout qkv_scale_inv_format do_scale_inv_format",
+    window_size="bottom_right_diagonal",
+)
+def fused_attn_bwd(given: dict[str, Any], known: dict[str, Any]) -> list[Any]:
     """As before; gradients have the dtype that Q, K and V stand for."""
-    _refuse_other_diagonal(bottom_right_diagonal, attn_mask_type, window_size, bias_type, max_seqlen_q, max_seqlen_kv)
-    (dqkv_type,) = (number for number, dtype in TORCH_DTYPES.items() if dtype == fake_dtype)
-    before: tuple[Any, ...] = (
-        *(max_seqlen_q, max_seqlen_kv, attn_scale, p_dropout, set_zero, qkv_layout, bias_type, attn_mask_type),
-        *(softmax_type, window_size, deterministic, cu_seqlens_q, cu_seqlens_kv, Q, K, V, O, dO, fake_dtype),
-        *(dqkv_type, Aux_CTX_Tensors, cu_seqlens_q_padded, cu_seqlens_kv_padded),
-        *(s_quantizer, dp_quantizer, dqkv_quantizer, cuda_graph),
-    )
-    return fused.fused_attn_bwd(*before)
+    (dqkv_type,) = (number for number, dtype in TORCH_DTYPES.items() if dtype == given["fake_dtype"])
+    return fused.fused_attn_bwd(**known, dqkv_type=dqkv_type)
 
 
 def thd_out_correction(
@@ -141,11 +92,12 @@ def thd_out_correction(
         packed_sequences.thd_grad_correction(out, total, cu_seqlens, "copy", "copy")
 
 
-def _refuse_other_diagonal(bottom_right: bool, mask: Any, window: Any, bias_type: Any, queries: int, keys: int) -> None:
+def _refuse_other_diagonal(given: dict[str, Any]) -> None:
     """A diagonal counts in windows and in ALiBi; that of causal masks goes with the mask."""
-    counts = tuple(window) != (-1, -1) or bias_type == NVTE_Bias_Type.NVTE_ALIBI
-    elsewhere = mask == NVTE_Mask_Type.NVTE_PADDING_MASK or (mask == NVTE_Mask_Type.NVTE_NO_MASK and queries != keys)
-    if bottom_right and counts and elsewhere:
+    mask = given["attn_mask_type"]
+    counts = tuple(given["window_size"]) != (-1, -1) or given["bias_type"] == NVTE_Bias_Type.NVTE_ALIBI
+    uneven = mask == NVTE_Mask_Type.NVTE_NO_MASK and given["max_seqlen_q"] != given["max_seqlen_kv"]
+    if given["bottom_right_diagonal"] and counts and (uneven or mask == NVTE_Mask_Type.NVTE_PADDING_MASK):
         raise NotImplementedError(
             "bottom_right_diagonal is True with a window or ALiBi and no causal mask: the CPU emulation of "
             "Transformer Engine aligns these at the top left; use a causal mask or bottom_right_diagonal=False"
