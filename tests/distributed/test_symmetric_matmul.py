@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import one_rank_of
 from megatron_ext.distributed import symmetric_matmul
@@ -17,23 +16,11 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.operators import Operators
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, symmetric_memory
 
 S, B, D, N = 8, 3, 16, 24
-
-
-class Asked(TorchDispatchMode):
-    """Names of PyTorch's operators through symmetric memory, as they are dispatched."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "symm_mem":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -67,15 +54,15 @@ def test_values_gradients_and_traffic_of_the_plain_way(kind, frozen):
     x, dy = (piece(x, 0), piece(dy, -1)) if kind == "column" else (piece(x, -1), piece(dy, 0))
     results = []
     for overlap in (False, True):
-        with symmetric_memory(), Asked() as asked:
+        with symmetric_memory(), Operators() as asked:
             layer = build(kind, Config(sequence_parallel=True, tp_comm_overlap=overlap))
             layer.weight.requires_grad_(not frozen)
             results.append(step(layer, x, dy))
-        assert asked.names == (OPERATORS[kind] if overlap else [])
+        assert asked.names("symm_mem") == (OPERATORS[kind] if overlap else [])
     assert layer.symmetric
     assert "path=symmetric memory" in repr(layer)
     (plain, sent), (fused, fused_sent) = results
-    assert sum(fused_sent) + len(asked.names) == sum(sent)  # each operator stands for one
+    assert sum(fused_sent) + len(asked.names("symm_mem")) == sum(sent)  # each operator stands for one
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-5)
 
 
@@ -98,14 +85,14 @@ def test_pytorchs_operators_take_what_they_are_given(layouts):
     """On fake tensors and one rank of 4: their schemas, and the shapes of results and gradients."""
     from torch.distributed import _symmetric_memory  # noqa: F401
 
-    with one_rank_of(4) as group, Asked() as asked:
+    with one_rank_of(4) as group, Operators() as asked:
         x = torch.empty(S, B, D, dtype=torch.bfloat16, requires_grad=True)
         w = torch.empty(N, D, dtype=torch.bfloat16, requires_grad=True)
         y = parallel_linear(x, w, None, Plan(group, *layouts, symmetric=True))
         y.sum().backward()
     assert y.shape == ((4 * S if layouts[0] == "sequence" else S // 4), B, N)
     assert (x.grad.shape, w.grad.shape) == (x.shape, w.shape)
-    assert asked.names == OPERATORS["column" if layouts[0] == "sequence" else "row"]
+    assert asked.names("symm_mem") == OPERATORS["column" if layouts[0] == "sequence" else "row"]
 
 
 @ranks(2)
@@ -220,10 +207,10 @@ def _operators_of_a_layer(group, device, layouts, operators):
     x, w, dy = (numbers(*shape, seed=i, dtype=torch.bfloat16).to(device) for i, shape in enumerate(shapes))
     cut_x, cut_w, cut_dy = (0, 0, -1) if layouts[0] == "sequence" else (-1, 1, 0)
     own_x, own_w = (piece(full, dim).requires_grad_() for full, dim in ((x, cut_x), (w, cut_w)))
-    with Asked() as asked:
+    with Operators() as asked:
         y = parallel_linear(own_x, own_w, None, Plan(group, *layouts, symmetric=True))
         y.backward(piece(dy, cut_dy))
-    assert asked.names == operators
+    assert asked.names("symm_mem") == operators
     plain, true = (
         (y, *torch.autograd.grad(y, leaves, dy.to(y))) for leaves, y in map(_whole, (x, x.double()), (w, w.double()))
     )

@@ -15,7 +15,7 @@ from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, paralleliz
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.head import Entropy, LmHead, LogProbs
 from tests.dtensor.models import VOCAB, batch, check_gradients, error, make
-from tests.dtensor.test_causal_lm import Largest
+from tests.dtensor.test_causal_lm import largest_logits
 from tests.dtensor.test_fused_loss import mine
 from tests.ranks import ranks
 
@@ -104,9 +104,9 @@ def test_dropout_is_that_of_a_module_that_trains():
 
 def test_no_logits_and_no_gradient_of_the_weight():
     model = use_fused_loss(adapted(), cache=0, chunk_tokens=8)
-    with Largest() as found:
+    with largest_logits() as found:
         model(**batch(4, 32)).loss.backward()
-    assert 0 < found.elements <= 32 * VOCAB
+    assert 0 < found.size <= 32 * VOCAB
     head = model.get_base_model().lm_head
     assert head.base_layer.weight.grad is None
     assert head.lora_A["default"].weight.grad.norm() > 0

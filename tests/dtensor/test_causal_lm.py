@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from megatron_ext.dtensor import (
@@ -19,6 +17,7 @@ from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.operators import Largest
 from tests.ranks import ranks
 
 
@@ -153,17 +152,9 @@ def test_what_is_done_to_logits_is_measured():
     assert head_rule(model) is None  # the bias is scaled or not: not known
 
 
-class Largest(TorchDispatchMode):
+def largest_logits():
     """The most elements of a tensor whose last dim is the vocabulary, or rank 0's shard of it."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for x in tree_leaves(made):
-            if isinstance(x, torch.Tensor) and x.shape[-1:] in ((VOCAB,), (VOCAB // 2 + 1,)):
-                self.elements = max(self.elements, x.numel())
-        return made
+    return Largest(lambda x: x.numel() if x.shape[-1:] in ((VOCAB,), (VOCAB // 2 + 1,)) else 0)
 
 
 @ranks(2)
@@ -173,13 +164,13 @@ def test_no_logits_are_held():
     model = parallelize(make("llama"), mesh, dp_cp)
     tokens, shard = _tokens(2, 64), (VOCAB // 2 + 1,)
 
-    with Largest() as found:
+    with largest_logits() as found:
         causal_lm_loss(model, tokens, cache=0, chunk_tokens=16)
     if torch.distributed.get_rank() == 0:
-        assert 0 < found.elements <= 32 * shard[0]  # the weight's transpose
-    with Largest() as found:
+        assert 0 < found.size <= 32 * shard[0]  # the weight's transpose
+    with largest_logits() as found:
         model(input_ids=tokens)
-    assert found.elements >= 128 * VOCAB // 2
+    assert found.size >= 128 * VOCAB // 2
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

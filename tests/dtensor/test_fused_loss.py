@@ -17,7 +17,7 @@ from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
 from tests.dtensor.models import STACKED, VOCAB, batch, check_gradients, error, make, meshes
-from tests.dtensor.test_causal_lm import Largest, Squared, adapted
+from tests.dtensor.test_causal_lm import Squared, adapted, largest_logits
 from tests.ranks import ranks
 
 
@@ -51,12 +51,12 @@ def test_loss_and_gradients_are_those_of_transformers(kind, given):
 
 def test_no_logits_are_made():
     model = use_fused_loss(make("llama"), cache=0, chunk_tokens=8)
-    with Largest() as found:
+    with largest_logits() as found:
         model(**batch(4, 32)).loss.backward()
-    assert 0 < found.elements <= 32 * VOCAB  # of a chunk, or the weight's transpose
-    with Largest() as found:
+    assert 0 < found.size <= 32 * VOCAB  # of a chunk, or the weight's transpose
+    with largest_logits() as found:
         model.eval()(**batch(4, 32))
-    assert found.elements == 4 * 32 * VOCAB
+    assert found.size == 4 * 32 * VOCAB
 
 
 def test_what_else_a_forward_takes_and_gives():

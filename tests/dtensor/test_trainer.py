@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from tests.dtensor.models import VOCAB, error, make
-from tests.dtensor.test_causal_lm import Largest
+from tests.dtensor.test_causal_lm import largest_logits
 from tests.programs import python
 
 ROWS = 12
@@ -89,17 +89,17 @@ def test_one_line_before_the_trainer(way, tmp_path):
 
 def test_the_trainer_makes_no_logits(tmp_path):
     """In training; evaluation has them, as metrics want them."""
-    with Largest() as stock:
+    with largest_logits() as stock:
         train(make("llama"), tmp_path, max_steps=1, eval_strategy="no")
-    with Largest() as found:
+    with largest_logits() as found:
         model, folder = use_fused_loss(make("llama"), cache=0, chunk_tokens=8), tmp_path
         set_seed(1)
         arguments = TrainingArguments(
             str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
         )
         Trainer(model, arguments, train_dataset=rows()).train()
-    assert stock.elements >= 2 * 12 * VOCAB
-    assert 0 < found.elements <= 32 * VOCAB
+    assert stock.size >= 2 * 12 * VOCAB
+    assert 0 < found.size <= 32 * VOCAB
 
 
 def test_an_adapter_that_is_more_than_lora_keeps_its_logits(tmp_path):

@@ -8,8 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
@@ -17,6 +15,7 @@ from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusio
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
+from tests.operators import Largest
 from tests.ranks import ranks
 
 
@@ -291,18 +290,6 @@ def test_combined_1f1b_calls_postprocess_alone():
         assert counts.total() == 1
 
 
-class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage().nbytes() // 4 for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
-        self.elements = max([self.elements, *made])
-        return result
-
-
 @ranks(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
@@ -314,11 +301,11 @@ def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
 
         def step():
             labels = tiny_batches(batch=size, seq=SEQ - 1, vocab_size=vocab_size)[0]
-            with count_collectives() as forward, _Largest() as memory:
+            with count_collectives() as forward, Largest(lambda x: x.untyped_storage().nbytes() // 4) as memory:
                 loss = model._postprocess(hidden, labels=labels, **dict.fromkeys(arguments))
             with count_collectives() as backward, memory:
                 loss.sum().backward()
-            return forward.total(), backward.total(), memory.elements
+            return forward.total(), backward.total(), memory.size
 
         logits = SEQ * size * vocab_size // 2
         gathers = int(sequence_parallel)

@@ -24,6 +24,7 @@ from megatron_ext.megatron.pipeline.order.pass_order import (
     queues_of,
     simulate,
 )
+from tests.streams.every_order import times
 
 KINDS_OF_EACH_STAGE = {Kind.LOOKUP, Kind.PRODUCTS, Kind.WEIGHT, Kind.ROWS}
 
@@ -43,26 +44,6 @@ SHAPES = [
     for forward_only in (False, True)
 ] + [Shape(4, 2, 12, 6), Shape(4, 3, 7, 5), Shape(2, 2, 9, 2)]
 SHAPES += [shape._replace(beside=False) for shape in SHAPES[::5]]
-
-
-def times(shape, head=0.3):
-    """Layers of 1 and 2 a stage, the vocabulary layers a part of that; every message takes a while."""
-    return Times(
-        forward=((1 / shape.chunks,) * shape.chunks,) * shape.stages,
-        backward=((2 / shape.chunks,) * shape.chunks,) * shape.stages,
-        lookup=0.01,
-        products=head,
-        weight=head / 2,
-        rows=0.02,
-        send=0.03,
-        tokens=0.01,
-        embedding=0.04,
-        hidden=0.05,
-        statistics=0.02,
-        sum=0.04,
-        grad_loss=0.01,
-        grad_embedding=0.04,
-    )
 
 
 @functools.cache

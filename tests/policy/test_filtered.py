@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_ext import reference
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import valid_counts
+from tests.operators import Largest
 from tests.policy.problems import (
     VOCAB,
     batching,
@@ -223,20 +222,14 @@ def test_packed_distillation(backend):
         check_loss(cls, name, layout, "packed")
 
 
-class _WidestLogits(TorchDispatchMode):
+def _widest_logits(columns):
     """The most tokens whose logits stand in one tensor."""
 
-    def __init__(self, columns):
-        super().__init__()
-        self.columns, self.tokens = columns, 0
+    def tokens(x):
+        memory = x.untyped_storage().nbytes() // x.element_size()  # of a promise of logits one element
+        return min(x.numel(), memory) // columns if x.shape[-1:] == (columns,) else 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == self.columns:
-                memory = x.untyped_storage().nbytes() // x.element_size()  # of a promise of logits one element
-                self.tokens = max(self.tokens, min(x.numel(), memory) // self.columns)
-        return result
+    return Largest(tokens)
 
 
 @ranks(1)
@@ -254,16 +247,16 @@ def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(
     with mock.patch.multiple(chunk_sizes, _CHUNK=chunk * columns, _CPU_CHUNK=chunk * columns):
         for options in (WHOLE, FILTERED):
             worker = worker_of(cls, **options, **batch)
-            with _WidestLogits(columns) as made:
+            with _widest_logits(columns) as made:
                 worker.get_logprobs(data)
                 worker.get_topk_logits(data, K)
                 for loss_fn in (ZERO, TOP) if options is WHOLE else (GRPO,):
                     worker.train(data, loss_fn)
-            assert 0 < made.tokens <= chunk
+            assert 0 < made.size <= chunk
             if options is WHOLE:
-                with _WidestLogits(columns) as made:
+                with _widest_logits(columns) as made:
                     worker.train(data, LogitsLoss())
-                assert made.tokens == data["input_ids"].numel()
+                assert made.size == data["input_ids"].numel()
             worker.shutdown()
 
 

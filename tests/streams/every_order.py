@@ -19,8 +19,8 @@ from tests.streams.waits import Hang
 STAGES, CHUNKS, MICRO_BATCHES = range(2, 17), range(1, 5), range(1, 65)
 
 
-def times(shape: Shape, head: float) -> Times:
-    """Layers of 1 and 2 a stage; every message takes a while."""
+def times(shape: Shape, head: float = 0.3) -> Times:
+    """Layers of 1 and 2 a stage, the vocabulary layers a part of that; every message takes a while."""
     even = ((1 / shape.chunks,) * shape.chunks,) * shape.stages
     twice = tuple(tuple(2 * time for time in stage) for stage in even)
     of_head = Times(even, twice, products=head, weight=head / 2, hidden=0.05, statistics=0.02, sum=0.04, grad_loss=0.01)
