@@ -1,10 +1,11 @@
 """`megatron_ext.model_utils` in the place of `nemo_rl.distributed.model_utils`, for all of NeMo-RL's modules.
 
-Both policy workers, their post-processors and the losses then compute with the head: see docs/rl.md.
+Both policy workers, their post-processors and the losses then compute with the head: see docs/rl.md. GPTModels that
+were patched stay patched after `restore()`: unpatch them apart.
 """
 
 from megatron_ext import model_utils
-from megatron_ext.integrations.substitution import Report, Seam, Substitution
+from megatron_ext.integrations.substitution import Seam, Substitution
 
 MODULE = "nemo_rl.distributed.model_utils"
 # Names that every version has which we know; it may lack others.
@@ -37,26 +38,4 @@ def _seams() -> list[Seam]:
 
 
 _substitution = Substitution("nemo_rl", _seams)
-
-
-def apply() -> Report:
-    """Replaces every function of `nemo_rl.distributed.model_utils` that we have, wherever it was imported.
-
-    Returns:
-        What was replaced, and as calls come, how often it ran; see `report`.
-
-    Raises:
-        ImportError: NeMo-RL is not installed.
-        ValueError: a function there has other parameters than those known here; nothing is changed then.
-    """
-    return _substitution.apply()
-
-
-def report() -> Report:
-    """What the last `apply()` replaced in NeMo-RL, in which modules, and how often it ran; as a string, a table."""
-    return _substitution.report
-
-
-def restore() -> None:
-    """NeMo-RL's own functions again, everywhere. GPTModels that were patched stay patched: unpatch them apart."""
-    _substitution.restore()
+apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore

@@ -82,35 +82,45 @@ class Report:
 
 
 class Substitution:
-    """Of all `seams` of one package, at once or not at all. `report` is of the last `apply`, also after `restore`."""
+    """Of all `seams` of one package, a framework, at once or not at all."""
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
         self._pairs: list[tuple[Any, Any]] = []  # original, ours
-        self.report = Report(package)
-
-    @property
-    def active(self) -> bool:
-        return bool(self._pairs)
+        self._last = Report(package)
 
     def apply(self) -> Report:
-        """Raises ImportError without the package, ValueError for a version that is not known; then nothing is changed.
+        """Replaces the framework's functions wherever they were imported; a second call changes nothing.
 
-        A second call changes nothing. What only other versions have is logged, at level INFO.
+        What only other versions of the framework have is logged, at level INFO.
+
+        Returns:
+            What was replaced, and as calls come, how often it ran; see `report`.
+
+        Raises:
+            ImportError: the framework is not installed.
+            ValueError: one of the functions is missing or has other parameters than those known here; nothing is
+                changed then.
         """
-        if self.active:
-            return self.report
+        if self._pairs:
+            return self._last
         pairs, replaced, left = self._found()
         for row, modules in zip(replaced, _replace(pairs), strict=True):
             row.modules = modules
         self._pairs = pairs
-        self.report = Report(f"{self.package} {self._version()}", tuple(replaced), tuple(left))
+        self._last = Report(f"{self.package} {self._version()}", tuple(replaced), tuple(left))
         if left:
             _LOG.info("this version of %s does not have %s", self.package, ", ".join(left))
-        return self.report
+        return self._last
+
+    def report(self) -> Report:
+        """What the last `apply()` replaced, in which modules, and how often it ran, after `restore()` too; as a string,
+        a table."""
+        return self._last
 
     def restore(self) -> None:
-        """Theirs everywhere again, in modules that were imported since too. Without `apply` it changes nothing."""
+        """The framework's own functions everywhere again, in modules that were imported since too. Without `apply` it
+        changes nothing."""
         _replace([(ours, original) for original, ours in self._pairs])
         self._pairs = []
 

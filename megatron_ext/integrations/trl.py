@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED
-from megatron_ext.integrations.substitution import Report, Seam, Substitution
+from megatron_ext.integrations.substitution import Seam, Substitution
 from megatron_ext.model_utils.functions import PlainFunction
 
 MODULE = "trl.trainer.utils"
@@ -217,26 +217,4 @@ def _seams() -> list[Seam]:
 
 
 _substitution = Substitution("trl", _seams)
-
-
-def apply() -> Report:
-    """Replaces `selective_log_softmax` and, where TRL has them, its kin with entropy, its fused head and divergence.
-
-    Returns:
-        What was replaced, and as calls come, how often it ran; see `report`.
-
-    Raises:
-        ImportError: TRL is not installed.
-        ValueError: one of them has other parameters than those known here; nothing is changed then.
-    """
-    return _substitution.apply()
-
-
-def report() -> Report:
-    """What the last `apply()` replaced in TRL, in which modules, and how often it ran; as a string, a table."""
-    return _substitution.report
-
-
-def restore() -> None:
-    """TRL's own functions again, everywhere."""
-    _substitution.restore()
+apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore

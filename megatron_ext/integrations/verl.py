@@ -1,7 +1,8 @@
 """Our log-probabilities and entropies in verl's Megatron and FSDP paths.
 
 What its fused paths call (`linear_cross_entropy`, `FusedLinearForPPO`) comes from hidden states without logits, on CPU
-and for any hidden size; the rest from logits. Results are fp32 (fp64 for fp64). See docs/rl.md.
+and for any hidden size; the rest from logits. Results are fp32 (fp64 for fp64). The functions of the Megatron path are
+replaced where Megatron-Core is installed: nothing calls them else. See docs/rl.md.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_size
 from megatron_ext.head.validation.option_checks import one_of
-from megatron_ext.integrations.substitution import Report, Seam, Substitution
+from megatron_ext.integrations.substitution import Seam, Substitution
 
 
 def linear_cross_entropy(
@@ -175,28 +176,4 @@ def _seams() -> list[Seam]:
 
 
 _substitution = Substitution("verl", _seams)
-
-
-def apply() -> Report:
-    """Replaces verl's functions of log-probabilities and entropies, wherever they were imported.
-
-    The Megatron path's only where Megatron-Core is installed: nothing calls them else.
-
-    Returns:
-        What was replaced, and as calls come, how often it ran; see `report`.
-
-    Raises:
-        ImportError: verl is not installed.
-        ValueError: one of them is missing or has other parameters than those known here; nothing is changed then.
-    """
-    return _substitution.apply()
-
-
-def report() -> Report:
-    """What the last `apply()` replaced in verl, in which modules, and how often it ran; as a string, a table."""
-    return _substitution.report
-
-
-def restore() -> None:
-    """verl's own functions again, everywhere."""
-    _substitution.restore()
+apply, report, restore = _substitution.apply, _substitution.report, _substitution.restore
