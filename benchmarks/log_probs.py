@@ -9,6 +9,7 @@ Legend: T tokens, N tokens of a chunk, V columns of this rank's vocabulary shard
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import any_rank, barrier, ratios
+from benchmarks.measure import any_rank, interleaved, ratios
 from benchmarks.peers import own_target, sharded_log_softmax
 from benchmarks.progress import shown
 from benchmarks.worlds import run_world
@@ -148,25 +149,18 @@ def measure_ways(
     torch.set_num_threads(1)  # threads that wait for each other would count as work
     group, rank = (dist.group.WORLD, dist.get_rank()) if case.ranks > 1 else (None, 0)
     known = ways(case, group) if known is None else known
-    rows, refused, times = [], [], {}
+    rows, refused, right = [], [], []
     for name, error in worst_errors(case, rank, known).items():
         rows.append((name, "error / plain", "1", [error]))
         if any_rank(not error <= ERROR_LIMIT, case.device):  # NaN is wrong
             refused.append(f"{name}: its error is {error:.3g} x that of plain PyTorch, so its time does not count")
         else:
-            times[name] = []
+            right.append(name)
     logits_TV, labels_T, g_T = inputs(case)
     mine_TV = logits_TV[:, rank * case.columns : (rank + 1) * case.columns].clone().requires_grad_()
     del logits_TV
-    end = time.perf_counter() + budget_s
-    for round_ in range(20):
-        if round_ >= 3 and any_rank(time.perf_counter() > end, case.device):
-            break
-        for name, found in times.items():
-            barrier(case.device)
-            start = time.process_time()
-            run_once(known[name], mine_TV, labels_T, g_T)
-            found.append((time.process_time() - start) * 1e3)
+    steps = {name: partial(run_once, known[name], mine_TV, labels_T, g_T) for name in right}
+    times = interleaved(steps, case.device, budget_s, clock=time.process_time)
     rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
     if USUAL in times:
         rows += [(name, "CPU time / usual", "1", found) for name, found in ratios(times, to=USUAL).items()]

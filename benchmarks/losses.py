@@ -11,23 +11,21 @@ import argparse
 import functools
 import importlib.util
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import record
 from benchmarks.loss_cases import CASES, Inputs, LossCase, Way, inputs
-from benchmarks.measure import ratios
+from benchmarks.measure import interleaved, ratios
 from benchmarks.meter import measure
 from benchmarks.progress import say, shown
 
 HEAD = "linear_log_probs, cache=1"
 SIZES = (8, 256, 256, 16384)
 SECONDS = 10.0
-TURNS = 5  # at least
+TURNS = 5  # at least, and at most those of `interleaved`
 ERROR_LIMIT = 1e-4
 
 Rows = list[tuple[str, str, str, list[float]]]
@@ -99,25 +97,12 @@ def measure_losses(
             run_once(way, given)
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
     if budget_s is not None:
-        times = _times(ways, given, budget_s)
+        steps = {name: functools.partial(run_once, way, given) for name, way in ways.items()}
+        times = interleaved(steps, "cpu", budget_s, clock=time.process_time, least=TURNS)
         rows += [(name, "CPU time", "ms", found) for name, found in times.items()]
         if case.base is not None:
             rows += [(name, "CPU time / head", "1", found) for name, found in ratios(times, to=HEAD).items()]
     return rows, remarks
-
-
-def _times(ways: dict[str, Callable[..., Any]], given: Inputs, budget_s: float) -> dict[str, list[float]]:
-    """Milliseconds of each turn."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    end = time.perf_counter() + budget_s
-    turns = 0
-    while turns < TURNS or time.perf_counter() < end:
-        for name, way in ways.items():
-            start = time.process_time()
-            run_once(way, given)
-            times[name].append((time.process_time() - start) * 1e3)
-        turns += 1
-    return times
 
 
 def main() -> None:

@@ -171,28 +171,35 @@ def watched(step: Callable[[], Answer]) -> tuple[Answer, int]:
     return answer, max(accumulate(event.nbytes() for event in events), default=0)
 
 
-def time_ms(step: Callable[[], object], device: str) -> float:
+def time_ms(step: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
     barrier(device)
-    start = time.perf_counter()
+    start = clock()
     step()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start) * 1e3
 
 
 def interleaved(
-    steps: dict[str, Callable[[], object]], device: str, budget_s: float, slow: frozenset[str] = frozenset()
+    steps: dict[str, Callable[[], object]],
+    device: str,
+    budget_s: float,
+    slow: frozenset[str] = frozenset(),
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    least: int = 3,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least 3, so that a
-    median rejects one that was disturbed, at most 20.
+    """Milliseconds of each round of each step: rounds over all steps until the budget is spent, at least `least`, so
+    that a median rejects one that was disturbed, at most 20.
 
     `slow` steps run in the first round alone; NaN stands for the rounds they miss. All ranks do the same rounds.
+    `clock`: seconds; `time.process_time` for those that this process's CPU works.
     """
     found: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for round_ in range(20):
-        if round_ >= 3 and any_rank(time.perf_counter() - start > budget_s, device):
+        if round_ >= least and any_rank(time.perf_counter() - start > budget_s, device):
             break
         for name, step in steps.items():
-            found[name].append(float("nan") if name in slow and round_ else time_ms(step, device))
+            found[name].append(float("nan") if name in slow and round_ else time_ms(step, device, clock))
     return found
 
 
