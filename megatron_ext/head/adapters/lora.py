@@ -110,7 +110,7 @@ def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
 def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool, fixed: bool = False) -> Tensor:
     """Hidden states and beside them those that the low rank is multiplied with, `[T, D + N]`, of `x`'s dtype.
 
-    `fixed`: with the same bits beside any other tokens, but for dropout, whose random numbers depend on these.
+    `fixed`: with the same bits beside any other tokens, up to dropout's random numbers.
 
     Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
     itself, as Megatron does where a parameter has `sequence_parallel` set.
@@ -124,7 +124,7 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
             scaled[i] = a_RD
     if any(each.dropout for each in adapters):
         left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
-        more = [cpu_products.linear(x, a_RD.to(x.dtype)) for x, a_RD in zip(left, scaled, strict=True)]
+        more = [_Narrowed.apply(x, a_RD, fixed) for x, a_RD in zip(left, scaled, strict=True)]
         return torch.cat([x_TD, *more], 1)
     return _Widened.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed)
 
@@ -161,10 +161,31 @@ class _Widened(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx_TD = _product(low_TN, a_ND.to(low_TN.dtype), ctx.fixed).add_(grad_TC[:, :width])
             if ctx.needs_input_grad[1]:
-                # Hidden states of tokens without a gradient may be NaN: they add nothing.
-                x_TD = out_TC[:, :width].masked_fill((low_TN == 0).all(1, keepdim=True), 0)
-                da_ND = _gradient_of_a(low_TN, x_TD, ctx.fixed).to(a_ND.dtype)
+                da_ND = _gradient_of_a(low_TN, out_TC[:, :width], ctx.fixed).to(a_ND.dtype)
         return dx_TD, da_ND, None
+
+
+class _Narrowed(torch.autograd.Function):
+    """`x A^T`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor, fixed: bool) -> Tensor:
+        ctx.save_for_backward(x_TD, a_RD)
+        ctx.fixed = fixed
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return _product(x_TD, a_RD.to(x_TD.dtype).t(), fixed)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad_TR: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TD, a_RD = ctx.saved_tensors
+        dx_TD = da_RD = None
+        with torch.autocast(grad_TR.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                dx_TD = _product(grad_TR, a_RD.to(grad_TR.dtype), ctx.fixed)
+            if ctx.needs_input_grad[1]:
+                da_RD = _gradient_of_a(grad_TR, x_TD, ctx.fixed).to(a_RD.dtype)
+        return dx_TD, da_RD, None
 
 
 def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
@@ -172,7 +193,8 @@ def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
 
 
 def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
-    """`low.T @ x`, in fp32 at least."""
+    """`low^T x`, in fp32 at least. Hidden states of tokens without a gradient may be NaN: they add nothing."""
+    x_TD = x_TD.masked_fill((low_TN == 0).all(1, keepdim=True), 0)
     if not fixed:
         return matmul.add_product(None, low_TN.t(), x_TD)
     total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
