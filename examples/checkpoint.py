@@ -73,7 +73,6 @@ def save(directory: str, iteration: int, consumed_samples: int, model, optimizer
     folder.mkdir(parents=True, exist_ok=True)
     state = _sharded_state(model, optimizer, scheduler, is_loading=False, with_random_state=True)
     state |= {"iteration": iteration, "consumed_samples": consumed_samples, "sizes": model_parallel_sizes()}
-    state["vocab_size"] = model.module.vocab_size
     dist_checkpointing.save(state, str(folder))
     if dist.get_rank() == 0:
         (Path(directory) / LATEST).write_text(f"{iteration}\n")
@@ -104,14 +103,23 @@ def load(directory: str, seed: int, model, optimizer, scheduler) -> tuple[int, i
     dropout is drawn in other shapes, there is nothing to go on with: they start anew, from `seed` and the iteration.
 
     Raises:
-        ValueError: there is no checkpoint, or one of another vocabulary, which Megatron would pad or cut.
+        ValueError: there is no checkpoint, one of another script, or one of another vocabulary, which Megatron would
+            pad or cut.
     """
     folder = str(find_latest(directory))
-    saved, vocab_size = dist_checkpointing.load_common_state_dict(folder), model.module.vocab_size
-    if saved["vocab_size"] != vocab_size:
+    saved = dist_checkpointing.load_common_state_dict(folder)
+    missing = [name for name in ("iteration", "consumed_samples", "sizes") if name not in saved]
+    if missing:
         raise ValueError(
-            f"--load has a checkpoint of {saved['vocab_size']} words, and --vocab-size is {vocab_size}: a tokenizer of "
-            f"another size has other words; give the one that was trained with"
+            f"--load has a checkpoint without {', '.join(missing)}: it was not written by this script; give a folder "
+            f"that --save was given"
+        )
+    tensors, vocab_size = dist_checkpointing.load_tensors_metadata(folder), model.module.vocab_size
+    saved_size = tensors["embedding.word_embeddings.weight"].global_shape[0]
+    if saved_size != vocab_size:
+        raise ValueError(
+            f"--load has a checkpoint of {saved_size} words, and --vocab-size is {vocab_size}: a tokenizer of another "
+            f"size has other words; give the one that was trained with"
         )
     same_sizes = tuple(saved["sizes"]) == model_parallel_sizes()
     wanted = _sharded_state(model, optimizer, scheduler, is_loading=True, with_random_state=same_sizes)
