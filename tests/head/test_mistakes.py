@@ -149,23 +149,40 @@ def test_ids_of_one_token():
     assert head.linear_gather_log_probs(hidden[:0], weight, labels.expand(0, T)).shape == (0, T)
 
 
-@ranks(2)
-@pytest.mark.parametrize("size", [3e1, 1e3])
-def test_a_softcap_that_saturates(size):
-    """Every logit of both shards is the cap: they look alike, and are shards all the same."""
-    hidden, weight, labels = problem()
-    hidden = hidden.abs() * size * torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0]).unsqueeze(1)
-    weight = weight.abs() + 1
-    own, group = weight.chunk(2)[dist.get_rank()].clone().requires_grad_(), dist.group.WORLD
-    labels %= V // 2
-    found = linear_cross_entropy(hidden, own, labels, group, softcap=2.0)
-    z = reference.logits(hidden, weight, softcap=2.0)
-    torch.testing.assert_close(found, reference.cross_entropy(z, labels))
-    torch.testing.assert_close(
-        token_log_probs(hidden @ own.t(), labels, group, softcap=2.0), reference.log_probs(z, labels)
-    )
-    with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
-        linear_cross_entropy(hidden / size / 3, weight, labels, group, softcap=2.0)
+@ranks(2, 4)
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_softcap_that_saturates(padded, temperature):
+    """Every logit of all shards is the cap, or 0 at tokens that pad: shards look alike, and are shards all the same."""
+    columns, group = 4 * dist.get_world_size(), dist.group.WORLD
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(T, D, generator=g).abs(), torch.randn(columns, D, generator=g).abs() + 1
+    labels, own = torch.randint(4, (T,), generator=g), weight.chunk(dist.get_world_size())[dist.get_rank()]
+    signs = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 0.0 if padded else 1.0]).unsqueeze(1)
+    bends = {"softcap": 2.0, "temperature": temperature}
+    for size in (3e1, 1e3):
+        x = (hidden * signs * size).requires_grad_()
+        z = reference.logits(x, weight, **bends)
+        want = reference.log_probs(z, labels)
+        for found in (
+            -linear_cross_entropy(x, own, labels, group, **bends),
+            token_log_probs(x @ own.t(), labels, group, **bends),
+            head.LmHead(own, group, **bends).read(x, head.Sampled(labels, top_k=columns)),
+            head.LmHead(own, group, **bends).read(x, head.Sampled(labels, top_p=0.999999)),
+            head.LmHead(own, group, **bends).read(x, head.Gather(labels.unsqueeze(1))).squeeze(1),
+        ):
+            torch.testing.assert_close(found, want)
+        found = head.LmHead(own, group, **bends).read(x, head.Gather(labels.unsqueeze(1), normalised=False)).squeeze(1)
+        torch.testing.assert_close(found / temperature, z.gather(1, labels.unsqueeze(1)).squeeze(1))
+    nothing = linear_cross_entropy(x, own, torch.full_like(labels, -100), group, skip_ignored=True, **bends)
+    assert torch.equal(nothing, torch.zeros(T))
+    x = hidden * signs / 10
+    for call in (
+        lambda: linear_cross_entropy(x, weight, labels, group, **bends),
+        lambda: head.LmHead(weight, group, **bends).read(x, head.TopK(2, normalised=False)),
+    ):
+        with pytest.raises(ValueError, match=f"every rank of tp_group passed the same {columns} columns"):
+            call()
 
 
 def test_gradient_into_the_memory_of_a_leaf():

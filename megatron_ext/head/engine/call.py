@@ -23,7 +23,8 @@ class Call:
         cache: fraction (0 to 1) of the columns whose exponentials are kept for backward; from 1024 on: bytes; "bounded"
             or "auto": see `chunk_sizes.cached_columns`.
         fuse_main_grad: the weight gradient is added into `weight.main_grad`.
-        largest: what no logit that is read can pass, because of a softcap; None: nothing.
+        largest: what logits reach that a softcap bounds, over the temperature where that makes them smaller; None:
+            no softcap.
         bits: "fast", "batch" or "tensor_parallel": which other numbers a token's bits may depend on, see `LmHead`.
         mean, expected, hits: which sums the pass over rows takes beside the softmax's own: of the logits, of the
             logits times their probabilities, and whether the label has the largest logit.

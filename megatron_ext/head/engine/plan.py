@@ -60,7 +60,7 @@ class Plan:
         self.needs_logits = any(r.needs_logits for r in readouts)
         # Read-outs of logits are given those that bias, scale and softcap leave.
         bare = call.without_bends() if self.needs_logits else call.without_scale()
-        largest = None if call.softcap is None else call.softcap / min(call.temperature, 1.0)
+        largest = None if call.softcap is None else call.softcap / max(call.temperature, 1.0)
         sums: dict[str, Any] = {name: any(getattr(r, name) for r in readouts) for name in ("mean", "expected", "hits")}
         self.call = replace(bare, largest=largest, **sums) if largest is not None or any(sums.values()) else bare
         self.readouts = [r.bind(self.call, flat) for r in readouts]

@@ -336,12 +336,15 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not
     look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
     """
-    if not has_values(sums_RKT):
+    if not has_values(sums_RKT) or sums_RKT.shape[2] == 0:
         return
-    alike, differ = sums_RKT == sums_RKT[..., :1], sums_RKT != sums_RKT[:1]
-    if call.largest is not None:  # where logits reach the softcap, those of different shards are alike
+    differ = sums_RKT != sums_RKT[:1]
+    if call.largest is None:
+        alike = sums_RKT == sums_RKT[..., :1]
+    else:  # where logits reach the softcap, those of different shards are alike
         tells = (sums_RKT[:, :1].abs() < _SATURATED * call.largest).any(0, keepdim=True)
-        alike, differ = alike | ~tells, differ & tells
+        first = tells.byte().argmax(2, keepdim=True).expand_as(sums_RKT[..., :1])
+        differ, alike = differ & tells, (sums_RKT == sums_RKT.gather(2, first)) | ~tells
     raise_unless(
         differ.any() | (labels_T >= call.vocab.columns).any() | alike.all(),
         f"every rank of tp_group passed the same {call.vocab.columns} columns: each must pass its own shard of the "
