@@ -16,7 +16,7 @@ from megatron_ext.policy import (
 )
 from megatron_ext.policy.losses import valid_counts
 from tests.integrations.test_nemo_rl_source import SOURCE, source
-from tests.policy.problems import shard, tiny_batch, tiny_config
+from tests.policy.problems import counts_for, shard, tiny_batch, tiny_config, with_teacher
 from tests.policy.test_reward_model import REWARDS, PreferenceLoss, pairs
 from tests.ranks import ranks
 
@@ -62,7 +62,7 @@ def check(found, wanted, log_probs):
 
 
 def both(loss_fn, theirs, data, log_probs, given=None):
-    counts = [torch.tensor(n) for n in valid_counts(data, getattr(loss_fn, "unit", 1))]
+    counts = counts_for(loss_fn, data)
     keywords = dict(zip(("global_valid_seqs", "global_valid_toks"), counts, strict=True))
     wanted = theirs(next_token_logprobs=log_probs[:, 1:], data=given or data, **keywords)
     return loss_fn(log_probs, data, *counts), wanted
@@ -126,9 +126,7 @@ def test_their_losses_train_our_worker():
     """As ours do: loss and norm of a step, from log-probabilities filtered or not, and from a teacher's top-k."""
     for generation in ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}):
         config = tiny_config(tp=2, generation=generation)
-        data = tiny_batch(8)
-        top = torch.randn(*data["input_ids"].shape, 97, generator=_seeded(5)).topk(3)
-        data["teacher_topk_logits"], data["teacher_topk_indices"] = top.values, top.indices
+        data = with_teacher(tiny_batch(8))
         shifted = BatchedDataDict(data, reference_policy_logprobs=data["reference_policy_logprobs"].roll(-1, 1))
         with source() as nemo_rl:
             clipped = nemo_rl.loss.ClippedPGLossConfig(use_importance_sampling_correction=True)

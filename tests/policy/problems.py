@@ -37,6 +37,11 @@ def tiny_config(model: Any = None, *, tp: int = 1, cp: int = 1, sequence_paralle
             "context_parallel_size": cp,
             "sequence_parallel": sequence_parallel,
         },
+        "megatron_cfg": {
+            "tensor_model_parallel_size": tp,
+            "context_parallel_size": cp,
+            "sequence_parallel": sequence_parallel,
+        },
         "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}},
         **overrides,
     }
@@ -72,6 +77,23 @@ def tiny_batch(rows: int = 8, positions: int = 13, seed: int = 0) -> BatchedData
     )
 
 
+def inside(data: BatchedDataDict) -> Tensor:
+    """bool `[B, S]`: what is a token and no padding."""
+    return torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
+
+
+def with_teacher(data: BatchedDataDict, k: int = 3) -> BatchedDataDict:
+    """The batch, with the `k` largest logits of a teacher at each position."""
+    top = torch.randn(*data["input_ids"].shape, VOCAB, generator=torch.Generator().manual_seed(5)).topk(k)
+    data["teacher_topk_logits"], data["teacher_topk_indices"] = top
+    return data
+
+
+def counts_for(loss_fn: Any, data: BatchedDataDict) -> list[Tensor]:
+    """Rows and tokens that a loss divides by, of a batch that is whole."""
+    return [torch.tensor(n) for n in valid_counts(data, getattr(loss_fn, "unit", 1))]
+
+
 def shard(data: BatchedDataDict, worker: Any) -> BatchedDataDict:
     """The rows of `data` that a worker gets."""
     batch_size = worker.settings.global_batch_size if data.size % worker.settings.global_batch_size == 0 else None
@@ -99,8 +121,7 @@ def plain_log_probs(model: nn.Module, data: BatchedDataDict, temperature: float 
     """`[B, S]` of every token, from logits; 0 for the first and for padding."""
     logits_BSV = model(input_ids=data["input_ids"], use_cache=False).logits / temperature
     found = logits_BSV[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    inside_BS = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-    return F.pad(found, (1, 0)) * inside_BS
+    return F.pad(found, (1, 0)) * inside(data)
 
 
 def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list[float], dict, dict, list[float]]:
@@ -111,8 +132,7 @@ def plain_train(config: dict, data: BatchedDataDict, loss_fn: Any) -> tuple[list
     losses, norms = [], []
     for i in range(data.size // config["train_global_batch_size"]):
         batch = data.get_batch(i, config["train_global_batch_size"])
-        counts = [torch.tensor(n) for n in valid_counts(batch, getattr(loss_fn, "unit", 1))]
-        loss, _ = loss_fn(plain_log_probs(model, batch), batch, *counts)
+        loss, _ = loss_fn(plain_log_probs(model, batch), batch, *counts_for(loss_fn, batch))
         optimizer.zero_grad()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), config["max_grad_norm"]).item())

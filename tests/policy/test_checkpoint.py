@@ -1,6 +1,5 @@
 """Checkpoints: saved in one layout and continued in another, refused when they are not whole, executing nothing."""
 
-import json
 import os
 import pickle
 import shutil
@@ -16,6 +15,7 @@ from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.checkpoint import atomic_folders, sharded_files
 from megatron_ext.policy.checkpoint import worker_state as state_module
 from tests.policy.problems import held_by, largest_error, shard, tiny_batch, tiny_config, tiny_model, unchanged, whole
+from tests.policy.test_tensor_index import change_index, sign
 from tests.ranks import ranks, shared_folder
 
 SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "total_iters": 9}}
@@ -255,14 +255,6 @@ class Planted:
         return (Path.touch, (self.trace,))
 
 
-def sign(folder):
-    """Has the manifest agree with the files, as who plants a pickle would."""
-    facts = json.loads((folder / "facts.json").read_text())
-    del facts["checksum"]
-    facts["files"] = sharded_files.checksums(folder, sorted(facts["files"]))
-    (folder / "facts.json").write_text(json.dumps({**facts, "checksum": sharded_files._checksum(facts)}))
-
-
 @pytest.mark.parametrize("place", ["metadata", "tensors"])
 @ranks(1)
 def test_a_planted_pickle_is_not_executed(place):
@@ -277,10 +269,11 @@ def test_a_planted_pickle_is_not_executed(place):
     else:
         file = next((folder / "weights").glob("*.distcp"))
         torch.save(Planted(trace), file)
-        index = json.loads((folder / "weights" / "index.json").read_text())
-        index["places"] = [[*entry[:4], 0, file.stat().st_size] for entry in index["places"]]
-        (folder / "weights" / "index.json").write_text(json.dumps(index))
-        sign(folder / "weights")
+
+        def whole_files(index):
+            index["places"] = [[*entry[:4], 0, file.stat().st_size] for entry in index["places"]]
+
+        change_index(folder / "weights", whole_files)
         with pytest.raises(ValueError, match="cannot be read"):
             worker.load_checkpoint(str(folder / "weights"))
     assert not trace.exists()

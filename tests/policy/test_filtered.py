@@ -12,11 +12,12 @@ from megatron_ext import reference
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from megatron_ext.policy.config import read_config
-from megatron_ext.policy.losses import valid_counts
 from tests.operators import Largest
 from tests.policy.problems import (
     VOCAB,
     batching,
+    counts_for,
+    inside,
     largest_error,
     plain_model,
     shard,
@@ -24,6 +25,7 @@ from tests.policy.problems import (
     tiny_config,
     tiny_model,
     whole,
+    with_teacher,
 )
 from tests.ranks import ranks
 
@@ -43,10 +45,6 @@ def plain_logits(model, data, temperature=0.7):
     return model(input_ids=data["input_ids"], use_cache=False).logits / temperature
 
 
-def inside(data):
-    return torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-
-
 def filtered(logits, data, top_k, top_p):
     """`[B, S]` of each token; 0 for the first, padding, and what is not kept."""
     found = reference.sampled_log_probs(logits[:, :-1], data["input_ids"][:, 1:], top_k, top_p)
@@ -55,11 +53,6 @@ def filtered(logits, data, top_k, top_p):
 
 def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLING, kind="fixed", **layout):
     config = tiny_config(model_of(cls), **batching(kind) | layout, generation=generation)
-    config["megatron_cfg"] = {
-        "tensor_model_parallel_size": layout.get("tp", 1),
-        "context_parallel_size": layout.get("cp", 1),
-        "sequence_parallel": layout.get("sequence_parallel", False),
-    }
     return cls(config, init_reference_model=reference_model)
 
 
@@ -118,12 +111,6 @@ class KeywordLoss:
         return NLLLoss()(F.pad(next_token_logprobs, (1, 0)), data, global_valid_seqs, global_valid_toks)
 
 
-def with_teacher(data):
-    top = torch.randn(*data["input_ids"].shape, VOCAB, generator=torch.Generator().manual_seed(5)).topk(K)
-    data["teacher_topk_logits"], data["teacher_topk_indices"] = top.values, top.indices
-    return data
-
-
 def distilled(loss_fn):
     def truth(logits, data, counts):
         log_p = logits.log_softmax(-1)
@@ -159,10 +146,10 @@ LOSSES = {
 def check_loss(cls, name, layout, kind):
     """Loss and updated weights of a step."""
     loss_fn, truth, options = LOSSES[name]
-    data = with_teacher(tiny_batch(8))
+    data = with_teacher(tiny_batch(8), K)
     model = plain_model(model_of(cls))
     logits = plain_logits(model, data)
-    want = truth(logits, data, [torch.tensor(n) for n in valid_counts(data)])
+    want = truth(logits, data, counts_for(loss_fn, data))
     want.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     worker = worker_of(cls, kind=kind, **options, **layout)
@@ -239,7 +226,7 @@ def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(
 
     cls, data = (
         {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend],
-        with_teacher(tiny_batch(16)),
+        with_teacher(tiny_batch(16), K),
     )
     columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
     assert data["input_ids"].numel() > 2 * chunk

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from benchmarks.meter import measure
 from megatron_ext.policy import ClippedPGLoss, DTensorPolicyWorker, MegatronPolicyWorker
-from megatron_ext.policy.losses import valid_counts
-from tests.policy.problems import batching, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import batching, counts_for, inside, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -36,10 +35,6 @@ def drawn():
     return data
 
 
-def inside(data):
-    return torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-
-
 def among_kept(logits, data):
     """`[B, S]` of each token that has kept ids, else 0."""
     kept = data["kept_token_ids"]
@@ -55,13 +50,8 @@ def logits_of(model, data):
 
 
 def config(kind="fixed", generation=None, **layout):
-    sizes = {
-        "tensor_model_parallel_size": layout.get("tp", 1),
-        "context_parallel_size": layout.get("cp", 1),
-        "sequence_parallel": layout.get("sequence_parallel", False),
-    }
     generation = {"temperature": TEMPERATURE, **(generation or {})}
-    return tiny_config(MODEL, megatron_cfg=sizes, generation=generation, **batching(kind), **layout)
+    return tiny_config(MODEL, generation=generation, **batching(kind), **layout)
 
 
 QUICK = [(DTensorPolicyWorker, "cp", "packed"), (MegatronPolicyWorker, "tp_sp", "packed")]
@@ -88,8 +78,7 @@ def test_scores_and_a_step(backend, layout, kind):
     sampled = (data["kept_token_ids"] >= 0).any(-1)
     data["token_mask"][::2] *= sampled[::2]  # of the other rows tokens count that were not sampled
     plain = F.pad(logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0], (1, 0))
-    counts = [torch.tensor(n) for n in valid_counts(data)]
-    loss, _ = loss_fn(want, dict(data, curr_logprobs_unfiltered=plain), *counts)
+    loss, _ = loss_fn(want, dict(data, curr_logprobs_unfiltered=plain), *counts_for(loss_fn, data))
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     for skip in (False, True):

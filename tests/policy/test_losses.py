@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DPOLossFn, NLLLoss
-from megatron_ext.policy.losses import valid_counts
 from megatron_ext.policy.worker.partial_train_step import TrainSteps
-from tests.policy.problems import tiny_batch
+from tests.policy.problems import counts_for, tiny_batch
 
 
 def problem(rows=6, seed=1):
@@ -20,10 +19,6 @@ def problem(rows=6, seed=1):
 
 def whole_loss(loss_fn, log_probs, data):
     return loss_fn(log_probs, data, *counts_for(loss_fn, data))[0]
-
-
-def counts_for(loss_fn, data):
-    return [torch.tensor(n) for n in valid_counts(data, getattr(loss_fn, "unit", 1))]
 
 
 def counting_tokens(data):

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
+    counts_for,
     held_by,
     largest_error,
     plain_log_probs,
@@ -121,7 +121,7 @@ def gradients_of(worker, data, loss_fn):
 def plain_gradients(data, loss_fn, dtype=torch.float32, scale=1.0):
     """One process, all of it in `dtype`, with the loss scaled in between."""
     model = plain_model(tiny_model()).to(dtype)
-    loss, _ = loss_fn(plain_log_probs(model, data).float(), data, *(torch.tensor(n) for n in valid_counts(data)))
+    loss, _ = loss_fn(plain_log_probs(model, data).float(), data, *counts_for(loss_fn, data))
     (loss * scale).backward()
     return {name: p.grad.float() / scale for name, p in model.named_parameters()}
 

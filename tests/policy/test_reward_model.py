@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, GPT2Config
 
 from megatron_ext.policy import DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from tests.dtensor.models import family_config
-from tests.policy.problems import VOCAB, batching, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.problems import VOCAB, batching, inside, shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.policy.test_logprobs import gathered
 from tests.ranks import ranks
 
@@ -34,8 +34,7 @@ class PreferenceLoss:
 def pairs():
     data = tiny_batch()
     data["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-    data["input_ids"] = data["input_ids"].clamp(min=1) * inside  # padding, and nothing else, has the id 0
+    data["input_ids"] = data["input_ids"].clamp(min=1) * inside(data)  # padding, and nothing else, has the id 0
     return data
 
 

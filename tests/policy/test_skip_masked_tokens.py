@@ -7,7 +7,17 @@ from benchmarks.meter import measure
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.losses import ClippedPGLoss, DistillationLossFn
-from tests.policy.problems import batching, ended, plain_train, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.problems import (
+    batching,
+    ended,
+    inside,
+    plain_train,
+    shard,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+    with_teacher,
+)
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -29,24 +39,16 @@ def trained(backend, data, loss_fn=GRPO, **overrides):
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(2)
 def test_a_step_is_that_of_one_process(backend, kind, skip):
-    data, sizes = tiny_batch(16), {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    layout = {"megatron_cfg": sizes, "tp": 2, "sequence_parallel": True}
+    data, layout = tiny_batch(16), {"tp": 2, "sequence_parallel": True}
     losses, _, _, norms = plain_train(tiny_config(MODEL), data, GRPO)
     found, _ = trained(backend, data, skip_masked_tokens=skip, **batching(kind), **layout)
     torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found["grad_norm"].tolist(), norms, rtol=1e-4, atol=0.0)
 
 
-def with_teacher(data):
-    top = torch.randn(*data["input_ids"].shape, 98, generator=torch.Generator().manual_seed(5)).topk(3)
-    data["teacher_topk_logits"], data["teacher_topk_indices"] = top
-    return data
-
-
 def left_by_masks(data):
     """Tokens that count, the first of a row aside, which nothing predicts."""
-    inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-    return int((inside & (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None])[:, 1:].sum())
+    return int((inside(data) & (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None])[:, 1:].sum())
 
 
 DISTILLATION = DistillationLossFn("mixed", 0.3, True)

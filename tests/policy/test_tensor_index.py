@@ -21,7 +21,8 @@ def folder(tmp_path):
 
 
 def sign(folder, change=lambda facts: None):
-    """Has the list of files, its sizes and sums agree with what is there, and then changes it."""
+    """Has the list of files, its sizes and sums agree with what is there, as who plants a file would, and then changes
+    it."""
     facts = json.loads((folder / "facts.json").read_text())
     del facts["checksum"]
     facts["files"] = sharded_files.checksums(folder, sorted(facts["files"]))

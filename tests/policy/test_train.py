@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
-from megatron_ext.policy.losses import valid_counts
 from tests.policy.problems import (
     batching,
+    counts_for,
     largest_error,
     plain_log_probs,
     plain_model,
@@ -116,8 +116,7 @@ def test_metrics_are_those_of_the_global_batches():
     model, true = plain_model(tiny_model()), []
     with torch.no_grad():
         for batch in (data.get_batch(i, 8) for i in range(2)):
-            counts = (torch.tensor(n) for n in valid_counts(batch))
-            true.append(GRPO(plain_log_probs(model, batch), batch, *counts)[1])
+            true.append(GRPO(plain_log_probs(model, batch), batch, *counts_for(GRPO, batch))[1])
     sums = torch.tensor([sum(metrics["loss"]), sum(metrics["num_valid_samples"])])
     extremes = torch.tensor([max(metrics["probs_ratio_max"]), -min(metrics["probs_ratio_min"])])
     torch.distributed.all_reduce(sums)
