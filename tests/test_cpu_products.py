@@ -10,16 +10,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import measure
 from megatron_ext import cpu_products, doctor, linear_cross_entropy, main_grad, reference
 from megatron_ext.dtensor.styles import FusedColwise
 from megatron_ext.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from tests.ranks import ranks
-from tests.sixteen_bit_products import SixteenBitProducts
 
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "tiles"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+class SixteenBitProducts(TorchDispatchMode):
+    """`found` has the names of the products of 16-bit matrices that torch is asked for, in the order of the calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__.rstrip("_")
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if name in ("mm", "addmm", "bmm", "baddbmm") and all(x.dtype in cpu_products.QUESTIONS for x in tensors):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def randn(*shape, dtype=torch.bfloat16, seed=0):
