@@ -100,6 +100,31 @@ def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.slow
+def test_a_file_is_ended_at_its_limit_and_keeps_what_it_has_told(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    lines = ["import time", "def test_quick(): pass", "def test_long(): time.sleep(600)", "def test_after(): pass"]
+    (tmp_path / "test_toys.py").write_text("\n".join(lines))
+    program = (
+        "import json, os\nfrom tests.megatron import unit_suite\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        "log = os.open('log', os.O_WRONLY | os.O_CREAT)\n"
+        "print(json.dumps(unit_suite.outcomes('test_toys.py', 1, ours=False, log=log, patience_s=600, limit_s=20)))"
+    )
+    command = [sys.executable, "-c", program]
+    repository = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=repository)
+    assert done.returncode == 0, done.stderr
+    found, broken = json.loads(done.stdout)
+    over = "over the file's limit of 20 s"
+    assert {name.rpartition("::")[2]: tuple(told) for name, told in found.items()} == {
+        "test_quick": ("passed", ""),
+        "test_long": ("not run", over),
+        "test_after": ("not run", over),
+    }
+    assert not broken
+
+
 def test_what_was_run_takes_the_place_of_its_own_rows_in_a_page(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{unit_suite.BEGIN}\n{unit_suite.END}\nafter\n")

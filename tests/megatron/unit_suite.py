@@ -131,8 +131,8 @@ def run_rank(file, *, pipe, log, folder, environment, ours, chosen):
 class Run:
     """One start of the ranks of one file: what each of them told."""
 
-    def __init__(self, file, ranks, *, ours, chosen, log, patience_s):
-        self.ranks, self.patience_s = ranks, patience_s
+    def __init__(self, file, ranks, *, ours, chosen, log, patience_s, until):
+        self.ranks, self.patience_s, self.until = ranks, patience_s, until
         self.collected, self.broken = [], ""
         self.started = None
         self.outcomes = {}  # by test, of the ranks that have told
@@ -185,6 +185,8 @@ class Run:
             if time.monotonic() - heard > self.patience_s:
                 self._stopped("hung")
                 return
+            if time.monotonic() > self.until:
+                return
 
     def _hear(self, rank, record):
         """Take one record in; False where the ranks are out of step, and have to be started anew."""
@@ -222,13 +224,19 @@ class Run:
             os.waitpid(child, 0)
 
 
-def outcomes(file, ranks, *, ours, chosen=None, log, patience_s):
-    """What became of each test of a file, {id: (outcome, why)}, and why the file could not be collected, or ""."""
-    found = {}
+def outcomes(file, ranks, *, ours, chosen=None, log, patience_s, limit_s):
+    """What became of each test of a file, {id: (outcome, why)}, and why the file could not be collected, or "".
+
+    Tests that `limit_s` seconds did not suffice for are "not run".
+    """
+    found, until = {}, time.monotonic() + limit_s
     while True:
-        run = Run(file, ranks, ours=ours, chosen=chosen, log=log, patience_s=patience_s)
+        run = Run(file, ranks, ours=ours, chosen=chosen, log=log, patience_s=patience_s, until=until)
         found |= run.results
         rest = [test for test in run.collected if test not in found]
+        if time.monotonic() > until:
+            over = f"over the file's limit of {limit_s:.0f} s"
+            return found | dict.fromkeys(rest, ("not run", over)), "" if run.collected else over
         if not rest or not run.results:
             return found, run.broken
         chosen = set(rest)
@@ -266,7 +274,7 @@ def wants_ours(test):
 
 
 def differs(test):
-    return test["stock"] == "passed" and test.get("ours") not in (None, "passed")
+    return test["stock"] == "passed" and test.get("ours") not in (None, "not run", "passed")
 
 
 def prepare(tree, emulation, transformer_engine):
@@ -362,6 +370,7 @@ def main(argv=None):
     parser.add_argument("--transformer-engine", action="store_true", help="its Python code is emulated too")
     parser.add_argument("--again", action="store_true", help="run what differed with ours once more")
     parser.add_argument("--patience", type=float, default=60, help="seconds without a sign of life that end a test")
+    parser.add_argument("--limit", type=float, default=900, help="seconds that a file may take on so many ranks")
     parser.add_argument("--source", default="these sources", help="what the page calls them")
     parser.add_argument("--page", type=lambda path: Path(path).resolve(), help="a page with marks for the table")
     parser.add_argument("--log", default=os.devnull, help="what the tests print")
@@ -378,13 +387,13 @@ def main(argv=None):
             if options.again:
                 for test in filter(differs, known["tests"].values()):
                     del test["ours"]
-            both_ways(file, known, options.ranks, log=log, patience_s=options.patience)
+            both_ways(file, known, options.ranks, log=log, patience_s=options.patience, limit_s=options.limit)
             results.write_text(json.dumps(found, indent=1))
             passed = sum(test["stock"] == "passed" for test in known["tests"].values())
+            left = sum("not run" in (test["stock"], test.get("ours")) for test in known["tests"].values())
             differ, seconds = differences({file: known}), time.monotonic() - started
-            print(
-                f"{file}: {len(known['tests'])} tests, {passed} pass, {len(differ)} differ, {seconds:.0f} s", flush=True
-            )
+            counts = f"{len(known['tests'])} tests, {passed} pass, {len(differ)} differ, {seconds:.0f} s"
+            print(f"{file}: {counts}{f', {left} not run within the limit' if left else ''}", flush=True)
             for line in [known["broken"], *differ] if known["broken"] else differ:
                 print(f"  {line}", flush=True)
     by_folder = rows(found, tree, options.source)
