@@ -106,6 +106,20 @@ def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: 
     return redirected
 
 
+def _generator_on_cpu() -> type:
+    """A class in the place of `torch.Generator`: its instances are that one's, on the CPU where CUDA is asked for."""
+    torchs = torch.Generator
+
+    class Generators(type):
+        def __call__(cls, device: Any = "cpu") -> torch.Generator:
+            return torchs(_cpu_for(device))
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, torchs)
+
+    return Generators("Generator", (), {"__module__": "torch", "__doc__": torchs.__doc__})
+
+
 def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: NcclRules | None) -> Callable[..., Any]:
     """`create_group` with gloo in the place of NCCL, or with the backend that has NCCL's `rules`, and without what only
     NCCL understands. With rules a `device_id` means what it means there: eager initialisation."""
@@ -304,6 +318,7 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     return {
         **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
+        "Generator": _generator_on_cpu(),
         "load": _loading_to_cpu(torch.load),
         "is_autocast_enabled": _on_cpu(torch.is_autocast_enabled, position=0),
         "get_autocast_dtype": _on_cpu(torch.get_autocast_dtype, position=0),

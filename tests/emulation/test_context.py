@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -209,6 +210,24 @@ def test_the_device_has_a_generator_of_its_own():
         assert torch.equal(torch.rand(3, device="cuda"), expected)
         torch.cuda.manual_seed(8)
         assert torch.initial_seed() == 7 != torch.cuda.initial_seed()
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0), 0, "cpu", None])
+def test_generators_beside_the_devices_own(device):
+    """One that a program makes, as Megatron's inference does, whatever the device is called."""
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
+    with megatron_on_cpu():
+        kind = torch.Generator
+        generator = torch.Generator() if device is None else torch.Generator(device=device)
+        generator.manual_seed(7)
+        assert torch.equal(torch.rand(2, generator=generator, device="cuda"), expected[:2])
+        copy = pickle.loads(pickle.dumps(generator))
+        for known in (generator, torch.default_generator, torch.cuda.default_generators[0]):
+            assert isinstance(known, torch.Generator)
+        assert not isinstance(torch.ones(1), torch.Generator)
+    assert torch.Generator is not kind
+    assert type(generator) is torch.Generator
+    assert torch.equal(torch.rand(2, generator=copy), expected[2:])
 
 
 def test_a_data_loader_leaves_the_devices_numbers_alone():

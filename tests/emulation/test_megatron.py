@@ -408,3 +408,17 @@ def test_draws_of_dropout_give_no_warnings():
         finally:
             log.removeHandler(handler)
     assert heard == ["another"]
+
+
+@ranks(1)
+def test_yarns_frequencies_are_those_that_megatron_makes_on_the_host():
+    with model_parallel():
+        from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+        found, concentration = YarnRotaryEmbedding(8, scaling_factor=40, mscale_all_dim=1.0)(16)
+        expected, expected_concentration = YarnRotaryEmbedding(
+            8, scaling_factor=40, mscale_all_dim=1.0, use_cpu_initialization=True
+        )(16)
+    assert found.shape == (16, 1, 1, 8)
+    assert torch.equal(found, expected)
+    assert concentration == expected_concentration
