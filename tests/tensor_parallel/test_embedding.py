@@ -67,9 +67,26 @@ def test_ids_outside_the_vocabulary_are_refused_at_every_size(wrong):
     """No zeros for some ranks and IndexErrors for others."""
     ids = token_ids(2, 4)
     ids[1, 2] = wrong
-    with count_collectives() as counts, pytest.raises(ValueError, match=rf"\[{wrong}\], outside \[0, {V}\)"):
+    with pytest.raises(ValueError, match=rf"\[{wrong}\], outside \[0, {V}\)"):
         embedding()(ids)
-    assert not counts
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ids_that_one_rank_alone_is_given_are_refused_on_every_rank(dtype, sequence):
+    """In the exchange that the call makes anyway, whichever rank it is and whichever token."""
+    layer = embedding(config=Config(params_dtype=dtype), reduce_scatter_embeddings=sequence)
+    good = token_ids(2, 4)
+    for rank in range(dist.get_world_size()):
+        for place, wrong in ((0, -1), (7, V)):
+            ids, mine = good.clone(), rank == dist.get_rank()
+            ids.view(-1)[place] = wrong if mine else 0
+            said = rf"\[{wrong}\], outside" if mine else rf"outside \[0, {V}\) on another rank of tp_group"
+            with count_collectives() as counts, pytest.raises(ValueError, match=said):
+                layer(ids)
+            assert counts.total() == 1
+        layer(good).float().sum().backward()  # every rank is still here
 
 
 @ranks(1, 2)

@@ -85,22 +85,38 @@ class VocabParallelEmbedding(ShardedLayer):
             `[B, S, D]`; with `reduce_scatter_embeddings` `[S/R, B, D]`.
 
         Raises:
-            ValueError: a token id outside the vocabulary. On CUDA, where reading it would stall the device, a
-                device-side assert.
+            ValueError: a token id outside the vocabulary, on every rank where one is given it. On CUDA, where reading
+                it would stall the device, a device-side assert on that rank.
         """
-        check_token_ids(input_, self.num_embeddings)
+        fault = token_id_fault(input_, self.num_embeddings)
         weight = self.weight
         assert weight is not None
         alone = group_size(self.tp_group) == 1
-        if alone:
+        if fault is not None and alone:
+            raise fault
+        if fault is not None:
+            output = weight.new_full((*input_.shape, self.embedding_dim), torch.inf)
+        elif alone:
             output = self._look_up(input_, weight)
         else:
             owned = self.vocab.owns(input_)
             output = self._look_up((input_ - self.vocab_start_index).where(owned, 0), weight)
             output = output.masked_fill_(~owned.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
-            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
-        return output if alone else reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+            output = reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
+        elif not alone:
+            output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
+        if fault is not None:
+            raise fault
+        if not alone and has_values(output) and not output.is_cuda and output.numel():
+            # What a rank sends that was given wrong ids: infinity, for every number of every token.
+            told = output.detach().reshape(-1, self.embedding_dim)[0] == torch.inf
+            raise_if(
+                told.all(),
+                f"input_ holds a token id outside [0, {self.num_embeddings}) on another rank of tp_group: all its "
+                f"ranks must be given the same token ids; broadcast the batch over the group",
+            )
+        return output
 
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
         # On CUDA the gradient of F.embedding adds in no fixed order, that of indexing in a fixed one.
@@ -128,19 +144,22 @@ class VocabParallelEmbedding(ShardedLayer):
         )
 
 
-def check_token_ids(ids: Tensor, size: int) -> None:
-    """Raises ValueError unless `ids` are integers in [0, size).
+def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
+    """What is wrong with `ids` that one rank alone may have been given: some outside [0, size).
 
     The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
-    compiling or on fake tensors it is not looked at.
+    compiling or on fake tensors it is not looked at. Raises ValueError unless they are integers.
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ is {ids.dtype}: it must hold token ids, int64 or int32; cast it with .long()")
     if has_values(ids) and not all_within(ids, size):
         wrong = (ids < 0) | (ids >= size)
         found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
-        raise_if(
-            wrong.any(),
+        message = (
             f"input_ holds {found} [0, {size}): each must be a token id of the vocabulary of all ranks; "
-            f"check the tokenizer, or pass a larger num_embeddings",
+            f"check the tokenizer, or pass a larger num_embeddings"
         )
+        if not ids.is_cuda:
+            return ValueError(message)
+        raise_if(wrong.any(), message)
+    return None
