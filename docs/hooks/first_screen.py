@@ -1,0 +1,19 @@
+"""Puts the first screen of README, which says what the package is and how to use it, on the site's home page."""
+
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[2] / "README.md"
+MARK = "<!-- README's first screen -->"
+START, END = "<!-- first screen -->", "<!-- end of the first screen -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs' event: the mark on a page becomes the text, whose links are from there."""
+    return markdown.replace(MARK, first_screen()) if MARK in markdown else markdown
+
+
+def first_screen() -> str:
+    """The text between README's marks, with links from the folder of the docs."""
+    text = README.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+    return text.replace("](docs/", "](").strip()
