@@ -106,6 +106,7 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
             sizes = f"T {case.tokens}, D {case.width}, V {case.vocab}; default: cache {kept_by_default(case):.3g}"
             axes.set_title(f"{title},\n{sizes}")
             axes.set_xlabel("time, Megatron unfused = 1 (bf16)")
+        picture.axes[0].text(0.05, 0.55, "in green: megatron_ext", color=OURS, fontsize=9)
         picture.axes[0].set_ylabel("peak memory, Megatron unfused = 1")
         picture.savefig(path, dpi=110)
     return path
@@ -114,21 +115,30 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
 PLANNED = ("planned time", "peak / (T V / R)")  # plan.py's names
 
 
+# Labels of one place in time are so far apart in memory at least; and what is one place, in the axes' units.
+_APART, _TOGETHER = 0.075, 0.4
+
+
 def _places(axes, places: dict[str, tuple[float, float]]) -> None:
+    """A point for each head, ours in colour, its label beside it and pushed down where it would lie over another."""
     seconds, peak = places[MEGATRON]
-    for name, (x, y) in places.items():
+    labels: list[tuple[float, float]] = []
+    for name, (x, y) in sorted(places.items(), key=lambda place: -place[1][1]):
         own = name.startswith("ours, ")
-        label = f"megatron_ext, {name.removeprefix('ours, ')}" if own else BESIDE.get(name, "Megatron fused")
+        color, label = (OURS, name.removeprefix("ours, ")) if own else (TEXT, BESIDE.get(name, "Megatron fused"))
         axes.plot(x / seconds, y / peak, "o", color=OURS if own else PEERS, markersize=8 if own else 6)
-        right = x / seconds > 2.5
+        at = min([y / peak, *(above - _APART for right, above in labels if abs(right - x / seconds) < _TOGETHER)])
+        labels.append((x / seconds, at))
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
         axes.annotate(
             label,
             (x / seconds, y / peak),
-            xytext=(-7, 4) if right else (-4, 9) if name == MEGATRON else (7, -10),
-            textcoords="offset points",
-            ha="right" if right else "left",
+            xytext=(x / seconds + 0.1, at),
+            ha="left",
+            va="center",
             fontsize=8,
-            color=OURS if own else TEXT,
+            color=color,
+            arrowprops=line,
         )
     widest = max(x for x, _ in places.values()) / seconds
     axes.set_xlim(0, 1.08 * max(widest, 1.9))
