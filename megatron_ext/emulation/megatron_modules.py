@@ -3,10 +3,8 @@
 Here runs what Megatron falls back to without Transformer Engine and Apex, on paths that nobody takes on GPUs.
 """
 
-import functools
 import importlib.machinery
 import importlib.util
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -44,19 +42,6 @@ def _architecture(module: ModuleType) -> Replacements:
 def _layers(module: ModuleType) -> Replacements:
     """It recommends CUDA_DEVICE_MAX_CONNECTIONS=1, for the speed of GPUs, until it has said so once."""
     yield module.linear_with_grad_accumulation_and_async_allreduce, {"warned": True}
-
-
-def _yarn(module: ModuleType) -> Replacements:
-    """Its frequencies are made `with torch.device(number)`, which asks torch itself for an accelerator."""
-    embedding = module.YarnRotaryEmbedding
-    make = embedding.__init__
-
-    @functools.wraps(make)
-    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(make).bind(self, *args, **kwargs)
-        make(**(given.arguments | {"use_cpu_initialization": True}))
-
-    yield embedding, {"__init__": on_cpu}
 
 
 class _FinalNorm:
@@ -153,7 +138,6 @@ MODULES: Modules = {
     "megatron.core.tensor_parallel.random": _random_numbers,
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
-    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _yarn,
     "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18
     "megatron.core.ssm.mamba_block": _hybrid_stack,
     "megatron.core.ssm.mamba_mixer": _mamba_mixer,

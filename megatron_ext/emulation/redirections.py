@@ -106,18 +106,37 @@ def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: 
     return redirected
 
 
-def _generator_on_cpu() -> type:
-    """A class in the place of `torch.Generator`: its instances are that one's, on the CPU where CUDA is asked for."""
-    torchs = torch.Generator
+def _making(torchs: type, make: Callable[..., Any]) -> type:
+    """A class in the place of one of torch's: its instances are torch's, and it makes them by `make`.
 
-    class Generators(type):
-        def __call__(cls, device: Any = "cpu") -> torch.Generator:
-            return torchs(_cpu_for(device))
+    It equals torch's, so that tables by type, as torch has for the annotations of operators, find it.
+    """
+
+    class Stand(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __eq__(cls, other: Any) -> bool:
+            return other is cls or other is torchs
+
+        def __hash__(cls) -> int:
+            return hash(torchs)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, torchs)
 
-    return Generators("Generator", (), {"__module__": "torch", "__doc__": torchs.__doc__})
+    return Stand(torchs.__name__, (), {"__module__": "torch", "__doc__": torchs.__doc__})
+
+
+def _numbered(device: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.device`, for which a number alone is that of a CUDA device; torch's own asks for the accelerator then."""
+
+    @functools.wraps(device)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        return device("cuda", *given) if len(given) == 1 and type(given[0]) is int else device(*args, **kwargs)
+
+    return redirected
 
 
 def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: NcclRules | None) -> Callable[..., Any]:
@@ -318,7 +337,8 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
 def _torch() -> dict[str, Any]:
     return {
         **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
-        "Generator": _generator_on_cpu(),
+        "Generator": _making(torch.Generator, _on_cpu(torch.Generator, position=0)),
+        "device": _making(torch.device, _numbered(torch.device)),
         "load": _loading_to_cpu(torch.load),
         "is_autocast_enabled": _on_cpu(torch.is_autocast_enabled, position=0),
         "get_autocast_dtype": _on_cpu(torch.get_autocast_dtype, position=0),

@@ -1,6 +1,8 @@
 """Entering and leaving the emulation, and what `torch` answers inside it."""
 
+import copy
 import importlib
+import io
 import os
 import pickle
 import subprocess
@@ -212,6 +214,34 @@ def test_the_device_has_a_generator_of_its_own():
         assert torch.initial_seed() == 7 != torch.cuda.initial_seed()
 
 
+def test_a_number_is_a_device():
+    """As `torch.cuda.current_device()` gives it; a device is torch's own all the same, and its pickle too."""
+    with megatron_on_cpu():
+        kind = torch.device
+        device = torch.device(torch.cuda.current_device())
+        assert device == torch.device(device=0) == torch.device("cuda", 0) == torch.device("cuda:0")
+        assert (torch.device("meta").type, torch.device(type="cpu", index=0).index) == ("meta", 0)
+        with torch.device(0):
+            assert torch.zeros(1).device.type == "cpu"
+        assert isinstance(device, torch.device)
+        assert not isinstance("cuda", torch.device)
+        assert {type(device): "found"}.get(torch.device) == "found"
+
+        def annotated(x: Tensor, device: torch.device) -> Tensor:
+            return x
+
+        assert torch.library.infer_schema(annotated, mutates_args=()) == "(Tensor x, Device device) -> Tensor"
+        assert [copy.deepcopy(device), pickle.loads(pickle.dumps(device))] == [device, device]
+        pickled = pickle.dumps(device)
+        stored = io.BytesIO()
+        torch.save({"device": device}, stored)
+        stored.seek(0)
+        assert torch.load(stored, weights_only=True) == {"device": device}
+    assert torch.device is not kind
+    assert type(device) is torch.device
+    assert pickle.loads(pickled) == device
+
+
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0), 0, "cpu", None])
 def test_generators_beside_the_devices_own(device):
     """One that a program makes, as Megatron's inference does, whatever the device is called."""
@@ -221,13 +251,13 @@ def test_generators_beside_the_devices_own(device):
         generator = torch.Generator() if device is None else torch.Generator(device=device)
         generator.manual_seed(7)
         assert torch.equal(torch.rand(2, generator=generator, device="cuda"), expected[:2])
-        copy = pickle.loads(pickle.dumps(generator))
+        pickled = pickle.loads(pickle.dumps(generator))
         for known in (generator, torch.default_generator, torch.cuda.default_generators[0]):
             assert isinstance(known, torch.Generator)
         assert not isinstance(torch.ones(1), torch.Generator)
     assert torch.Generator is not kind
     assert type(generator) is torch.Generator
-    assert torch.equal(torch.rand(2, generator=copy), expected[2:])
+    assert torch.equal(torch.rand(2, generator=pickled), expected[2:])
 
 
 def test_a_data_loader_leaves_the_devices_numbers_alone():
