@@ -136,14 +136,15 @@ test-torch: told-TORCH .venvs/torch-$(TORCH)/.ready  ## the quick tests with ano
 	.venvs/torch-$(TORCH)/bin/python $(PYTEST) -m "not slow and not gpu"
 
 # Megatron-Core from source: an unpacked tree, or a git clone, CLONE@REF for one of its commits. The tests run on a copy,
-# because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own.
+# because Megatron's scripts compile a part of it; for that the environment has pybind11 and a python3-config of its own,
+# and what only Megatron's tests import.
 # From 0.18 on Megatron's training package wants typing.override, which Python 3.11 lacks. Last come Megatron's own unit
 # tests, stock and ours: hours; UNITS="tensor_parallel models" takes these folders and files below tests/unit_tests alone.
 SOURCE := .venvs/source
 $(SOURCE)/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0 \
-		pytest-asyncio==1.5.0 pytest-mock==3.17.0 mock==5.2.0
+		pytest-asyncio==1.5.0 pytest-mock==3.17.0 mock==5.2.0 omegaconf==2.4.0 pyzmq==27.3.0 tensorboard==2.21.0 absl-py==2.5.1
 	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$site/the_rest.pth; \
@@ -155,7 +156,7 @@ $(SOURCE)/.ready: $(VENV)/.ready
 
 source-tree: told-MEGATRON $(SOURCE)/.ready
 	rm -rf $(SOURCE)/tree; mkdir -p $(SOURCE)/tree
-	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c $$(ls -d megatron tests *.py *.toml 2>/dev/null); \
+	set -e; if test -d "$(MEGATRON)"; then cd "$(MEGATRON)" && tar -c $$(ls -d megatron tests examples tools *.py *.toml 2>/dev/null); \
 		else from="$(MEGATRON)"; git -C "$${from%@*}" archive "$${from##*@}"; fi | tar -x -C "$(CURDIR)/$(SOURCE)/tree"
 	@test -d $(SOURCE)/tree/megatron/core || { echo "$(MEGATRON) holds no megatron/core"; exit 2; }
 
