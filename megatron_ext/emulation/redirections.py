@@ -125,6 +125,9 @@ def _making(torchs: type, make: Callable[..., Any]) -> type:
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, torchs)
 
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(torchs, name)  # which callers ask for what this torch's generators can
+
     return Stand(torchs.__name__, (), {"__module__": "torch", "__doc__": torchs.__doc__})
 
 

@@ -255,6 +255,7 @@ def test_generators_beside_the_devices_own(device):
         for known in (generator, torch.default_generator, torch.cuda.default_generators[0]):
             assert isinstance(known, torch.Generator)
         assert not isinstance(torch.ones(1), torch.Generator)
+        assert hasattr(torch.Generator, "clone_state"), "what Transformer Engine asks for"
     assert torch.Generator is not kind
     assert type(generator) is torch.Generator
     assert torch.equal(torch.rand(2, generator=pickled), expected[2:])
