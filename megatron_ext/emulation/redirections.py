@@ -326,9 +326,11 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
         "default_stream": _answer(stream),
         "set_stream": _nothing,
         **cuda_graphs.FUNCTIONS,
-        # memory: every figure that torch.cuda derives from its statistics is 0
+        # memory: every figure that torch.cuda derives from its statistics is 0, and its allocator holds nothing
         "memory_stats": lambda device=None: defaultdict(int),
+        "memory_snapshot": lambda *args, **kwargs: [],
         "mem_get_info": lambda device=None: _host_memory(),
+        "device_memory_used": lambda device=None: _host_memory()[1] - _host_memory()[0],
         "empty_cache": _nothing,
         "ipc_collect": _nothing,
         "reset_peak_memory_stats": _nothing,

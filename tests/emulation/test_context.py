@@ -321,6 +321,8 @@ def test_scripts_find_a_device():
         assert 0 < torch.cuda.mem_get_info()[0] <= torch.cuda.mem_get_info()[1] == properties.total_memory
         assert torch.cuda.memory_allocated() == torch.cuda.max_memory_reserved() == 0
         assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
+        assert torch.cuda.memory_snapshot() == torch.cuda.memory_snapshot(include_traces=False) == []
+        assert 0 < torch.cuda.device_memory_used() < properties.total_memory
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.empty_cache()
 
