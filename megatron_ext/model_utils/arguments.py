@@ -3,7 +3,6 @@
 Legend: B sequences, S positions on this rank, V vocabulary, R ranks of the tensor-parallel group.
 """
 
-import functools
 import numbers
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,9 +15,9 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.argument_checks import NO_SIZE, check_labels, or_refuse, size_fault
+from megatron_ext.head.validation.argument_checks import NO_SIZE, or_refuse
 from megatron_ext.head.validation.sampling_checks import filters
-from megatron_ext.sequence.targets import IGNORE_INDEX, Check, Targets
+from megatron_ext.sequence.targets import IGNORE_INDEX, Targets
 
 
 @dataclass(frozen=True)
@@ -106,25 +105,9 @@ def check_call(chunk_size: int | None, sampling_params: Any) -> None:
     filters(sampling.top_k, sampling.top_p)
 
 
-def label_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Check:
-    """A check that raises ValueError for labels outside the vocabulary.
-
-    The vocabulary is `vocab`; without it, as many words as the ranks of `tp_group` have if each has `columns`. Should
-    another rank have more columns, this one cannot know: the head finds it in its exchange, and every rank is told.
-    """
-    return lambda labels: size_check(columns, tp_group, vocab)(check_labels, padding_ignored(labels), IGNORE_INDEX)
-
-
-def size_check(columns: int, tp_group: Group, vocab: VocabShard | None = None) -> Callable[..., object]:
-    """`label_check` for any of the head's checks of a vocabulary's size: it takes the check and its arguments."""
-    ranks = group_size(check_group(tp_group))
-    size = ranks * columns if vocab is None else vocab.size
-    return functools.partial(size_fault, vocab, size=size, group=tp_group)
-
-
-def whole_results(targets: Targets, check: Check, compute: Callable[[Tensor], Any], like: Tensor) -> Any:
+def whole_results(targets: Targets, compute: Callable[[Tensor], Any], like: Tensor) -> Any:
     """What `compute` makes of this rank's labels `[B, P]`, a tensor or a tuple, as results of whole sequences."""
-    labels = targets.labels(check)
+    labels = targets.labels()
     found, fault = or_refuse(lambda: compute(labels), labels.shape, like)
     if isinstance(found, tuple):
         return tuple(targets.results(x) for x in found)
@@ -136,7 +119,6 @@ def next_log_probs(
     targets: Targets,
     tp_group: Group,
     vocab: Callable[[], VocabShard | None],
-    check: Check,
     chunk_size: int | None,
     sampling_params: Any,
 ) -> Tensor:
@@ -146,7 +128,7 @@ def next_log_probs(
     def compute(labels: Tensor) -> Tensor:
         return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
 
-    return whole_results(targets, check, compute, logits)
+    return whole_results(targets, compute, logits)
 
 
 def saving(wanted: bool) -> AbstractContextManager:

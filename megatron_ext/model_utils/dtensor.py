@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.model_utils.arguments import check_logits, label_check, next_log_probs, saving, shard
+from megatron_ext.model_utils.arguments import check_logits, next_log_probs, saving, shard
 from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
 
 
@@ -43,8 +43,8 @@ def get_logprobs_from_vocab_parallel_logits(
         )
     logits, group, vocab = shard_of_dtensor(vocab_parallel_logits)
     check_logits(logits)
-    targets, check = _targets(input_ids, logits.shape[:2], seq_index), label_check(vocab.columns, group, vocab)
-    return next_log_probs(logits, targets, group, lambda: vocab, check, chunk_size, sampling_params)
+    targets = _targets(input_ids, logits.shape[:2], seq_index)
+    return next_log_probs(logits, targets, group, lambda: vocab, chunk_size, sampling_params)
 
 
 def dtensor_from_parallel_logits_to_logprobs(
@@ -80,9 +80,9 @@ def dtensor_from_parallel_logits_to_logprobs(
     check_logits(vocab_parallel_logits)
     columns = vocab_parallel_logits.shape[-1]
     targets = _targets(target, vocab_parallel_logits.shape[:2], seq_index)
-    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group), label_check(columns, tp_group)
+    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group)
     with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, check, chunk_size, sampling_params)
+        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, chunk_size, sampling_params)
 
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:

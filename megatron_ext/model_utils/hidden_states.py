@@ -19,7 +19,6 @@ from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
     chunk_tokens,
-    label_check,
     number,
     padding_ignored,
     sampling_of,
@@ -148,9 +147,8 @@ def from_parallel_hidden_states_to_logprobs(
             logit_dtype=logit_dtype,
         )
 
-    check = label_check(_rows(weight) or 1, tp_group)
     with saving(not inference_only):
-        return whole_results(targets, check, compute, tensor_parallel_hidden_states)
+        return whole_results(targets, compute, tensor_parallel_hidden_states)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):

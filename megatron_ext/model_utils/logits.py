@@ -17,7 +17,6 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.model_utils.arguments import (
     check_logits,
     columns_of,
-    label_check,
     next_log_probs,
     number,
     saving,
@@ -67,9 +66,9 @@ def from_parallel_logits_to_logprobs(
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
     columns = vocab_parallel_logits.shape[-1]
-    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group), label_check(columns, tp_group)
+    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group)
     with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, check, chunk_size, sampling_params)
+        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, chunk_size, sampling_params)
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -122,9 +121,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         cu_seqlens,
     )
     columns = vocab_parallel_logits.shape[-1]
-    vocab, check = partial(shard, vocab_start_index, vocab_end_index, columns, group), label_check(columns, group)
+    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, group)
     with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, group, vocab, check, chunk_size, sampling_params)
+        return next_log_probs(vocab_parallel_logits, targets, group, vocab, chunk_size, sampling_params)
 
 
 def get_next_token_logprobs_from_logits(

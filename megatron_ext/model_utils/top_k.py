@@ -12,14 +12,12 @@ from torch.distributed.tensor import DTensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.head.validation.argument_checks import or_refuse
-from megatron_ext.head.validation.sampling_checks import check_ids
 from megatron_ext.model_utils.arguments import (
     check_logits,
     chunk_tokens,
     columns_of,
     number,
     shard,
-    size_check,
     whole_if_none,
     without_padding,
 )
@@ -94,7 +92,6 @@ def gather_logits_at_global_indices(
     chunk = chunk_tokens(chunk_size, batch)
     _check_indices("global_indices", global_indices, batch)
     ids, there = without_padding(global_indices)
-    size_check(columns, tp_group)(check_ids, ids)
     parts = PaddedParts(ids.shape[1], positions, cp_group, "global_indices")
     indices = parts.split(ids, 0)
 
@@ -153,7 +150,6 @@ def get_distillation_topk_logprobs_from_logits(
         )
     columns = logits.shape[-1]
     ids, there = without_padding(on_device(teacher_topk_indices, logits.device))
-    size_check(columns, group, vocab)(check_ids, ids)
     parts = PaddedParts(ids.shape[1], logits.shape[1], cp_group, "teacher_topk_indices")
     indices = parts.split(ids, 0)
     with_entropy = zero_outside_topk and calculate_entropy

@@ -8,7 +8,6 @@ N documents, U the length of their rows once unpacked.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,18 +25,11 @@ from megatron_ext.sequence.zigzag import check_cu_seqlens, demand
 IGNORE_INDEX = -100
 
 
-# Raises ValueError where labels are none of the vocabulary's ids.
-Check = Callable[[Tensor], object]
-
-
 class Targets(Protocol):
     """The targets of a batch, in some layout."""
 
-    def labels(self, check: Check) -> Tensor:
-        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does.
-
-        `check` sees the labels of all ranks. Where this rank has none but its own, a fault is kept for `results`.
-        """
+    def labels(self) -> Tensor:
+        """int64 `[B, P]`: for each position of this rank the token that follows, `IGNORE_INDEX` where none does."""
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
         """`[B, S - 1]` of the whole sequences, on every rank, from `[B, P]` of this rank's positions.
@@ -121,10 +113,8 @@ class PaddedTargets:
         self._tokens_BS = tokens_BS
         self._parts = PaddedParts(tokens_BS.shape[1], shape_BP[1], cp_group, slices=slices)
 
-    def labels(self, check: Check) -> Tensor:
-        labels_BS = next_tokens(self._tokens_BS)
-        check(labels_BS)
-        return self._parts.split(labels_BS, IGNORE_INDEX)
+    def labels(self) -> Tensor:
+        return self._parts.split(next_tokens(self._tokens_BS), IGNORE_INDEX)
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
         return self._parts.whole(x_BP, fault)[:, :-1]
@@ -186,18 +176,11 @@ class PackedTargets:
         self._ends = None if cu_seqlens is None else on_device(cu_seqlens, device).long()
         self._parts = SequenceParts(cp_group, self._start)
 
-    def labels(self, check: Check) -> Tensor:
+    def labels(self) -> Tensor:
         if self._shifted:
-            try:
-                check(self._tokens_1T)
-            except ValueError as fault:
-                self._fault = self._fault or fault
-                return torch.full_like(self._tokens_1T, IGNORE_INDEX, dtype=torch.int64)
             return self._tokens_1T.long()
         ends = self._start if self._ends is None else self._ends
-        labels_1T = next_tokens(self._tokens_1T, ends, self._start)
-        check(labels_1T)
-        return self._parts.split(labels_1T, 1)
+        return self._parts.split(next_tokens(self._tokens_1T, ends, self._start), 1)
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
         x_T = self._parts.gather_or_refuse(x_BP, 1, self._fault or fault)[0]
@@ -244,10 +227,9 @@ class PermutedTargets:
         )
         self._tokens_BP, self._order, self._group = tokens_BP, order, cp_group
 
-    def labels(self, check: Check) -> Tensor:
+    def labels(self) -> Tensor:
         places = self._order.argsort()
         labels_BS = next_tokens(all_gather(self._tokens_BP, self._group, 1)[:, places])
-        check(labels_BS)
         return labels_BS[:, self._order].chunk(group_size(self._group), 1)[group_rank(self._group)]
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:

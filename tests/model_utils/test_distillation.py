@@ -150,13 +150,13 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
         ((values.repeat(1, 2, 1), ids.repeat(1, 2, 1)), "teacher_topk_indices has 14 positions"),
         ((values[:1], ids[:1]), r"teacher_topk_indices is \(1, 7, 4\): it must be \[2, sequence, K\]"),
         ((values, ids.float()), "indices is torch.float32"),
-        ((values, ids - 24), r"outside \[0, 24\)"),
     ):
         with count_collectives() as sent, pytest.raises(ValueError, match=said):
             get_distillation_topk_logprobs_from_logits(grid.columns(logits), *args, True, False, **more)
         assert not sent
-    with pytest.raises(ValueError, match=r"outside \[0, 24\)"):  # at unequal shards another rank might know it
-        get_distillation_topk_logprobs_from_logits(grid.columns(logits), values, ids + 24, True, False, **more)
+    for shift in (-30, 24):
+        with pytest.raises(ValueError, match=r"outside \[0, 24\)"):
+            get_distillation_topk_logprobs_from_logits(grid.columns(logits), values, ids + shift, True, False, **more)
     vocab = {"vocab_start_index": 0, "vocab_end_index": 24}
     for call in (  # the whole vocabulary on every rank, with a group
         lambda: gather_logits_at_global_indices(logits, ids % 12, grid.tp_group, **grid.vocab(48)),
@@ -177,9 +177,8 @@ def test_ids_that_only_one_context_parallel_rank_holds():
             ids = torch.zeros(2, 8, K, dtype=torch.int64)
             ids[1, 7, 0] = bad  # of the first rank's part
             said = r"outside \[0, 24\)|another rank of cp_group refused"
-            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=said):
                 gather_logits_at_global_indices(mine, ids, grid.tp_group, grid.cp_group, **grid.vocab(24))
-            assert not sent or bad == 24
             with pytest.raises(ValueError, match=said):
                 of_grid(grid, mine, torch.zeros(2, 8, K), ids, True, True)
 

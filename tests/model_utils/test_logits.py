@@ -215,9 +215,22 @@ def test_an_id_that_only_one_context_parallel_rank_holds(place):
             wrong = tokens.clone()
             wrong[1, place] = bad
             said = f"outside \\[0, 24\\)|another rank of {'cp_group' if grid.cp > 1 else 'tp_group'} refused"
-            with count_collectives() as sent, pytest.raises(ValueError, match=said):
+            with pytest.raises(ValueError, match=said):
                 call(grid, mine, wrong)
-            assert not sent or bad > 0
+        same(call(grid, mine, tokens), next_log_probs(logits, tokens))
+
+
+@ranks(2, 4)
+def test_ids_that_one_rank_alone_is_given():
+    """Of a tensor- or context-parallel group: the others are told in an exchange that they make anyway."""
+    logits, tokens = problem(length=8)
+    for grid in grids():
+        mine, last = grid.own(logits), torch.distributed.get_world_size() - 1
+        for shift in (-30, 24):
+            own = torch.distributed.get_rank() == last
+            said = r"labels holds .* outside \[0, 24\)" if own else "another rank of (tp|cp)_group refused"
+            with pytest.raises(ValueError, match=said):
+                call(grid, mine, tokens + shift if own else tokens)
         same(call(grid, mine, tokens), next_log_probs(logits, tokens))
 
 

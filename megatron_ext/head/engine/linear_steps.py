@@ -101,6 +101,8 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, ba
     """
     check_floating("hidden", hidden_TD, 2)
     fault = linear_fault(hidden_TD, weight_VD, None, call.vocab, call.ranks)
+    for r in readouts:
+        fault = fault or r.check(call.vocab.size, call.vocab, call.group)
     if fault is not None:
         raise fault
     if weight_VD.dtype != hidden_TD.dtype or is_quantised(weight_VD):
@@ -108,8 +110,6 @@ def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, ba
             f"weight is {type(weight_VD).__name__} of {weight_VD.dtype}, hidden {hidden_TD.dtype}: in steps they must "
             f"be plain and of one dtype; cast one, or use linear_cross_entropy"
         )
-    for r in readouts:
-        r.check(call.vocab.size, call.vocab, call.group)
     plan = plan_steps(readouts, call, hidden_TD)
     with torch.autocast(hidden_TD.device.type, enabled=False):
         first = statistics_pass(hidden_TD, weight_VD, None, plan, sizes=None, keep=backward)

@@ -18,7 +18,13 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
 from megatron_ext.head.row_passes.side_by_side import is_quantised
-from megatron_ext.head.validation.readable_values import all_within, check_plain, has_values, raise_unless
+from megatron_ext.head.validation.readable_values import (
+    OutsideVocabulary,
+    all_within,
+    check_plain,
+    has_values,
+    raise_unless,
+)
 
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
@@ -86,6 +92,7 @@ def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -
             right.all(),
             f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
             f"({ignore_index}); mark tokens that do not count with ignore_index{hint}",
+            OutsideVocabulary,
         )
 
 
@@ -94,8 +101,9 @@ def size_fault(
 ) -> ValueError | None:
     """What `check(*arguments, size, hint)` finds; the hint says it where a group may have been forgotten.
 
-    Where the caller gave no `vocab`, the size is a guess from this rank's columns, and at unequal shards another rank's
-    guess is larger: what only breaks the size may be seen by one rank alone, and comes back. The rest is raised.
+    What one rank alone may see comes back: ids outside the vocabulary, which the others may not have been given, and
+    what only breaks the size where the caller gave no `vocab`. Then the size is a guess from this rank's columns, and
+    at unequal shards another rank's guess is larger. The rest is raised.
     """
     hint = ""
     if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -105,6 +113,8 @@ def size_fault(
         )
     try:
         check(*arguments, size, hint)
+    except OutsideVocabulary as fault:
+        return fault
     except ValueError as fault:
         if vocab is not None:
             raise

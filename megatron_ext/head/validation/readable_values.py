@@ -44,14 +44,18 @@ def check_plain(argument: str, x: Any) -> None:
         )
 
 
-def raise_unless(right: Tensor, message: str) -> None:
-    """ValueError unless `right`, a bool tensor with a value; on CUDA a device-side assertion without a host sync."""
+class OutsideVocabulary(ValueError):
+    """A token id that does not exist, which one rank alone may have been given."""
+
+
+def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueError) -> None:
+    """An `error` unless `right`, a bool tensor with a value; on CUDA a device-side assertion without a host sync."""
     if right.is_cuda:
         torch._assert_async(right, message)
     elif not right:
-        raise ValueError(message)
+        raise error(message)
 
 
-def raise_if(wrong: Tensor, message: str) -> None:
+def raise_if(wrong: Tensor, message: str, error: type[ValueError] = ValueError) -> None:
     """The same of what is `wrong`, with a launch more on CUDA."""
-    raise_unless(~wrong, message)
+    raise_unless(~wrong, message, error)

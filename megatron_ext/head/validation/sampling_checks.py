@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import as_number
-from megatron_ext.head.validation.readable_values import check_plain, has_values, raise_if
+from megatron_ext.head.validation.readable_values import OutsideVocabulary, check_plain, has_values, raise_if
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -44,6 +44,7 @@ def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
             ((ids < 0) | (ids >= size)).any(),
             f"indices holds one outside [0, {size}): each must be a token id of the vocabulary; clamp those of tokens "
             f"that do not count and mask their results{hint}",
+            OutsideVocabulary,
         )
 
 
