@@ -177,6 +177,27 @@ def test_label_rows_on_hopper():
 
 
 @compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_sums_of_one_order_on_hopper(dtype):
+    """Of rows and segments: a thread reads as many bytes at a time as it can, keeps its sums, and adds none by atomics."""
+    from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
+    from tests.head.as_on_cuda import cuda_branches
+    from tests.head.hopper import recorded
+
+    x, lengths = torch.zeros(64, 4096, dtype=dtype), torch.full((64,), 64)
+    with cuda_branches(), recorded() as found:
+        row_sums(x)
+        segment_sums(x[0], lengths)
+    assert [launch.grid for launch in found] == [(64,), (64,)]
+    for launch in found:
+        launch.check_spills()
+        assert launch.resources()["REG"] <= 64, launch.resources()
+        assert not any(re.search(r"\b(RED|ATOM)", text) for _, text in launch.instructions())
+    assert max(found[0].loads()) == 16
+
+
+@compiled
 @pytest.mark.parametrize("columns", [128256, 50257])
 def test_an_engines_softmax_is_summed_by_the_same_threads_on_hopper(columns):
     """Each reduction has the layout of Megatron's kernel, which decides the order within a block."""
