@@ -195,20 +195,31 @@ def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 
 
 def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
-    """Raises ValueError if a token id has no row in `model`'s embedding; on CUDA the device stops.
+    """Raises what `token_id_fault` finds."""
+    fault = token_id_fault(model, tokens)
+    if fault is not None:
+        raise fault
+
+
+def token_id_fault(model: nn.Module, tokens: Tensor) -> ValueError | None:
+    """Whether a token id has no row in `model`'s embedding; on CUDA the device stops then.
 
     torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
     """
     rows = embedding(model).weight.shape[0]
     if tokens.numel() == 0 or not has_values(tokens):
-        return
+        return None
     smallest, largest = tokens.aminmax()
     found = "" if tokens.is_cuda else f" ({smallest.item()} to {largest.item()})"
-    raise_if(
-        (smallest < 0) | (largest >= rows),
+    wrong = (smallest < 0) | (largest >= rows)
+    message = (
         f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
-        f"embedding; use the tokenizer that belongs to the model, and a real token for padding",
+        f"embedding; use the tokenizer that belongs to the model, and a real token for padding"
     )
+    if not tokens.is_cuda:
+        return ValueError(message) if wrong else None
+    raise_if(wrong, message)
+    return None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.dtensor.attention import check_token_ids, sequence_hook
+from megatron_ext.dtensor.attention import sequence_hook, token_id_fault
 from megatron_ext.dtensor.decoder import require_model
 from megatron_ext.dtensor.output.hidden_states_or_logits import KNOWN, LOGITS, Read, read_out
 from megatron_ext.head import (
@@ -301,8 +301,15 @@ def _on_whole_sequences(
         raise ValueError("cu_seqlens: transformers' own attention does not take them; call use_attention(model) first")
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
     _check(tokens_BS, given, attention_mask, cu_seqlens)
-    check_token_ids(model, tokens_BS)
     labels_BS = given.targets(tokens_BS, attention_mask, cu_seqlens)
+    fault = token_id_fault(model, tokens_BS)
+    if fault is not None:
+        if hook is None or (group_size(cp_group) == 1 and not hook.logits_in_shards):
+            raise fault
+        # The other ranks may have been given the right ones, and wait in the model. Here it runs too, with any tokens,
+        # and the head refuses the labels, which tells them.
+        tokens_BS = torch.zeros_like(tokens_BS)
+        labels_BS = labels_BS.masked_fill(labels_BS != IGNORE_INDEX, -1)
 
     ranks, length = group_size(cp_group), tokens_BS.shape[1]
     padding = -length % math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
@@ -318,8 +325,8 @@ def _on_whole_sequences(
         inputs["cu_seqlens"] = cu_seqlens
     given_BS = [labels_BS] if beside is None else [labels_BS, F.pad(beside, (0, 0, 0, padding))]
     given_BP = [parts.split(x, 1) for x in given_BS]
-    found, fault = read_out(model, read, fused, parts.split(tokens_BS, 1), given_BP, **inputs)
-    return tuple(parts.gather_or_refuse(x, 1, fault)[:, :length] for x in found)
+    found, refused = read_out(model, read, fused, parts.split(tokens_BS, 1), given_BP, **inputs)
+    return tuple(parts.gather_or_refuse(x, 1, fault or refused)[:, :length] for x in found)
 
 
 def _check(tokens_BS: Tensor, given: Labels, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

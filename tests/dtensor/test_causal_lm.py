@@ -264,6 +264,27 @@ def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
     assert error(causal_lm_loss(model, tokens), causal_lm_loss(make("llama"), tokens)) < 3e-6
 
 
+@pytest.mark.parametrize("tp, cp, sequence_parallel", [(2, 1, False), (2, 1, True), (1, 2, False)])
+@ranks(2)
+def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(tp, cp, sequence_parallel):
+    """Also those that are no label, the first of a row; and with tokens that the head leaves out."""
+    mesh, dp_cp = meshes(cp=cp, tp=tp)
+    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    tokens, last = _tokens(2, 8), torch.distributed.get_rank() == 1
+    said = "input_ids are outside of the vocabulary" if last else "another rank of (tp|cp)_group refused"
+    for place, bad in ((0, VOCAB), (5, -7)):
+        wrong = tokens.clone()
+        wrong[1, place] = bad
+        for call, more in (
+            (causal_lm_loss, {}),
+            (causal_lm_loss, {"skip_ignored": True}),
+            (causal_lm_log_probs, {"return_entropy": True}),
+        ):
+            with pytest.raises(ValueError, match=said):
+                call(model, wrong if last else tokens, **more)
+    assert error(causal_lm_loss(model, tokens), causal_lm_loss(make("llama"), tokens)) < 3e-6
+
+
 def test_models_without_our_attention():
     with pytest.raises(ValueError, match="use_attention"):
         causal_lm_loss(make("llama"), _tokens(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
