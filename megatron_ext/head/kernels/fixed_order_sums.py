@@ -17,14 +17,16 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 
-# Triton's interpreter multiplies the bits of bf16 numbers as integers; as fp32 their products are as exact.
+# Triton's interpreter multiplies the bits of bf16 numbers as integers, and those of fp32 by a library whose order of
+# additions may depend on the row: there a step is made in fp64, and rounded when it is added.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @triton.jit
 def _summed(a, b, total, WIDENS: tl.constexpr, DTYPE: tl.constexpr):
     if WIDENS:
-        a, b = a.to(DTYPE), b.to(DTYPE)
+        step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
+        return total + step.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
 
 
@@ -188,7 +190,7 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, a
             TAIL=length % sizes["BLOCK_K"] != 0,
             GOES_ON=goes_on,
             ADDS=adds,
-            WIDENS=_INTERPRETED and a_MK.dtype == torch.bfloat16,
+            WIDENS=_INTERPRETED,
             DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
             **sizes,
         )
