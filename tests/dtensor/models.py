@@ -183,9 +183,14 @@ MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmo
 _MAKERS |= {name: _family(name) for name in (*FAMILIES, *MORE)}
 
 
+def drawn(*shape):
+    """Token ids, the same on every rank."""
+    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
+
+
 def batch(rows=2, tokens=9):
     """Token ids and labels as transformers takes them, some of which are no target."""
-    ids = torch.randint(2, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(3))
+    ids = drawn(rows, tokens)
     labels = ids.clone()
     labels[0, :4] = labels[-1, 7:] = -100
     return {"input_ids": ids, "labels": labels}
@@ -238,6 +243,15 @@ def error(found, true, scale=0.0):
     """Relative, of `found`; `scale` is a norm below which there is nothing but rounding to compare with."""
     found = found.full_tensor() if isinstance(found, DTensor) else found
     return ((found - true).norm() / max(true.norm(), scale)).item()
+
+
+def loss_and_gradients(model, **given):
+    """The loss of `model(**given)`, and its gradients by name, of which the model keeps none."""
+    loss = model(**given).loss
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss, gradients
 
 
 def check_gradients(model, gradients, tolerance=3e-6):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_ext.dtensor import causal_lm_log_probs, causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.head import Entropy, LmHead, LogProbs
-from tests.dtensor.models import VOCAB, batch, check_gradients, error, make
+from tests.dtensor.models import VOCAB, batch, check_gradients, error, loss_and_gradients, make
 from tests.dtensor.test_causal_lm import largest_logits
 from tests.dtensor.test_fused_loss import mine
 from tests.ranks import ranks
@@ -67,18 +67,13 @@ def test_losses_and_gradients_are_those_of_the_model(name, change):
     model = MODELS[name]()
     if change is not None:
         change(model)
-    expected = model(**batch())
-    trains = expected.loss.requires_grad
-    true = {}
-    if trains:
-        expected.loss.backward()
-        true = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
+    trains = model(**batch()).loss.requires_grad
+    expected, true = loss_and_gradients(model, **batch()) if trains else (model(**batch()).loss, {})
     assert use_fused_loss(model) is model
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = model(**batch())
-    torch.testing.assert_close(found.loss, expected.loss, rtol=3e-6, atol=0)
+    torch.testing.assert_close(found.loss, expected, rtol=3e-6, atol=0)
     assert found.logits is None
     if change is None:
         assert any("lm_head" in name for name in true)
@@ -144,9 +139,7 @@ def test_data_parallel(wrap):
     """Each rank has its rows; the gradient is that of the mean over all targets."""
     given, model = batch(4), adapted()
     count = (given["labels"][:, 1:] != -100).sum()
-    model(**given).loss.backward()
-    true = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
+    _, true = loss_and_gradients(model, **given)
     use_fused_loss(model)
     if wrap == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -215,9 +208,7 @@ def test_tensor_parallelism_of_adapted_layers_is_refused_before_anything_is_chan
 def test_data_parallelism_of_an_adapted_head_by_parallelize():
     given, model = batch(4), adapted()
     count = (given["labels"][:, 1:] != -100).sum()
-    model(**given).loss.backward()
-    true = {name: p.grad.clone() for name, p in model.get_base_model().named_parameters() if p.grad is not None}
-    model.zero_grad()
+    _, true = loss_and_gradients(model.get_base_model(), **given)
     inside = parallelize(model.get_base_model(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.float32)
     given = mine(given)
     losses = causal_lm_loss(inside, given["input_ids"], labels=given["labels"])

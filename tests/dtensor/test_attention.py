@@ -8,14 +8,10 @@ from megatron_ext.dtensor import use_attention
 from megatron_ext.sequence.attention import CAUSAL, Packing, Window, attend
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.devices import GPU
-from tests.dtensor.models import VOCAB, error, make, meshes, reference
+from tests.dtensor.models import drawn, error, make, meshes, reference
 from tests.ranks import ranks
 
 CU_SEQLENS = torch.tensor([0, 8, 12, 28, 32])
-
-
-def _tokens(*shape):
-    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
 
 
 def _positions(cu_seqlens):
@@ -25,7 +21,7 @@ def _positions(cu_seqlens):
 @pytest.mark.parametrize("said_by", ["cu_seqlens", "cu_seq_lens_q", "position_ids"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_packed_documents_do_not_see_each_other(name, said_by):
-    tokens = _tokens(1, 32)
+    tokens = drawn(1, 32)
     true = reference(name, False, tokens, CU_SEQLENS)[0]
     said = {"cu_seqlens": CU_SEQLENS, "cu_seq_lens_q": CU_SEQLENS.int(), "position_ids": _positions(CU_SEQLENS)}
     model = use_attention(make(name))
@@ -34,7 +30,7 @@ def test_packed_documents_do_not_see_each_other(name, said_by):
 
 
 def test_rows_of_positions_are_packed_row_by_row():
-    tokens = _tokens(2, 32)
+    tokens = drawn(2, 32)
     positions = torch.cat([_positions(CU_SEQLENS), torch.arange(32)[None]])
     true = torch.cat([reference("gemma3", False, tokens[:1], CU_SEQLENS)[0], reference("gemma3", False, tokens[1:])[0]])
     model = use_attention(make("gemma3"))
@@ -46,7 +42,7 @@ def test_rows_of_positions_are_packed_row_by_row():
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gemma3_multimodal"])
 def test_padding_mask_before_and_behind_the_tokens(name):
-    tokens = _tokens(2, 12)
+    tokens = drawn(2, 12)
     mask = torch.ones(2, 12, dtype=torch.int64)
     model = use_attention(make(name))
     mask[1, 9:] = 0
@@ -63,7 +59,7 @@ def test_padding_mask_before_and_behind_the_tokens(name):
 def test_padding_before_the_tokens_with_context_parallelism():
     mesh = meshes(cp=2)[0]["cp"]
     parts = SequenceParts(mesh.get_group())
-    tokens, mask = _tokens(2, 16), torch.ones(2, 16)
+    tokens, mask = drawn(2, 16), torch.ones(2, 16)
     mask[1, :5] = 0
     model = make("gemma3")
     alone = use_attention(copy.deepcopy(model))(input_ids=tokens, attention_mask=mask).logits
@@ -87,13 +83,13 @@ REFUSED = [
 def test_what_would_be_ignored_or_wrong_is_refused(arguments, message):
     model = use_attention(make("gemma3_multimodal"))
     with pytest.raises(ValueError, match=message):
-        model(input_ids=_tokens(2, 12), **arguments)
+        model(input_ids=drawn(2, 12), **arguments)
 
 
 def test_arguments_come_by_name():
     model = use_attention(make("llama"))
     with pytest.raises(ValueError, match="only input_ids"):
-        model(_tokens(2, 12), torch.ones(2, 12))
+        model(drawn(2, 12), torch.ones(2, 12))
     with pytest.raises(ValueError, match="input_ids is None"):
         model()
 
@@ -101,7 +97,7 @@ def test_arguments_come_by_name():
 @ranks(2)
 def test_what_does_not_fit_a_split_sequence_is_refused():
     model = use_attention(make("llama"), meshes(cp=2)[0]["cp"].get_group())
-    tokens = _tokens(1, 12)
+    tokens = drawn(1, 12)
     for arguments, message in [
         ({"labels": tokens}, "causal_lm_loss"),
         ({"logits_to_keep": 1}, "logits_to_keep"),
@@ -125,7 +121,7 @@ def test_a_model_that_was_not_prepared_is_told_so():
     use_attention(copy.deepcopy(model))  # registers the name
     model.config._attn_implementation = "megatron_ext"
     with pytest.raises(ValueError, match="use_attention"):
-        model(input_ids=_tokens(1, 4))
+        model(input_ids=drawn(1, 4))
 
 
 def test_no_mask_is_built(monkeypatch):
@@ -141,8 +137,8 @@ def test_no_mask_is_built(monkeypatch):
     model = use_attention(make("qwen3"))
     mask = torch.ones(1, 32, dtype=torch.int64)
     mask[:, 30:] = 0
-    model(input_ids=_tokens(1, 32), attention_mask=mask)
-    model(input_ids=_tokens(1, 32), cu_seqlens=CU_SEQLENS)
+    model(input_ids=drawn(1, 32), attention_mask=mask)
+    model(input_ids=drawn(1, 32), cu_seqlens=CU_SEQLENS)
     assert seen == [(type(None), True)] * (2 + 2 * 4)
 
 
@@ -156,7 +152,7 @@ def test_without_transformers(monkeypatch):
 @ranks(2)
 def test_a_second_call_replaces_the_first():
     mesh = meshes(cp=2)[0]["cp"]
-    parts, tokens = SequenceParts(mesh.get_group()), _tokens(2, 16)
+    parts, tokens = SequenceParts(mesh.get_group()), drawn(2, 16)
     model = use_attention(use_attention(make("llama")), mesh.get_group())
     assert (
         error(model(input_ids=parts.split(tokens, 1)).logits, parts.split(reference("llama", False, tokens)[0], 1))
@@ -169,7 +165,7 @@ def test_a_second_call_replaces_the_first():
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt_oss"])
 def test_on_a_gpu(name):
     """Packed, windowed, with shared keys, in fp32 as on the CPU; in bf16 as near to it as bf16 is."""
-    tokens = _tokens(1, 32)
+    tokens = drawn(1, 32)
     true = reference(name, False, tokens, CU_SEQLENS)[0]
     model = use_attention(make(name)).to(GPU)
     arguments = {"input_ids": tokens.to(GPU), "cu_seqlens": CU_SEQLENS.to(GPU)}
@@ -241,7 +237,7 @@ def test_attention_that_is_not_known_is_refused():
     attention = model.model.layers[0].self_attn
     attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "slopes": 1}), with_kwargs=True)
     with pytest.raises(ValueError, match="passes slopes to its attention"):
-        model(input_ids=_tokens(1, 4))
+        model(input_ids=drawn(1, 4))
 
 
 def test_softcap_of_documents():

@@ -16,13 +16,9 @@ from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.dtensor.models import VOCAB, check_gradients, drawn, error, make, meshes, parallelize, reference
 from tests.operators import Largest
 from tests.ranks import ranks
-
-
-def _tokens(*shape):
-    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
 
 
 def _log_probs(logits, labels):
@@ -33,7 +29,7 @@ def _log_probs(logits, labels):
 @ranks(4)
 def test_odd_lengths_and_padding_are_nobodys_business():
     """13 tokens over two context-parallel ranks and slices of two more; entropy too, with its gradients."""
-    tokens, mask = _tokens(2, 13), torch.ones(2, 13, dtype=torch.int64)
+    tokens, mask = drawn(2, 13), torch.ones(2, 13, dtype=torch.int64)
     mask[1, 9:] = 0
     plain = make("gemma3")
     labels = next_tokens(tokens)
@@ -63,7 +59,7 @@ def test_odd_lengths_and_padding_are_nobodys_business():
 @ranks(2)
 def test_packed_tokens_of_an_odd_number_in_slices():
     cu_seqlens = torch.tensor([0, 5, 6, 13])
-    tokens = _tokens(1, 13)
+    tokens = drawn(1, 13)
     logits = reference("llama", False, tokens, cu_seqlens)[0]
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True)
@@ -75,7 +71,7 @@ def test_packed_tokens_of_an_odd_number_in_slices():
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere"])
 def test_models_that_are_not_sharded(name):
     """What a model itself does to its logits happens here: a cap, or a scale by the one or the other name."""
-    tokens = _tokens(2, 9)
+    tokens = drawn(2, 9)
     true = reference(name, False, tokens)[0]
     plain = make(name)
     plain.config.unknown_softcapping = 3.0
@@ -109,7 +105,7 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     """Losses, entropies and gradients are the same; it is said once."""
     torch.manual_seed(1)
     plain = Squared(make("llama").config)
-    tokens = _tokens(2, 13)
+    tokens = drawn(2, 13)
     state = plain.state_dict()
     logits = plain(input_ids=tokens, use_cache=False).logits / 1.3
     labels = next_tokens(tokens)
@@ -162,7 +158,7 @@ def test_no_logits_are_held():
     """Forward makes nothing of vocabulary size for all tokens; the way through logits does. Seen on rank 0's shard."""
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(make("llama"), mesh, dp_cp)
-    tokens, shard = _tokens(2, 64), (VOCAB // 2 + 1,)
+    tokens, shard = drawn(2, 64), (VOCAB // 2 + 1,)
 
     with largest_logits() as found:
         causal_lm_loss(model, tokens, cache=0, chunk_tokens=16)
@@ -177,7 +173,7 @@ def test_no_logits_are_held():
 @ranks(2)
 def test_log_probs_from_sharded_logits(sequence_parallel):
     """The vocabulary is odd, and its shards uneven; gradients of every parameter come through the logits."""
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     logits, _, gradients = reference("qwen3", True, tokens)
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(make("qwen3", True), mesh, dp_cp, sequence_parallel=sequence_parallel)
@@ -191,7 +187,7 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
 @ranks(2)
 def test_a_label_that_one_context_parallel_rank_holds():
     """It alone can refuse it: the other hears of it where the results are joined."""
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(cp=2)
     model = parallelize(make("llama"), mesh, dp_cp)
     labels = next_tokens(tokens)
@@ -209,7 +205,7 @@ def test_logits_on_a_mesh_of_two_dims_are_refused():
     mesh = meshes(cp=2, tp=2)[0]["cp", "tp"]
     logits = DTensor.from_local(torch.zeros(1, 4, 8), mesh, [Shard(1), Shard(2)])
     with pytest.raises(ValueError, match="1-D"):
-        get_logprobs_from_vocab_parallel_logits(logits, _tokens(1, 4))
+        get_logprobs_from_vocab_parallel_logits(logits, drawn(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -217,25 +213,25 @@ def test_logits_on_a_mesh_of_two_dims_are_refused():
     [
         ({"tokens_BS": torch.zeros(4, dtype=torch.int64)}, "batch, tokens"),
         ({"tokens_BS": torch.zeros(1, 4)}, "integers"),
-        ({"labels": _tokens(1, 9)}, "labels has shape"),
-        ({"shift_labels": _tokens(1, 9)}, "shift_labels has shape"),
-        ({"labels": _tokens(2, 8), "shift_labels": _tokens(2, 8)}, "labels and shift_labels are both given"),
-        ({"tokens_BS": _tokens(2, 8) + VOCAB}, r"outside of the vocabulary \(\d+ to \d+\): ids must lie in \[0, 97\)"),
-        ({"tokens_BS": _tokens(2, 8) - 3}, r"outside of the vocabulary \(-1 to"),
+        ({"labels": drawn(1, 9)}, "labels has shape"),
+        ({"shift_labels": drawn(1, 9)}, "shift_labels has shape"),
+        ({"labels": drawn(2, 8), "shift_labels": drawn(2, 8)}, "labels and shift_labels are both given"),
+        ({"tokens_BS": drawn(2, 8) + VOCAB}, r"outside of the vocabulary \(\d+ to \d+\): ids must lie in \[0, 97\)"),
+        ({"tokens_BS": drawn(2, 8) - 3}, r"outside of the vocabulary \(-1 to"),
         ({"attention_mask": torch.ones(2, 9)}, "attention_mask has shape"),
         ({"cu_seqlens": torch.tensor([0, 4, 8])}, "batch of 2"),
-        ({"tokens_BS": _tokens(1, 8), "cu_seqlens": torch.tensor([0, 4, 9])}, "8 rows"),
+        ({"tokens_BS": drawn(1, 8), "cu_seqlens": torch.tensor([0, 4, 9])}, "8 rows"),
     ],
 )
 def test_bad_arguments(arguments, message):
     model = use_attention(make("llama"))
     with pytest.raises(ValueError, match=message):
-        causal_lm_loss(model, **{"tokens_BS": _tokens(2, 8)} | arguments)
+        causal_lm_loss(model, **{"tokens_BS": drawn(2, 8)} | arguments)
 
 
 def test_labels_are_those_of_transformers():
     """Unshifted, under its name; shifted ones have its name too. Its own loss is the mean over targets."""
-    model, tokens = make("llama"), _tokens(2, 9)
+    model, tokens = make("llama"), drawn(2, 9)
     labels = tokens.clone()
     labels[0, :4] = labels[1, 7:] = -100
     expected = model(input_ids=tokens, labels=labels).loss
@@ -255,7 +251,7 @@ def test_labels_are_those_of_transformers():
 @ranks(2)
 def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
     mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
-    model, tokens = parallelize(make("llama"), mesh, dp_cp), _tokens(2, 8)
+    model, tokens = parallelize(make("llama"), mesh, dp_cp), drawn(2, 8)
     wrong = tokens.clone()
     wrong[1, 3] = VOCAB
     for call in (causal_lm_loss, causal_lm_log_probs, lambda model, ids: model(input_ids=ids)):
@@ -287,11 +283,11 @@ def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(tp, cp, se
 
 def test_models_without_our_attention():
     with pytest.raises(ValueError, match="use_attention"):
-        causal_lm_loss(make("llama"), _tokens(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
+        causal_lm_loss(make("llama"), drawn(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
     from transformers import GPT2Config, GPT2LMHeadModel
 
     other = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2)).eval()
-    tokens = _tokens(2, 8)
+    tokens = drawn(2, 8)
     expected = _log_probs(other(input_ids=tokens).logits, next_tokens(tokens))
     assert error(causal_lm_log_probs(other, tokens), expected) < 3e-6
     with pytest.raises(ValueError, match="use_attention"):
@@ -321,7 +317,7 @@ def test_an_adapted_head_is_read_through_logits():
 @ranks(2)
 def test_hooks_are_not_left_out(tp):
     """Hooks of the head, or of the model, come before or after it was sharded; those of parallelism do not count."""
-    tokens, (mesh, dp_cp) = _tokens(2, 8), meshes(dp=2 // tp, tp=tp)
+    tokens, (mesh, dp_cp) = drawn(2, 8), meshes(dp=2 // tp, tp=tp)
     model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=tp > 1)
     assert not is_hooked(model)
     true = causal_lm_log_probs(model, tokens)
@@ -347,7 +343,7 @@ def test_hooks_are_not_left_out(tp):
 
 @ranks(1)
 def test_filters_of_a_capped_head_make_no_logits():
-    model, tokens = make("gemma2"), _tokens(2, 8)
+    model, tokens = make("gemma2"), drawn(2, 8)
     say_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,14 +16,9 @@ from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
-from tests.dtensor.models import STACKED, VOCAB, batch, check_gradients, error, make, meshes
+from tests.dtensor.models import STACKED, VOCAB, batch, check_gradients, error, loss_and_gradients, make, meshes
 from tests.dtensor.test_causal_lm import Squared, adapted, largest_logits
 from tests.ranks import ranks
-
-
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
 
 KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
 
@@ -33,19 +28,15 @@ KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
 def test_loss_and_gradients_are_those_of_transformers(kind, given):
     model = make(kind, tied=kind == "llama")
     aux = {"output_router_logits": True} if kind == "mixtral" else {}
-    expected = model(**batch(), **given, **aux)
-    expected.loss.backward()
-    true = gradients(model)
-    model.zero_grad()
+    expected, true = loss_and_gradients(model, **batch(), **given, **aux)
     assert use_fused_loss(model) is model
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = model(**batch(), **given, **aux)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=3e-6, atol=0)
+    torch.testing.assert_close(found.loss, expected, rtol=3e-6, atol=0)
     assert found.logits is None
     assert (found.get("aux_loss") is None) == (not aux)
     found.loss.backward()
-    assert gradients(model).keys() == true.keys()
     check_gradients(model, true)
 
 
@@ -161,10 +152,7 @@ def test_data_parallel(wrap):
     """Each rank has its rows; the gradient is that of the mean over all targets."""
     given, model = batch(4), make("llama", tied="rounded" not in wrap)
     count = (given["labels"][:, 1:] != -100).sum()
-    expected = model(**given).loss
-    expected.backward()
-    true = gradients(model)
-    model.zero_grad()
+    _, true = loss_and_gradients(model, **given)
     if wrap == "ddp":
         wrapped = DistributedDataParallel(use_fused_loss(model))
     elif wrap == "fsdp2":
@@ -196,10 +184,7 @@ def test_data_parallel(wrap):
 @ranks(2)
 def test_tensor_parallel(sequence_parallel):
     given, model = batch(2, 10), make("gemma2", tied=True)
-    expected = model(**given).loss
-    expected.backward()
-    true = gradients(model)
-    model.zero_grad()
+    expected, true = loss_and_gradients(model, **given)
     mesh, _ = meshes(tp=2)
     parallelize(model, mesh, torch.float32, sequence_parallel=sequence_parallel)
     with pytest.raises(ValueError, match="labels is given, but this model does not take labels"):

@@ -23,12 +23,19 @@ from megatron_ext.dtensor import (
     tie_word_embeddings,
     translate_parallel_style,
 )
-from tests.dtensor.models import FAMILIES, SIZES, VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.dtensor.models import (
+    FAMILIES,
+    SIZES,
+    VOCAB,
+    check_gradients,
+    drawn,
+    error,
+    make,
+    meshes,
+    parallelize,
+    reference,
+)
 from tests.ranks import ranks
-
-
-def _tokens(*shape):
-    return torch.randint(2, VOCAB, shape, generator=torch.Generator().manual_seed(3))
 
 
 def _check_trains_as(reference_of, model, tokens):
@@ -57,7 +64,7 @@ def make_plan():
 @pytest.mark.parametrize("plan", [PLAN, f"{__name__}.PLAN", f"{__name__}.make_plan"], ids=["dict", "name", "function"])
 @ranks(2)
 def test_custom_plans(plan):
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(make("llama", True), mesh, dp_cp, custom_parallel_plan=plan)
     assert not any(p.is_shard() for p in _tp_placements(model.model.layers[0].self_attn.q_proj.weight))
@@ -107,7 +114,7 @@ def _wired():
 @ranks(2)
 def test_a_model_with_transformers_own_plan():
     """Its parts are not all understood: it keeps transformers' plan and attention."""
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(tp=2)
     model = parallelize(_wired(), mesh, dp_cp)
     assert model.config._attn_implementation != "megatron_ext"
@@ -145,7 +152,7 @@ def test_shared_experts_are_sharded(name):
 @ranks(2)
 def test_only_token_ids_may_be_positional():
     mesh, dp_cp = meshes(tp=2)
-    model, tokens = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True), _tokens(2, 16)
+    model, tokens = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True), drawn(2, 16)
     by_place, by_name = (found.logits.full_tensor() for found in (model(tokens), model(input_ids=tokens)))
     assert torch.equal(by_place, by_name)
     with pytest.raises(ValueError, match="2 positional arguments: only input_ids may be one"):
@@ -184,7 +191,7 @@ def test_any_model_is_data_parallel():
     mesh, dp_cp = meshes(dp=2)
     torch.manual_seed(1)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2)).eval()
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     logits = model(input_ids=tokens).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -238,14 +245,14 @@ def test_a_model_is_made_parallel_once():
     model = parallelize(make("llama"), mesh, dp_cp)
     with pytest.raises(ValueError, match="LlamaForCausalLM has parameters that are DTensors: it is parallel already"):
         parallelize(model, mesh, dp_cp)
-    _check_trains_as(reference("llama", False, _tokens(2, 8)), model, _tokens(2, 8))
+    _check_trains_as(reference("llama", False, drawn(2, 8)), model, drawn(2, 8))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_multimodal"])
 @ranks(2)
 def test_a_second_model_of_the_same_config_is_left_alone(name):
     """A policy and its reference, say: one is made parallel, the other attends as before."""
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(tp=2)
     policy = make(name)
     state, before = policy.state_dict(), policy.config.to_json_string()
@@ -280,7 +287,7 @@ def test_plans_by_name():
 @ranks(2)
 def test_mixed_precision(sequence_parallel):
     """bf16 matmuls without autocast, fp32 master weights, gradients and results; as near as one process in bf16 is."""
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     _, true_loss, gradients = reference("qwen3", False, tokens)
     plain = make("qwen3").bfloat16()
     logits = plain(input_ids=tokens, use_cache=False).logits[:, :-1].float()
@@ -306,7 +313,7 @@ def test_mixed_precision(sequence_parallel):
 
 @ranks(2)
 def test_cpu_offload():
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(dp=2)
     model = parallelize(make("llama", True), mesh, dp_cp, cpu_offload=True)
     assert isinstance(model._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
@@ -322,7 +329,7 @@ def test_from_the_meta_device(tied, tp):
     """Empty models on all ranks, weights from rank 0 alone; tied ones are one parameter again, and stay so."""
     from accelerate import init_empty_weights
 
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
     full = make("gemma3", tied).state_dict()
     with init_empty_weights():
@@ -346,13 +353,13 @@ def test_frozen_parameters_stay_frozen():
     model = make("qwen3")
     model.model.requires_grad_(False)
     parallelize(model, mesh, dp_cp, sequence_parallel=True)
-    causal_lm_loss(model, _tokens(2, 16)).sum().backward()
+    causal_lm_loss(model, drawn(2, 16)).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
 
 
 @ranks(2)
 def test_the_functions_of_one_family():
-    tokens = _tokens(2, 16)
+    tokens = drawn(2, 16)
     mesh, dp_cp = meshes(tp=2)
     model = make("llama")
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=torch.float32)
