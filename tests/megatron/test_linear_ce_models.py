@@ -10,13 +10,12 @@ from megatron_ext.megatron import versions
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import causal_mask, model_parallel, tiny_batches, train_steps
 from tests.megatron import language_models, multimodal_models
-from tests.megatron.patching import ROUNDING, SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched
+from tests.megatron.patching import ROUNDING, SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
 
 def hybrid_step(model):
-    ids, labels, positions = batch()
-    return model(ids, positions, causal_mask(SEQ), labels=labels)
+    return run(model, batch()[1])
 
 
 def bert_step(model):
@@ -139,8 +138,7 @@ def test_classes_made_after_the_patch():
 
         model.__class__ = Later
         reset_fusion_report()
-        ids, labels, positions = batch()
-        model(ids, positions, causal_mask(SEQ), labels=labels)
+        run(model, batch()[1])
         assert fusion_report().losses_fused == 1
     assert not hasattr(Later._postprocess, "original")
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.gpt import causal_mask, model_parallel
+from tests.gpt import model_parallel
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched
+from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
 LAYERS = 2
@@ -29,18 +29,13 @@ def logged() -> dict:
     return found
 
 
-def step(model, labels, mask):
-    ids, _, positions = batch()
-    return model(ids, positions, causal_mask(SEQ), labels=labels, loss_mask=mask)
-
-
 def compare(model, labels) -> None:
     mask = torch.ones(2, SEQ)
     mask[0, 3:] = 0
-    stock = step(model, labels, mask)
+    stock = run(model, labels, loss_mask=mask)
     expected, expected_log = grads_of(model, stock, mask), logged()
     with patched(chunk_size=3), counting_logits(model.output_layer) as made:
-        loss = step(model, labels, mask)
+        loss = run(model, labels, loss_mask=mask)
         found, found_log = grads_of(model, loss, mask), logged()
     assert not made
     torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
@@ -59,7 +54,7 @@ def likeliest_one_further(model):
     hits = []
     layer = model.output_layer
     with torch.no_grad(), layer.register_forward_hook(lambda module, args, out: hits.append(gathered(out[0]))):
-        step(model, labels, torch.ones(2, SEQ))
+        run(model, labels, loss_mask=torch.ones(2, SEQ))
     logged()
     labels = labels.clone()
     labels[:, 1:4] = hits[0].argmax(-1).transpose(0, 1)[:, :3]  # the first layer looks one further
@@ -88,14 +83,14 @@ def test_without_labels_the_layers_train_on_tokens():
     with model_parallel(tp=2):
         from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
 
-        model, (ids, _, positions) = gpt(), batch()
+        model = gpt()
         if not takes_losses_without_labels(model):
             return
-        stock = model(ids, positions, causal_mask(SEQ))
+        stock = run(model)
         weights = torch.rand_like(stock)
         expected, expected_log = grads_of(model, stock, weights), logged()
         with patched(chunk_size=3), counting_logits(model.output_layer) as made:
-            logits = model(ids, positions, causal_mask(SEQ))
+            logits = run(model)
             found, found_log = grads_of(model, logits, weights), logged()
         assert type(logits) is torch.Tensor
         assert len(made) == 1

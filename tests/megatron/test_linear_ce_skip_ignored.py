@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.meter import measure
-from tests.gpt import causal_mask, model_parallel
+from tests.gpt import model_parallel
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
@@ -15,11 +15,6 @@ MASK[1, 5:] = 0.5
 IN_A_SLICE = 7
 
 
-def loss_of(model, labels, **given):
-    ids, _, positions = batch()
-    return model(ids, positions, causal_mask(SEQ), labels=labels, **given)
-
-
 @pytest.mark.parametrize("skip", [True, IN_A_SLICE])
 @pytest.mark.parametrize("mtp", [None, 2], ids=["plain", "mtp"])
 @ranks(2)
@@ -27,10 +22,10 @@ def test_losses_and_gradients_are_stocks(mtp, skip):
     """Multi-token prediction rolls labels and mask on together; its losses count where the rolled mask does."""
     with model_parallel(tp=2):
         model, labels = one_gpt(mtp_num_layers=mtp, sequence_parallel=True), batch()[1]
-        stock = loss_of(model, labels, loss_mask=MASK)
+        stock = run(model, labels, loss_mask=MASK)
         expected = grads_of(model, stock, MASK)
         with patched(skip_ignored=skip):
-            loss = loss_of(model, labels, loss_mask=MASK)
+            loss = run(model, labels, loss_mask=MASK)
             found = grads_of(model, loss, MASK)
         torch.testing.assert_close(loss * MASK, stock * MASK, rtol=1e-6, atol=1e-6)
         assert not loss[MASK == 0].any()
@@ -46,15 +41,15 @@ def test_products_are_of_the_tokens_that_count():
         flops = {}
         for skip in (False, True, 7):
             with patched(skip_ignored=skip, cache=1), measure() as found:
-                loss_of(model, labels, loss_mask=MASK).sum().backward()
+                run(model, labels, loss_mask=MASK).sum().backward()
             flops[skip] = found.flops
         each, counting = 6 * rows * width, int((MASK != 0).sum())
         assert flops[False] - flops[True] == each * (labels.numel() - counting)
         assert flops[7] - flops[True] == each * (7 - counting)
         with patched(skip_ignored=4), pytest.raises(ValueError, match="at_most, or skip_ignored, is 4, and more"):
-            loss_of(model, labels, loss_mask=MASK)
+            run(model, labels, loss_mask=MASK)
         with patched(skip_ignored=True), pytest.raises(ValueError, match="loss_mask has shape"):
-            loss_of(model, labels, loss_mask=MASK[:, 1:])
+            run(model, labels, loss_mask=MASK[:, 1:])
 
 
 @ranks(1)
