@@ -1,22 +1,20 @@
 """A bar for long work, on stderr: none where that is no terminal, or where tqdm is not installed."""
 
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-def shown(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-    """`items`, one after the other, with a bar of how many of them are done. `total`: where they have no length."""
-    if total is None and isinstance(items, Sequence):
-        total = len(items)
+def shown(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """`items`, one after the other, with a bar of how many of them are done."""
     if importlib.util.find_spec("tqdm") is None:  # a machine with a GPU may have torch alone
         yield from items
         return
     from tqdm import tqdm
 
-    yield from tqdm(items, what, total, leave=False, dynamic_ncols=True, disable=None)
+    yield from tqdm(items, what, leave=False, dynamic_ncols=True, disable=None)
 
 
 def say(text: str) -> None:
