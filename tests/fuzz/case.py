@@ -24,7 +24,7 @@ class Case:
         inputs: whole tensors whose gradients are compared, with how a rank's piece is cut out of each.
         truth: of those in fp64, with gradient: whole results.
         ours: of this rank's pieces and rank, in their own dtype: its results.
-        upstream: gradients of the first results, in fp64; the others are compared without a gradient.
+        upstream: gradients of the first results, in fp64, None of one that has none; nor have the others.
         outputs: how a rank's piece of each result is cut out; None: all ranks have the whole.
         logit_size: about the largest logit, which roundings are relative to.
         value_dtype: whose roundings results have; gradients have those of the inputs.
@@ -34,7 +34,7 @@ class Case:
         gradient_of: a leaf's gradient.
         refused: what is said of a combination that is refused by name, on every rank alike.
         finish: what follows the backward pass before gradients are complete; the same collectives on every rank.
-        grad_dtype: whose roundings gradients have; None: those of each input.
+        grad_rounding: one rounding of gradients, relative; None: each input's dtype's, of the largest logit.
         roundings: how many roundings of the largest number in play results and gradients may be off.
     """
 
@@ -42,7 +42,7 @@ class Case:
     inputs: list[tuple[Tensor, Cut]]
     truth: Callable[..., Sequence[Tensor]]
     ours: Callable[[list[Tensor], int], Sequence[Tensor]]
-    upstream: list[Tensor]
+    upstream: Sequence[Tensor | None]
     outputs: list[Cut] | None = None
     logit_size: float = 1.0
     value_dtype: torch.dtype = torch.float64
@@ -52,7 +52,7 @@ class Case:
     gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
     refused: str | None = None
     finish: Callable[[], None] | None = None
-    grad_dtype: torch.dtype | None = None
+    grad_rounding: float | None = None
     roundings: int = 32
 
 
@@ -68,22 +68,22 @@ def check(case: Case, rank: int) -> None:
         return
     leaves = [x.double().requires_grad_() for x, _ in case.inputs]
     truths = list(case.truth(*leaves))
-    differentiable = truths[: len(case.upstream)]
-    grads: Any = []
-    if leaves:
-        grads = torch.autograd.grad(differentiable, leaves, case.upstream, allow_unused=True)
+    flows = [(i, g) for i, g in enumerate(case.upstream) if g is not None]
+    grads: Any = [None] * len(leaves)
+    if leaves and flows:
+        grads = torch.autograd.grad([truths[i] for i, _ in flows], leaves, [g for _, g in flows], allow_unused=True)
     results = list(case.ours(mine, rank))
     cuts = case.outputs or [whole] * len(truths)
     assert len(results) == len(truths), f"{len(results)} results, {len(truths)} wanted"
     size = case.logit_size + 1
     for i, (found, truth, cut) in enumerate(zip(results, truths, cuts, strict=True)):
         _close(f"result {i}", found, cut(truth, rank), case.roundings * _eps(case.value_dtype) * size, 1.0)
-    if any(wanted):
-        upstream = [
-            case.share * cut(g, rank).to(found.dtype)
-            for g, found, cut in zip(case.upstream, results, cuts, strict=False)
-        ]
-        torch.autograd.backward(results[: len(case.upstream)], upstream)
+    if any(wanted) and flows:
+        upstream = [case.share * cuts[i](g, rank).to(results[i].dtype) for i, g in flows]
+        torch.autograd.backward([results[i] for i, _ in flows], upstream)
+    for i, found in enumerate(results):
+        flowing = any(wanted) and i in (at for at, _ in flows)
+        assert flowing or not found.requires_grad, f"result {i} has a gradient"
     if case.finish is not None:
         case.finish()
     for i, ((x, cut), leaf, grad, want) in enumerate(zip(case.inputs, mine, grads, wanted, strict=True)):
@@ -93,8 +93,8 @@ def check(case: Case, rank: int) -> None:
         truth = torch.zeros_like(x, dtype=torch.float64) if grad is None else grad
         found = case.gradient_of(leaf)
         found = torch.zeros_like(leaf) if found is None else found
-        rounding = case.roundings * _eps(case.grad_dtype or x.dtype) * size
-        _close(f"gradient {i}", found, cut(truth, rank), rounding, case.grad_size)
+        rounding = _eps(x.dtype) * size if case.grad_rounding is None else case.grad_rounding
+        _close(f"gradient {i}", found, cut(truth, rank), case.roundings * rounding, case.grad_size)
         assert torch.equal(leaf.detach(), cut(x, rank)), f"input {i} was written"
 
 

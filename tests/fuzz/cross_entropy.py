@@ -99,6 +99,13 @@ def results(z: Tensor, labels: Tensor, mask: Tensor | None, size: int, options: 
     return found
 
 
+def most_of_a_slice(counts: Tensor, slices: int) -> int:
+    """How many tokens count, in the slice of dim 0 that has most; at least 1, as a bound must be."""
+    if not counts.numel():
+        return 1
+    return max(1, int(counts.reshape(slices, -1).sum(1).max()))
+
+
 def as_list(found: Any) -> Sequence[Tensor]:
     return list(found) if isinstance(found, tuple) else [found]
 
@@ -119,6 +126,9 @@ def from_hidden(draw: Draw) -> Case:
     fused = draw.chance(0.2)
     draw.record |= {"bias": bias, "fused": fused}
     labels, mask = labels_and_mask(draw, lead, vocabulary, options.get("ignore_index", -100))
+    if call.get("skip_ignored") and draw.chance(0.5):
+        counts = (labels != options.get("ignore_index", -100)) & (torch.ones(lead) if mask is None else mask).bool()
+        call["skip_ignored"] = most_of_a_slice(counts, draw.ranks if layout == "sequence" else 1) + draw.integer(0, 2)
 
     def truth(x: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
         z = bent(reference.logits(x, w, b), options)

@@ -283,7 +283,7 @@ def linear(draw: Draw) -> Case:
         gradient_of=it.gradient_of,
         refused=refused,
         finish=it.finish,
-        grad_dtype=max((it.dtype, it.autocast or it.dtype, it.output_dtype), key=_eps),
+        grad_rounding=max(map(_eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),
         roundings=ROUNDINGS,
     )
 

@@ -1,9 +1,8 @@
-"""Cases of the losses from hidden states, against formulas of whole tensors.
+"""Cases of the losses of policies from hidden states, against formulas of whole tensors.
 
-Legend: B rows, S positions, V vocabulary, K ids of a teacher's top-k.
+Legend: B rows, S positions, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from megatron_ext import losses, reference
 from megatron_ext.head import LmHead
 from tests.fuzz.case import Case
-from tests.fuzz.cross_entropy import group, head, slices
+from tests.fuzz.cross_entropy import group, head
 from tests.fuzz.draw import Draw, Vocabulary
 
 
@@ -245,79 +244,4 @@ def of_policies(draw: Draw) -> Case:
         [draw.upstream()],
         logit_size=64.0 * (largest + 1) ** 2 * odds,
         grad_size=64.0 * (largest + 1),
-    )
-
-
-def of_students(draw: Draw) -> Case:
-    """Distillation over the whole vocabulary, or over a teacher's top-k."""
-    layout = draw.one_of("layout", "replicated", "sequence")
-    lead, vocabulary = draw.leading(layout == "sequence", least_dims=1), draw.vocabulary(least=2)
-    inputs, largest = head(draw, vocabulary, torch.float64, layout, lead)
-    whole_vocabulary = draw.one_of("whole vocabulary", True, False)
-    o: dict[str, Any] = draw.options(beta=(0.5, 0.1, 0.9))
-    kinds = ("forward", "reverse", "jsd") + (() if whole_vocabulary else ("mixed",))
-    kind = o["divergence"] = draw.one_of("divergence", *kinds)
-    if not whole_vocabulary:
-        o |= draw.options(zero_outside_topk=(False, True), mixed_kl_weight=(0.5, 0.2))
-    shared = draw.options(temperature=(1.0, 0.7), chunk_tokens=(None, 1, 3))
-    t, b = shared.get("temperature", 1.0), o.get("beta", 0.5)
-    mask = torch.randint(0, 2, lead, generator=draw.generator).double() if draw.chance(0.5) else None
-    width = draw.integer(1, 8)
-    teacher = draw.normal(*lead, width), draw.words(draw.normal(vocabulary.columns, width))
-    logits = reference.logits(*teacher)[..., : vocabulary.size]
-    top = logits.topk(draw.integer(1, min(4, vocabulary.size)))
-
-    def divergence(log_q: Tensor, log_p: Tensor) -> Tensor:
-        """Of a student's and a teacher's log-probabilities; -inf nowhere."""
-        q, p = log_q.exp(), log_p.exp()
-        forward, reverse = (p * (log_p - log_q)).sum(-1), (q * (log_q - log_p)).sum(-1)
-        if kind == "jsd":
-            log_m = ((1 - b) * q + b * p).log()
-            return ((1 - b) * q * (log_q - log_m) + b * p * (log_p - log_m)).sum(-1)
-        weight = {"forward": 1.0, "reverse": 0.0, "mixed": o.get("mixed_kl_weight", 0.5)}[kind]
-        return weight * forward + (1 - weight) * reverse
-
-    def per_token(z: Tensor) -> Tensor:
-        z = z[..., : vocabulary.size] / t
-        if whole_vocabulary:
-            return divergence(z.log_softmax(-1), (logits / t).log_softmax(-1))
-        chosen = (top.values / t).log_softmax(-1)
-        if not o.get("zero_outside_topk"):
-            return divergence(z.gather(-1, top.indices).log_softmax(-1), chosen)
-        # The teacher is exp(-100) outside of its top-k in the reverse KL, and 0 else.
-        log_q, outside = z.log_softmax(-1), torch.ones_like(z, dtype=torch.bool).scatter(-1, top.indices, False)
-        inside = divergence(log_q.gather(-1, top.indices), chosen)
-        q = log_q.exp()
-        if kind == "jsd":
-            return inside - ((1 - b) * math.log(1 - b) * q).where(outside, 0.0).sum(-1)
-        weight = {"forward": 0.0, "reverse": 1.0, "mixed": 1 - o.get("mixed_kl_weight", 0.5)}[kind]
-        return inside + weight * (q * (log_q + 100)).where(outside, 0.0).sum(-1)
-
-    def truth(x: Tensor, w: Tensor) -> list[Tensor]:
-        found = per_token(reference.logits(x, w))
-        weights = torch.ones_like(found) if mask is None else mask
-        return [over((found * weights).sum(), weights.sum())]
-
-    by_head = draw.one_of("by LmHead", False, True)
-
-    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
-        shared_by_all = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **shared}
-        if whole_vocabulary:
-            cls = losses.DistillationLoss
-            own: tuple = slices(draw, layout)(teacher[0], rank), vocabulary.rows(teacher[1], rank)
-        else:
-            cls, own = losses.TopKDistillationLoss, top
-        x, w = mine
-        if by_head:
-            return [cls(**o)(x, LmHead(w, **shared_by_all), *own, mask=mask)[0]]
-        return [cls(**o, **shared_by_all)(x, w, *own, mask=mask)[0]]
-
-    return Case(
-        "DistillationLoss" if whole_vocabulary else "TopKDistillationLoss",
-        inputs,
-        truth,
-        ours,
-        [draw.upstream()],
-        logit_size=64.0 * (largest + logits.abs().max().item() if logits.numel() else 1.0) / t**2,
-        grad_size=64.0 * (largest + 100),
     )

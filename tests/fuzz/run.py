@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.fuzz import (
     cross_entropy,
+    distillation,
     heads,
     layers,
     losses,
@@ -31,7 +32,7 @@ KINDS: list[Callable[[Draw], Case]] = [
     layers.linear,
     layers.embedding,
     losses.of_policies,
-    losses.of_students,
+    distillation.of_students,
     mappings.mapping,
     mappings.all_to_all,
     sequence.attention,
