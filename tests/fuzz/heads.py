@@ -1,185 +1,116 @@
-"""Cases of `LmHead.read`: several read-outs in one call, of a head with any of its options, and what it refuses.
+"""Cases of `LmHead.read` and `Logits.read`: several read-outs in one call with any options, and what is refused.
 
 Logits are exact in 16 and 32 bits, where tensors hold small integers: else a rounding may change which id is likeliest.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext import reference
-from megatron_ext.head import (
-    KL,
-    AcceptanceRate,
-    CrossEntropy,
-    Entropy,
-    Gather,
-    JensenShannon,
-    Kept,
-    KeptEntropy,
-    LmHead,
-    LogProbs,
-    LogSumExp,
-    LoRA,
-    MeanLogit,
-    Sampled,
-    SumOfSquares,
-    Teacher,
-    TotalVariation,
-    ZLoss,
-    batch_invariant_mode,
-)
+from megatron_ext.head import KL, CrossEntropy, DraftVocabulary, LmHead, Logits, LoRA, Teacher, batch_invariant_mode
+from tests.fuzz import drawn_read_outs
 from tests.fuzz.case import Case, Cut, whole
-from tests.fuzz.cross_entropy import bent, group, labels_and_mask, results_dtype, slices
-from tests.fuzz.draw import Draw, Vocabulary
+from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
+from tests.fuzz.draw import DTYPES, Draw, Vocabulary
+from tests.fuzz.drawn_read_outs import Tokens, as_they_are
+from tests.head.test_quantised import Packed
 
-# A read-out, its results from fp64 logits that are bent (and a teacher's), and their shapes.
-Made = tuple[Any, Callable[[Tensor, Tensor], list[Tensor]], list[tuple[int, ...]]]
-
-
-class _Tokens:
-    """What read-outs of a call share: labels and which of them count, sizes, and a teacher."""
-
-    def __init__(self, draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary):
-        self.draw, self.lead, self.size = draw, lead, vocabulary.size
-        self.labels = labels_and_mask(draw, lead, vocabulary, -100)[0].long()
-        self.counts = self.labels != -100
-        self.temperature = 1.0
-        self.teacher: Any = None
-
-    def counted(self, x: Tensor) -> Tensor:
-        return x.where(self.counts, 0.0)
+ROUNDINGS = 16
 
 
-def _of_labels(name: str) -> Callable[[_Tokens], Made]:
-    def make(t: _Tokens) -> Made:
-        o = t.draw.options(label_smoothing=(0.0, 0.1), z_loss=(0.0, 1e-3)) if name == "loss" else {}
-        if name == "loss":
-            true = [o.get("label_smoothing", 0.0), o.get("z_loss", 0.0)]
-            return (
-                CrossEntropy(t.labels, **o),
-                lambda z, p: [reference.cross_entropy(z, t.labels, t.size, -100, *true)],
-                [t.lead],
-            )
-        return LogProbs(t.labels), lambda z, p: [reference.log_probs(z, t.labels, t.size)], [t.lead]
+class _Packed(Packed):
+    """Eight bits a number, all of one scale: what `_packable` gives is held exactly."""
 
-    return make
+    def __init__(self, numbers: Tensor, dtype: torch.dtype):
+        self.scale, self.made = torch.tensor(1 / 32), []
+        self.bytes = (numbers / self.scale).round().to(torch.int8)
 
 
-def _of_rows(read_out: type, true: Callable[[Tensor], Tensor]) -> Callable[[_Tokens], Made]:
-    def make(t: _Tokens) -> Made:
-        some = t.draw.chance(0.3)
-        counted = t.counted if some else lambda x: x
-        return (
-            read_out(t.counts) if some else read_out(),
-            lambda z, p: [counted(true(z[..., : t.size]))],
-            [t.lead],
-        )
-
-    return make
+def _packable(numbers: Tensor) -> Tensor:
+    return (numbers * 32).round().clamp(-127, 127) / 32
 
 
-def _gather(t: _Tokens) -> Made:
-    ids = torch.randint(t.size, (*t.lead, t.draw.integer(1, 4)), generator=t.draw.generator)
-    normalised = t.draw.chance(0.5)
+@dataclass
+class Side:
+    """A head of the student or of the teacher, whole.
 
-    def true(z: Tensor, p: Tensor) -> list[Tensor]:
-        z = reference.counted(z, t.size)
-        return [(z.log_softmax(-1) if normalised else z * t.temperature).gather(-1, ids)]
+    Attributes:
+        hidden, weight: whose product logits are; beside them `bias`, and `adapters` (A, B, scaling).
+        facts: options of `LmHead` that say what logits are.
+        packed: the weight is quantised, and frozen.
+    """
 
-    return Gather(ids, normalised), true, [tuple(ids.shape)]
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    adapters: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The arguments of `logits` and `head`, after the hidden states: with this rank's rows all but the A."""
+        beside = [] if self.bias is None else [self.bias]
+        return [self.weight, *beside, *(x for a, b, _ in self.adapters for x in (a, b))]
 
-def _kept(read_out: type) -> Callable[[_Tokens], Made]:
-    """Rows of the ids that a sampler kept: the label's, and any others."""
+    def cuts(self, rows: Cut) -> list[Cut]:
+        return [rows] * (2 if self.bias is not None else 1) + [whole, rows] * len(self.adapters)
 
-    def make(t: _Tokens) -> Made:
-        kept = torch.rand((*t.lead, t.size), generator=t.draw.generator) < t.draw.random.choice([0.1, 0.5, 1.0])
-        safe = t.labels.where(t.counts, 0).unsqueeze(-1)
-        kept = (kept | torch.zeros_like(kept).scatter(-1, safe, True)) & t.counts.unsqueeze(-1)
-        flat = kept.reshape(-1, t.size)
-        offsets, ids = F.pad(flat.sum(1).cumsum(0), (1, 0)), flat.nonzero()[:, 1]
-        there = kept | ~t.counts.unsqueeze(-1)
+    def split(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor, float]]]:
+        weight, *rest = tensors
+        bias = rest.pop(0) if self.bias is not None else None
+        scalings = [scaling for _, _, scaling in self.adapters]
+        return weight, bias, list(zip(rest[0::2], rest[1::2], scalings, strict=True))
 
-        def true(z: Tensor, p: Tensor) -> list[Tensor]:
-            z = z[..., : t.size].masked_fill(~there, -torch.inf)
-            if read_out is Kept:
-                return [reference.log_probs(z, t.labels)]
-            return [t.counted(reference.entropy(z))]
+    def logits(self, hidden: Tensor, *tensors: Tensor) -> Tensor:
+        """fp64, bent, over the temperature."""
+        w, bias, adapters = self.split(tensors)
+        z = reference.logits(hidden, w, bias)
+        for a, b, scaling in adapters:
+            z = z + scaling * (hidden @ a.t() @ b.t())
+        return bent(self.facts.get("logit_scale", 1.0) * z, self.facts)
 
-        return read_out(t.labels, offsets, ids), true, [t.lead]
+    def head(self, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> LmHead:
+        w, bias, adapters = self.split(tensors)
+        packed: Any = _Packed(w.detach(), w.dtype) if self.packed else w
+        lora = [LoRA(a, b, scaling) for a, b, scaling in adapters] or None
+        return LmHead(packed, *arguments, bias=bias, lora=lora, **self.facts, **options)
 
-    return make
-
-
-def _sampled(t: _Tokens) -> Made:
-    top_k, top_p = t.draw.random.choice([1, 3, 100, None]), t.draw.random.choice([1.0, 0.9, 0.537])
-
-    def true(z: Tensor, p: Tensor) -> list[Tensor]:
-        found = reference.sampled_log_probs(z, t.labels, top_k, top_p if top_p < 1 else torch.inf, t.size)
-        return [found.where(found > -torch.inf, found.detach())]
-
-    return Sampled(t.labels, top_k, top_p), true, [t.lead]
-
-
-def _divergence(make: Callable[[Any], Any], of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[_Tokens], Made]:
-    def made(t: _Tokens) -> Made:
-        def true(z: Tensor, p: Tensor) -> list[Tensor]:
-            return [of(*(x[..., : t.size].log_softmax(-1) for x in (z, p)))]
-
-        return make(t.teacher), true, [t.lead]
-
-    return made
-
-
-def _js(q: Tensor, p: Tensor) -> Tensor:
-    m = torch.logaddexp(q, p) - math.log(2)
-    return ((q.exp() * (q - m)).sum(-1) + (p.exp() * (p - m)).sum(-1)) / 2
+    def largest(self) -> float:
+        """About the largest logit that there may be."""
+        sizes = [max(x.double().abs().max().item(), 1.0) if x.numel() else 1.0 for x in (self.hidden, self.weight)]
+        found = self.weight.shape[1] * sizes[0] * sizes[1] * (1 + 8 * len(self.adapters))
+        found = (found + 4) * self.facts.get("logit_scale", 1.0)
+        return min(found, self.facts.get("softcap", found)) / self.facts.get("temperature", 1.0)
 
 
-SOFTMAX: dict[str, Callable[[_Tokens], Made]] = {
-    "loss": _of_labels("loss"),
-    "log-probability": _of_labels("log-probability"),
-    "entropy": _of_rows(Entropy, reference.entropy),
-    "mean logit": _of_rows(MeanLogit, lambda z: z.mean(-1)),
-    "log-sum-exp": _of_rows(LogSumExp, lambda z: z.logsumexp(-1)),
-    "z-loss": _of_rows(ZLoss, lambda z: z.logsumexp(-1).square()),
-}
-OTHERS: dict[str, Callable[[_Tokens], Made]] = {
-    "sum of squares": _of_rows(SumOfSquares, lambda z: z.softmax(-1).square().sum(-1)),
-    "gather": _gather,
-    "kept": _kept(Kept),
-    "kept entropy": _kept(KeptEntropy),
-    "sampled": _sampled,
-    "KL": _divergence(KL, lambda q, p: (p.exp() * (p - q)).sum(-1)),
-    "JS": _divergence(JensenShannon, _js),
-    "total variation": _divergence(TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
-    "acceptance": _divergence(AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
-}
-
-
-def _adapters(draw: Draw, width: int, columns: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, float]]:
-    found = []
-    for _ in range(draw.random.choice([0, 0, 1, 2])):
+def _side(
+    draw: Draw, lead: tuple[int, ...], vocabulary: Vocabulary, dtype: torch.dtype, weight_dtype: torch.dtype, caps: bool
+) -> Side:
+    width = draw.integer(1, 8)
+    hidden = draw.strided(draw.normal(*lead, width, dtype=dtype))
+    packed = weight_dtype == dtype and draw.chance(0.15)
+    weight = draw.words(draw.normal(vocabulary.columns, width, dtype=weight_dtype))
+    adapters = []
+    for _ in range(draw.random.choice([0, 0, 0, 1, 2])):
         r, scaling = draw.integer(1, 2), draw.random.choice([1.0, 2.0])
-        pair = [draw.normal(r, width, dtype=dtype), draw.normal(columns, r, dtype=dtype)]
-        found.append((*(x.clamp(-1, 1) if draw.exact else x for x in pair), scaling))
-    draw.record["lora"] = [(len(a), scaling) for a, _, scaling in found]
-    return found
+        pair = [draw.normal(r, width, dtype=weight_dtype), draw.normal(vocabulary.columns, r, dtype=weight_dtype)]
+        adapters.append((*(x.clamp(-1, 1) if draw.exact else x for x in pair), scaling))
+    bias = draw.normal(vocabulary.columns, dtype=weight_dtype) if draw.chance(0.3) else None
+    facts = draw.options(logit_scale=(1.0, 0.5, 2.0), **({"softcap": (None, 5.0, 30.0)} if caps else {}))
+    draw.record |= {"width": width, "packed": packed, "lora": [(len(a), s) for a, _, s in adapters]}
+    draw.record |= {"bias": bias is not None}
+    return Side(hidden, _packable(weight) if packed else weight, bias, adapters, facts, packed)
 
 
-def _drawn_readouts(draw: Draw, tokens: _Tokens) -> list[tuple[str, Made]]:
-    """One to four of them, half of the time of the softmax alone."""
-    softmax_alone = draw.chance(0.5)
-    among = list(SOFTMAX if softmax_alone else SOFTMAX | OTHERS)
-    names = draw.random.sample(among, draw.integer(1, min(4, len(among))))
-    draw.record["read-outs"] = names
-    return [(name, (SOFTMAX | OTHERS)[name](tokens)) for name in names]
+def _counted(counts: Tensor, found: list[Tensor]) -> list[Tensor]:
+    """Results with 0 where a token was left out."""
+    return [x.masked_fill(~counts.reshape(counts.shape + (1,) * (x.dim() - counts.dim())), 0) for x in found]
 
 
 def read(draw: Draw) -> Case:
@@ -187,99 +118,186 @@ def read(draw: Draw) -> Case:
     lead = draw.leading(layout == "sequence")
     dtype = draw.dtype(*((torch.float64, torch.float32, torch.bfloat16) if draw.exact else (torch.float64,)))
     fp32_head = dtype == torch.bfloat16 and draw.one_of("fp32 weight", False, True)
-    vocabulary = draw.vocabulary(equal_width=True)
-    width, cut = draw.integer(1, 8), slices(draw, layout)
+    autocast = dtype == torch.float32 and draw.one_of("autocast", False, False, True)
+    names = drawn_read_outs.names(draw)
+    vocabulary = draw.vocabulary(equal_width="sampled" in names)
     weight_dtype = torch.float32 if fp32_head else dtype
-    hidden = draw.strided(draw.normal(*lead, width, dtype=dtype))
-    weight = draw.words(draw.normal(vocabulary.columns, width, dtype=weight_dtype))
-    adapters = _adapters(draw, width, vocabulary.columns, weight_dtype)
-    facts = draw.options(logit_scale=(1.0, 0.5, 2.0), temperature=(1.0, 0.5, 2.0))
+    # Of logits that are equal a softcap may make others, by an ulp: it depends on the element's place.
+    caps = dtype == torch.float64 and not (draw.exact and drawn_read_outs.OF_ORDER & set(names))
+    student = _side(draw, lead, vocabulary, dtype, weight_dtype, caps)
+    student.facts |= draw.options(temperature=(1.0, 0.5, 2.0))
     settings = draw.options(
         cache=("bounded", 0, 0.3, 1, 5000), chunk_tokens=(None, 1, 3), bits=("fast", "fast", "batch")
     )
     if dtype == torch.bfloat16 and not fp32_head:
         settings |= draw.options(logit_dtype=(None, torch.bfloat16))
-    frozen, fused, mode = draw.chance(0.2), draw.chance(0.2), draw.chance(0.1)
-    draw.record |= {"frozen": frozen, "fused": fused and not frozen, "mode": mode}
-    fused = fused and not frozen
-    tokens = _Tokens(draw, lead, vocabulary)
-    tokens.temperature = facts.get("temperature", 1.0)
-    teacher = draw.normal(*lead, width, dtype=dtype), draw.words(draw.normal(vocabulary.columns, width, dtype=dtype))
-    tokens.teacher = object()
-    state = draw.random.getstate(), draw.generator.get_state()
-    made = _drawn_readouts(draw, tokens)
-    skip = draw.one_of("counts", None, "all that count", "a bound")
+    frozen, mode = draw.chance(0.2) or student.packed, draw.chance(0.1)
+    fused = draw.chance(0.2) and not frozen
+    draw.record |= {"frozen": frozen, "fused": fused, "mode": mode}
+    tokens = Tokens(draw, lead, vocabulary, student.facts.get("temperature", 1.0))
+    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
+    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+    drafts = taught and len(lead) > 1 + (layout == "sequence") and draw.chance(0.2)  # several of one target
+    theirs = _side(draw, lead[:-1] if drafts else lead, vocabulary, dtype, dtype, caps) if taught else None
+    skip = draw.one_of("counts", None, None, "all that count", "a bound", "too small a bound")
+    most = most_of_a_slice(tokens.counts, draw.ranks if layout == "sequence" else 1)
+    bound = {"a bound": most + draw.integer(0, 2), "too small a bound": max(1, most - 1)}.get(skip)
+    cut, rows = slices(draw, layout), vocabulary.rows
 
-    def again(teacher: Any) -> list[Any]:
-        """The same read-outs, of a rank's own teacher."""
-        draw.random.setstate(state[0])
-        draw.generator.set_state(state[1])
-        tokens.teacher = teacher
-        return [one[0] for _, one in _drawn_readouts(draw, tokens)]
-
-    def truth(x: Tensor, w: Tensor, *ab: Tensor) -> list[Tensor]:
-        z = reference.logits(x, w)
-        for a, b, (_, _, scaling) in zip(ab[0::2], ab[1::2], adapters, strict=True):
-            z = z + scaling * (x @ a.t() @ b.t())
-        z = bent(facts.get("logit_scale", 1.0) * z, facts)
-        p = reference.logits(*(x.double() for x in teacher)) / tokens.temperature
-        found = [each for _, (_, true, _) in made for each in true(z, p)]
-        if skip is None:
-            return found
-        kept = tokens.counts
-        return [each.where(kept.reshape(kept.shape + (1,) * (each.dim() - kept.dim())), 0.0) for each in found]
+    def truth(x: Tensor, *tensors: Tensor) -> list[Tensor]:
+        z, p = student.logits(x, *tensors), torch.zeros(0)
+        if theirs is not None:
+            p = theirs.logits(*(t.double() for t in (theirs.hidden, *theirs.tensors))) / tokens.temperature
+            p = p.unsqueeze(-2).expand_as(z) if drafts else p
+        found = [x for one in made for x in one.true(z, p)]
+        return found if skip is None else _counted(tokens.counts, found)
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
-        x, w, *ab = mine
+        x, *tensors = mine
         if fused:
-            w.main_grad = torch.zeros(w.shape, dtype=results_dtype(dtype))
-        lora = [LoRA(a, b, s) for a, b, (_, _, s) in zip(ab[0::2], ab[1::2], adapters, strict=True)]
+            tensors[0].main_grad = torch.zeros(tensors[0].shape, dtype=results_dtype(dtype))  # type: ignore[attr-defined]
         shared: dict[str, Any] = {"vocab": vocabulary.argument(rank)}
-        head = LmHead(
-            w,
-            group(draw),
-            layout,
-            lora=lora or None,
-            gradient_accumulation_fusion=fused,
-            **shared,
-            **facts,
-            **settings,
-        )
-        theirs = LmHead(vocabulary.rows(teacher[1], rank), group(draw), layout, **shared)
-        readouts = again(Teacher(theirs, cut(teacher[0], rank)))
+        head = student.head(tensors, group(draw), layout, gradient_accumulation_fusion=fused, **shared, **settings)
+        teacher = None
+        if theirs is not None:
+            own = [c(t, rank) for t, c in zip(theirs.tensors, theirs.cuts(rows), strict=True)]
+            teacher = Teacher(theirs.head(own, group(draw), layout, **shared), cut(theirs.hidden, rank))
         only: dict[str, Any] = {} if skip is None else {"counts": tokens.counts}
-        if skip == "a bound":
-            only["at_most"] = max(1, int(tokens.counts.sum()))
-        with batch_invariant_mode() if mode else contextlib.nullcontext():
-            found = head.read(x, *readouts, **only)
-        each = found if len(readouts) > 1 else (found,)
-        return [x for one in each for x in (one if isinstance(one, tuple) else (one,))]
+        if bound is not None:
+            only["at_most"] = bound
+        with (
+            batch_invariant_mode() if mode else contextlib.nullcontext(),
+            torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)),
+        ):
+            found = head.read(x, *(one.read_out(teacher, as_they_are) for one in made), **only)
+        return drawn_read_outs.flat(found, len(made) > 1)
 
-    cuts: list[Cut] = [cut, vocabulary.rows]
-    inputs = [hidden, weight]
-    for a, b, _ in adapters:
-        inputs += [a, b]
-        cuts += [whole, vocabulary.rows]
-    upstream = [draw.upstream(*shape) for _, (_, _, shapes) in made for shape in shapes]
-    scale = facts.get("logit_scale", 1.0) / facts.get("temperature", 1.0)
-    sizes = [x.double().abs().max().item() if x.numel() else 0.0 for x in (hidden, weight)]
-    largest = width * max(sizes[0], 1.0) * max(sizes[1], 1.0) * (1 + 8 * len(adapters)) * max(scale, 1.0)
-    refused = "and the head has lora" if adapters and (mode_bits(settings, mode) == "batch") else None
+    largest = max(side.largest() for side in (student, theirs) if side is not None)
+    narrow = max(dtype, torch.bfloat16 if autocast else dtype, key=_eps)
+    inputs = [(student.hidden, cut), *zip(student.tensors, student.cuts(rows), strict=True)]
     return Case(
-        f"LmHead.read of {[name for name, _ in made]}",
-        list(zip(inputs, cuts, strict=True)),
+        f"LmHead.read of {names}",
+        inputs,
         truth,
         ours,
-        upstream,
+        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
         logit_size=largest,
         value_dtype=results_dtype(dtype),
-        wanted=[True, not frozen] + [True] * (2 * len(adapters)),
-        grad_size=64.0 * max(1, torch.Size(lead).numel()) * max(scale, 1.0),
+        wanted=[draw.chance(0.9), not frozen] + [True] * (len(inputs) - 2),
+        grad_size=_gradient_size(lead, student.facts),
         gradient_of=lambda leaf: leaf.main_grad if hasattr(leaf, "main_grad") else leaf.grad,
-        refused=refused,
+        refused="more tokens count" if bound is not None and bound < most else None,
+        grad_rounding=_eps(narrow) + _eps(results_dtype(dtype)) * (largest + 1),
+        roundings=ROUNDINGS,
     )
 
 
-def mode_bits(settings: dict[str, Any], mode: bool) -> str:
-    """The bits that a head has in a mode."""
-    return settings.get("bits", "batch" if mode else "fast")
+def read_logits(draw: Draw) -> Case:
+    """The same of logits that exist."""
+    lead, dtype = draw.leading(), draw.dtype(*(DTYPES if draw.exact else (torch.float64,)))
+    names = drawn_read_outs.names(draw)
+    vocabulary = draw.vocabulary(equal_width="sampled" in names)
+    caps = dtype == torch.float64 and not (draw.exact and drawn_read_outs.OF_ORDER & set(names))
+    z, theirs = (
+        draw.strided(draw.words(draw.normal(*lead, vocabulary.columns, dtype=dtype, size=2.0), -1)) for _ in range(2)
+    )
+    facts, their_facts = (draw.options(**({"softcap": (None, 5.0, 30.0)} if caps else {})) for _ in range(2))
+    facts |= draw.options(temperature=(1.0, 0.5, 2.0))
+    settings = draw.options(chunk_tokens=(None, 1, 3), gradient_into_logits=(False, True))
+    tokens = Tokens(draw, lead, vocabulary, facts.get("temperature", 1.0))
+    made = [drawn_read_outs.BY_NAME[name](tokens) for name in names]
+    taught = bool(drawn_read_outs.OF_A_TEACHER & set(names))
+
+    def truth(z: Tensor) -> list[Tensor]:
+        p = bent(theirs.double(), their_facts) / tokens.temperature
+        return [x for one in made for x in one.true(bent(z, facts), p)]
+
+    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        shared = {"vocab": vocabulary.argument(rank)}
+        teacher = Logits(vocabulary.last(theirs, rank), group(draw), **shared, **their_facts) if taught else None
+        logits = mine[0] * 1 if settings.get("gradient_into_logits") else mine[0]
+        found = Logits(logits, group(draw), **shared, **facts, **settings).read(
+            *(one.read_out(teacher, as_they_are) for one in made)
+        )
+        return drawn_read_outs.flat(found, len(made) > 1)
+
+    largest = max(x.double().abs().max().item() if x.numel() else 0.0 for x in (z, theirs)) / tokens.temperature
+    return Case(
+        f"Logits.read of {names}",
+        [(z, vocabulary.last)],
+        truth,
+        ours,
+        [None if shape is None else draw.upstream(*shape) for one in made for shape in one.shapes],
+        logit_size=largest,
+        value_dtype=results_dtype(dtype),
+        grad_size=4.0 / min(1.0, tokens.temperature),
+        grad_rounding=_eps(dtype) + _eps(results_dtype(dtype)) * (largest + 1),
+        roundings=ROUNDINGS,
+    )
+
+
+def draft(draw: Draw) -> Case:
+    """A draft head over a part of the target's vocabulary: labels, shards and its teacher's rows are those of the part.
+
+    Of labels that the part does not have there is no loss, and the teacher's distribution is that of the part alone.
+    """
+    layout = draw.one_of("layout", "replicated", "sequence")
+    lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary(least=2)
+    width, their_width = draw.integer(1, 8), draw.integer(1, 8)
+    t2d = torch.rand(vocabulary.size, generator=draw.generator) < draw.one_of("part", 0.1, 0.5, 0.9)
+    t2d[draw.integer(0, vocabulary.size - 1)] = True
+    ids = t2d.nonzero().squeeze(1)
+    hidden, weight = draw.normal(*lead, width), draw.words(draw.normal(len(ids), width))
+    theirs = draw.normal(*lead, their_width), draw.words(draw.normal(vocabulary.columns, their_width))
+    their_bias = draw.normal(vocabulary.columns)
+    labels = labels_and_mask(draw, lead, vocabulary, -100)[0].long()
+    by_mask, temperature = draw.one_of("by mask", True, False), draw.one_of("temperature", 1.0, 0.5)
+    draft_of = torch.full((vocabulary.size + 100,), -100).index_copy(0, ids, torch.arange(len(ids)))
+
+    def vocabulary_of() -> DraftVocabulary:
+        if by_mask:
+            return DraftVocabulary.of_mask(t2d)
+        return DraftVocabulary(ids - torch.arange(len(ids)), vocabulary.size)
+
+    def rows(x: Tensor, rank: int) -> Tensor:
+        """Of the draft head's rows those whose target ids this rank has."""
+        start, stop = vocabulary.bounds[rank]
+        return x[(ids >= start) & (ids < stop)]
+
+    def truth(x: Tensor, w: Tensor) -> list[Tensor]:
+        z = reference.logits(x, w) / temperature
+        p = reference.logits(theirs[0], theirs[1][ids], their_bias[ids]) / temperature
+        found = reference.cross_entropy(z, draft_of[labels.where(labels >= 0, vocabulary.size)])
+        return [found, reference.kl_divergence(p, z)]
+
+    def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
+        part, target = vocabulary_of(), vocabulary.shard(rank)
+        found = part.labels(labels)
+        assert torch.equal(found.outside, (labels >= 0) & (draft_of[labels.where(labels >= 0, -1)] < 0)), "outside"
+        shared: dict[str, Any] = {"vocab": part.shard(target)}
+        weight, bias = (part.rows(vocabulary.rows(x, rank), target) for x in (theirs[1], their_bias))
+        teacher = LmHead(weight, group(draw), layout, bias=bias, **shared)
+        head = LmHead(mine[1], group(draw), layout, temperature=temperature, **shared)
+        read_outs = CrossEntropy(found.labels), KL(Teacher(teacher, slices(draw, layout)(theirs[0], rank)))
+        return list(head.read(mine[0], *read_outs))
+
+    return Case(
+        f"a draft head of {len(ids)} ids",
+        [(hidden, slices(draw, layout)), (weight, rows)],
+        truth,
+        ours,
+        [draw.upstream(*lead) for _ in range(2)],
+        logit_size=64.0 / temperature,
+        grad_size=_gradient_size(lead, {"temperature": temperature}),
+        roundings=ROUNDINGS,
+    )
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _gradient_size(lead: tuple[int, ...], facts: dict[str, Any]) -> float:
+    """What a gradient of so many tokens may be the difference of."""
+    scale = facts.get("logit_scale", 1.0) / facts.get("temperature", 1.0)
+    return 8.0 * max(scale, 1.0) * max(1, torch.Size(lead).numel()) ** 0.5

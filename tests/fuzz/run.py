@@ -27,6 +27,8 @@ KINDS: list[Callable[[Draw], Case]] = [
     cross_entropy.from_hidden,
     cross_entropy.from_logits,
     heads.read,
+    heads.read_logits,
+    heads.draft,
     read_outs.from_logits,
     read_outs.from_hidden,
     layers.linear,
