@@ -30,10 +30,10 @@ def rows():
     return made
 
 
-def train(model, folder, **arguments):
-    """Losses of all steps, the trained weights, and the evaluated loss."""
+def settings(folder, **arguments):
+    """Of three steps from the same seed, with `arguments` put over them."""
     set_seed(1)
-    arguments = {
+    ours = {
         "output_dir": str(folder),
         "use_cpu": True,
         "per_device_train_batch_size": 2,
@@ -44,11 +44,20 @@ def train(model, folder, **arguments):
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
-        **arguments,
     }
-    trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=rows(), eval_dataset=rows())
+    return TrainingArguments(**ours | arguments)
+
+
+def trained(model, arguments):
+    """The trainer after its last step, and the losses of all steps."""
+    trainer = Trainer(model, arguments, train_dataset=rows(), eval_dataset=rows())
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train(model, folder, **arguments):
+    """Losses of all steps, the trained weights, and the evaluated loss."""
+    trainer, losses = trained(model, settings(folder, **arguments))
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, trainer.evaluate()["eval_loss"]
 
 
@@ -92,12 +101,8 @@ def test_the_trainer_makes_no_logits(tmp_path):
     with largest_logits() as stock:
         train(make("llama"), tmp_path, max_steps=1, eval_strategy="no")
     with largest_logits() as found:
-        model, folder = use_fused_loss(make("llama"), cache=0, chunk_tokens=8), tmp_path
-        set_seed(1)
-        arguments = TrainingArguments(
-            str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
-        )
-        Trainer(model, arguments, train_dataset=rows()).train()
+        model = use_fused_loss(make("llama"), cache=0, chunk_tokens=8)
+        trained(model, settings(tmp_path, max_steps=1))
     assert stock.size >= 2 * 12 * VOCAB
     assert 0 < found.size <= 32 * VOCAB
 
@@ -137,16 +142,21 @@ if os.environ["RANK"] == "0":
 """
 
 
+def check_ranks(folder, script, numbers, *words, **options):
+    """The numbers that two ranks of a script find are the same with the fused loss as without."""
+    found = []
+    for way in ("stock", "fused"):
+        done = python("-c", script, way, str(folder / way), *words, ranks=2, **options)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
+    assert len(found[0]) == numbers
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_several_processes(tmp_path):
     """Under torchrun the trainer wraps the model in DDP; rows differ by rank, and so do counts of targets."""
-    found = []
-    for way in ("stock", "fused"):
-        done = python("-c", SCRIPT, way, str(tmp_path / way), ranks=2, ignore_warnings=True)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
-    assert len(found[0]) == 5
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    check_ranks(tmp_path, SCRIPT, 5, ignore_warnings=True)
 
 
 FSDP2 = """
@@ -157,42 +167,29 @@ import warnings
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainingArguments, set_seed
 
 from megatron_ext.dtensor import use_fused_loss
 from tests.dtensor.models import make
-from tests.dtensor.test_trainer import rows
+from tests.dtensor.test_trainer import settings, trained
 
 model = make("llama", tied=sys.argv[3] == "tied")
 if sys.argv[1] == "fused":
     use_fused_loss(model, cache=0, chunk_tokens=8)
-set_seed(1)
-arguments = TrainingArguments(
+arguments = settings(
     sys.argv[2],
-    use_cpu=True,
-    per_device_train_batch_size=2,
     gradient_accumulation_steps=2,
-    max_steps=3,
-    learning_rate=0.3,
-    optim="sgd",
-    logging_steps=1,
-    report_to=[],
-    save_strategy="no",
-    disable_tqdm=True,
     ddp_backend="gloo",
     fsdp=True,
     fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
 )
 assert arguments.device.type == "cpu"
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # accelerate has FSDP2 nowhere else
-trainer = Trainer(model, arguments, train_dataset=rows())
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
-    trainer.train()
+    trainer, losses = trained(model, arguments)
 assert not [one for one in found if "vocabulary's size" in str(one.message)]
 parameters = list(trainer.model.parameters())
 assert all(isinstance(p, DTensor) for p in parameters)
-losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 norm = sum(p.full_tensor().double().norm().item() for p in parameters)
 if os.environ["RANK"] == "0":
     print("found", *losses, norm)
@@ -203,10 +200,4 @@ if os.environ["RANK"] == "0":
 @pytest.mark.parametrize("head", ["tied", "untied"])
 def test_accelerates_fsdp2(head, tmp_path):
     """Which wraps the lm head with its neighbours: losses and weights are stock's, and no logits are made."""
-    found = []
-    for way in ("stock", "fused"):
-        done = python("-c", FSDP2, way, str(tmp_path / way), head, ranks=2)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found.append([float(x) for x in re.search(r"^found (.*)$", done.stdout, re.M).group(1).split()])
-    assert len(found[0]) == 4
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    check_ranks(tmp_path, FSDP2, 4, head)
