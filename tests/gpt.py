@@ -34,6 +34,13 @@ _CLEARS = [  # one function from torch 2.11 on, before it two
 ]
 VOCAB = 64
 SEQUENCE = 16
+# What makes a tiny model one of experts.
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    "add_bias_linear": False,
+}
 _wrapped: weakref.WeakSet = weakref.WeakSet()  # the DistributedDataParallel of the running test
 
 
@@ -229,7 +236,7 @@ def sharded_state(model) -> dict:
 
 
 @torch.no_grad()
-def set_weights(model, seed: int = 0) -> None:
+def set_weights(model) -> None:
     """Fill the parameters with numbers drawn for each global parameter name, and sharded as the checkpoint would be."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -241,7 +248,7 @@ def set_weights(model, seed: int = 0) -> None:
             continue
         # Before experts Transformer Engine's norm has its own name, Megatron's local one that of a dense layer's.
         name = shard.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         whole = 0.05 * torch.randn(shard.global_shape, generator=generator)
         if "norm" in shard.key and shard.key.endswith("weight"):
             whole += 1
@@ -390,9 +397,7 @@ def train_step(chunks: list, optimizer, tokens_BS: Tensor, **schedule) -> tuple[
     return loss, float(norm)
 
 
-def train_steps(
-    chunks: list, batches: Tensor, *, lr: float = 3e-4, micro_batch: int = 2, step=forward_step
-) -> list[float]:
+def train_steps(chunks: list, batches: Tensor, *, lr: float = 3e-4) -> list[float]:
     """Train on `batches` [steps, batch, seq + 1] with Megatron's own means; gives the loss of each step on every rank.
 
     Data parallelism with the distributed optimizer (Adam, clipped gradients), the schedule for the current pipeline
@@ -402,7 +407,7 @@ def train_steps(
     seed_ranks()
     chunks = data_parallel(chunks)
     optimizer = make_optimizer(chunks, lr=lr)
-    return [train_step(chunks, optimizer, tokens_BS, micro_batch=micro_batch, step=step)[0] for tokens_BS in batches]
+    return [train_step(chunks, optimizer, tokens_BS)[0] for tokens_BS in batches]
 
 
 @contextmanager

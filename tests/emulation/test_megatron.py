@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gpt import (
-    SEQUENCE,
-    causal_mask,
+    EXPERTS,
     child_processes,
     data_parallel,
     fully_sharded,
@@ -29,6 +28,7 @@ from tests.gpt import (
     train_steps,
 )
 from tests.megatron.language_models import tiny_hybrid
+from tests.on_transformer_engine.models import plain_loss
 from tests.ranks import TIMEOUT_S, ranks
 
 pytestmark = pytest.mark.slow
@@ -36,18 +36,7 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 LR = 3e-4
 DEEP = {"num_layers": 4}
-MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-    "add_bias_linear": False,
-}
-
-
-def plain_loss(model, tokens_BS):
-    positions = torch.arange(SEQUENCE).expand(len(tokens_BS), SEQUENCE)
-    return model(tokens_BS[:, :-1], positions, causal_mask(SEQUENCE), labels=tokens_BS[:, 1:]).mean()
+MOE = EXPERTS | {"moe_router_load_balancing_type": "none"}
 
 
 def plain_train(model, batches) -> list[tuple[float, float]]:

@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import gpt
 from tests.gpt import (
     data_parallel,
     fully_sharded,
@@ -53,13 +54,7 @@ WITH_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 OURS = ("patch", "spec", "substitution", "all")
 # "local" is Megatron on its own layers instead: it shows that the emulation's numbers are right.
 WAYS: tuple[str, ...] = ("local", "all") if WITH_ENGINE else OURS
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "none",
-    "moe_token_dispatcher_type": "alltoall",
-    "add_bias_linear": False,
-}
+EXPERTS = gpt.EXPERTS | {"moe_router_load_balancing_type": "none"}
 # name: sizes of Megatron's groups, settings of the config
 LAYOUTS: dict[str, tuple[dict, dict]] = {
     "tp1": ({}, {}),

@@ -5,14 +5,14 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_ext.megatron import versions
+from tests import gpt
 from tests.gpt import SEQUENCE, VOCAB, loss_and_grads, model_parallel, ours_everywhere, set_weights, tiny_batches
 from tests.gpt import tiny_config as tiny_config_of_gpt
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.skipif(not versions.HYBRID_MODEL.is_there(), reason="HybridModel came with Megatron-Core 0.18")
 
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "add_bias_linear": False,
-           "moe_token_dispatcher_type": "alltoall"}  # fmt: skip
+EXPERTS = gpt.EXPERTS | {"moe_ffn_hidden_size": 32}
 
 
 def stock_layers(config):

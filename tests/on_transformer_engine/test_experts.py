@@ -2,17 +2,11 @@
 
 import pytest
 
+from tests.gpt import EXPERTS
 from tests.on_transformer_engine.models import assert_te_is_local
 from tests.ranks import ranks
 
-MOE = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.01,
-    "moe_token_dispatcher_type": "alltoall",
-    "add_bias_linear": False,
-}
+MOE = EXPERTS | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 FUSED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_grouped_gemm": True}
 
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests import gpt
 from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, seed_ranks, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
@@ -17,13 +18,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]}
 SEQUENCE = {"sequence_parallel": True}
 ON_DEVICE = {"use_cpu_initialization": False}  # Megatron's default
-EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_ffn_hidden_size": 32,
-    "add_bias_linear": False,
-}
+EXPERTS = gpt.EXPERTS | {"moe_ffn_hidden_size": 32}
 
 
 def trained(ours, sizes, options):

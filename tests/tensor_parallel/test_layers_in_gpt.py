@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.gpt import loss_and_grads, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt
+from tests.gpt import EXPERTS, loss_and_grads, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -26,14 +26,7 @@ def test_experts():
 
     Megatron's own are compared whole: cut, they gather uneven numbers of tokens, which its mappings cannot over gloo.
     """
-    options = {
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_ffn_hidden_size": 32,
-        "add_bias_linear": False,
-        "sequence_parallel": True,
-    }
+    options = EXPERTS | {"moe_ffn_hidden_size": 32, "sequence_parallel": True}
     results = {}
     for ours, pieces in ((False, 1), (True, 1), (True, 2)):
         with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=pieces):
