@@ -180,7 +180,7 @@ def test_label_rows_on_hopper():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_sums_of_one_order_on_hopper(dtype):
-    """Of rows and segments: a thread reads as many bytes at a time as it can, keeps its sums, and adds none by atomics."""
+    """Of rows and segments: a thread reads as many bytes at a time as it can, keeps its sums, adds none by atomics."""
     from megatron_ext.head.kernels.fixed_order_sums import row_sums, segment_sums
     from tests.head.as_on_cuda import cuda_branches
     from tests.head.hopper import recorded
