@@ -45,6 +45,7 @@ SEEN_BY_ALL = [
     ({"labels": torch.zeros(T, dtype=torch.bool)}, "labels is torch.bool"),
     ({"labels": torch.zeros(T + 4).long()}, r"hidden has shape \(4, 6\), labels \(8,\)"),
     ({"labels": torch.zeros(T).long().to("meta")}, "labels is on meta, hidden on cpu"),
+    ({"loss_mask": [1.0] * T}, r"loss_mask is list: it must be a tensor of the labels' shape, \(4,\)"),
     ({"loss_mask": torch.ones(T + 1)}, r"loss_mask has shape \(5,\), labels \(4,\)"),
     ({"loss_mask": torch.ones(T, device="meta")}, "loss_mask is on meta, labels on cpu"),
     ({"hidden": torch.zeros(T, D).long()}, "hidden is torch.int64: it must be a tensor of float32"),

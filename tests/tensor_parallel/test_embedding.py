@@ -90,9 +90,10 @@ def test_ids_that_one_rank_alone_is_given_are_refused_on_every_rank(dtype, seque
 
 
 @ranks(1, 2)
-def test_ids_of_another_dtype():
-    with pytest.raises(ValueError, match="input_ is torch.float32: it must hold token ids"):
-        embedding()(torch.zeros(3))
+def test_what_are_no_ids():
+    for wrong, said in ((torch.zeros(3), "torch.float32"), ([1, 2], "list"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"input_ is {said}: it must be a tensor that holds token ids"):
+            embedding()(wrong)
 
 
 @ranks(4)

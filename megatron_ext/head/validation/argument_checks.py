@@ -141,7 +141,12 @@ def or_refuse(
 
 
 def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
-    """Raises ValueError unless the per-token tensor `x` is shaped as `labels`."""
+    """Raises ValueError unless `x` is a tensor shaped as `labels`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{argument} is {type(x).__name__}: it must be a tensor of the labels' shape, {tuple(labels.shape)}; make "
+            f"it by torch.tensor"
+        )
     if x.shape != labels.shape:
         raise ValueError(
             f"{argument} has shape {tuple(x.shape)}, labels {tuple(labels.shape)}: they must be equal; "

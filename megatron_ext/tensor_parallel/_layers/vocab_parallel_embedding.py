@@ -150,8 +150,11 @@ def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
     The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
     compiling or on fake tensors it is not looked at. Raises ValueError unless they are integers.
     """
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ is {ids.dtype}: it must hold token ids, int64 or int32; cast it with .long()")
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"input_ is {kind}: it must be a tensor that holds token ids, int64 or int32; cast it with .long()"
+        )
     if has_values(ids) and not all_within(ids, size):
         wrong = (ids < 0) | (ids >= size)
         found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
