@@ -211,14 +211,14 @@ def token_id_fault(model: nn.Module, tokens: Tensor) -> ValueError | None:
         return None
     smallest, largest = tokens.aminmax()
     found = "" if tokens.is_cuda else f" ({smallest.item()} to {largest.item()})"
-    wrong = (smallest < 0) | (largest >= rows)
-    message = (
-        f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
-        f"embedding; use the tokenizer that belongs to the model, and a real token for padding"
-    )
-    if not tokens.is_cuda:
-        return ValueError(message) if wrong else None
-    raise_if(wrong, message)
+    try:
+        raise_if(
+            (smallest < 0) | (largest >= rows),
+            f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
+            f"embedding; use the tokenizer that belongs to the model, and a real token for padding",
+        )
+    except ValueError as fault:
+        return fault
     return None
 
 
