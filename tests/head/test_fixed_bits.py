@@ -234,6 +234,9 @@ def test_a_processor_that_does_not_keep_bits_multiplies_rows_apart(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", differs)
     with pytest.warns(UserWarning, match="product of 64 equal rows .* has rows that differ"):
+        assert products.heights.__wrapped__(160, 240, torch.float32, False, 1, True) == (1,)
+    with warnings.catch_warnings():  # not of a matrix so small that it takes no time
+        warnings.simplefilter("error")
         assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (1,)
     monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
     assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)

@@ -30,6 +30,7 @@ from megatron_ext.head.validation.readable_values import has_values
 TILE = 64  # rows
 _TALLER = (512, 128)
 _OUTPUTS = 512  # of a product that tries what it keeps
+_LARGE = 1 << 14  # numbers of a matrix with which it takes time to multiply rows one at a time
 
 # Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
 _COLUMNS, _BLOCKS = 8192, 4
@@ -244,12 +245,13 @@ def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, 
 
         least, first_RN = TILE, firsts(TILE)
         if not keeps(TILE, first_RN):
-            warnings.warn(
-                f"a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
-                f"processor with torch {torch.__version__} and {threads} threads: rows are multiplied one at a time, "
-                f"for the same bits in any batch",
-                stacklevel=2,
-            )
+            if k * n >= _LARGE:
+                warnings.warn(
+                    f"a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
+                    f"processor with torch {torch.__version__} and {threads} threads: rows are multiplied one at a "
+                    f"time, for the same bits in any batch",
+                    stacklevel=2,
+                )
             least, first_RN = 1, firsts(1)
         return (*(height for height in (*_TALLER, TILE) if height > least and keeps(height, first_RN)), least)
 
