@@ -344,7 +344,7 @@ class Logits:
         fault = argument_checks.shard_fault(self.shard, logits.shape[-1], self.name, ranks) or fault
         teachers = [r.teacher for r in readouts if r.teacher is not None]
         for teacher in teachers:
-            fault = _teacher_logits_fault(teacher, logits, self.shard, ranks) or fault
+            fault = _teacher_logits_fault(teacher, self, ranks) or fault
         fault = given or fault
         in_step = any(r.in_step for r in readouts) and ranks > 1
         flat = Flat(logits, as_given=in_step)  # the ranks exchange rows of the same tokens, chunk by chunk
@@ -408,6 +408,7 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
         raise ValueError(
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
         )
+    option_checks.check_teachers_temperature("teacher's head", teacher.head.temperature, student.temperature)
     argument_checks.check_floating("teacher_hidden", teacher.hidden)
     tokens = (hidden.shape[:-1], hidden.shape[:-2])  # the second: each of the teacher's is of n of the student's
     if teacher.hidden.shape[:-1] not in tokens or teacher.hidden.device != hidden.device:
@@ -424,17 +425,18 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
     return fault or rows_fault(head.adapters, head.weight)
 
 
-def _teacher_logits_fault(teacher: Any, logits: Tensor, shard: VocabShard, ranks: int) -> ValueError | None:
+def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueError | None:
     """Whether a teacher's logits are of the student's tokens and shards."""
     if not isinstance(teacher, Logits):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
-    theirs = teacher.logits
+    option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
+    theirs, logits = teacher.logits, student.logits
     if theirs.shape[:-1] != logits.shape[:-1] or theirs.device != logits.device:
         raise ValueError(
             f"teacher_logits have shape {tuple(theirs.shape)} on {theirs.device}, student_logits "
             f"{tuple(logits.shape)} on {logits.device}: both must be logits of the same tokens, on one device"
         )
-    return argument_checks.shard_fault(shard, theirs.shape[-1], "teacher_logits", ranks)
+    return argument_checks.shard_fault(student.shard, theirs.shape[-1], "teacher_logits", ranks)
 
 
 def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
-from megatron_ext.head.validation.option_checks import Cache, one_of
+from megatron_ext.head.validation.option_checks import Cache, check_teachers_temperature, one_of
 from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.losses.checks import (
     check_number,
@@ -277,11 +277,7 @@ def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
         ValueError: it has a temperature of its own, where the student's divides both logits.
     """
     if isinstance(weight, LmHead):
-        if weight.temperature not in (1.0, student.temperature):
-            raise ValueError(
-                f"teacher_weight is a head with temperature {weight.temperature}: the student's, "
-                f"{student.temperature}, divides the logits of both; leave the teacher's at 1.0"
-            )
+        check_teachers_temperature("teacher_weight", weight.temperature, student.temperature)
         return weight
     return LmHead(
         weight,

@@ -8,7 +8,19 @@ from benchmarks.meter import measure, one_rank_of
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.head import js_divergence, kl_divergence, linear_kl_divergence, soft_cross_entropy
+from megatron_ext.head import (
+    KL,
+    AcceptanceRate,
+    JensenShannon,
+    LmHead,
+    Logits,
+    Teacher,
+    TotalVariation,
+    js_divergence,
+    kl_divergence,
+    linear_kl_divergence,
+    soft_cross_entropy,
+)
 from tests.ranks import ranks
 
 
@@ -167,3 +179,16 @@ def test_bad_input():
         linear_kl_divergence(x, w, x[:3], w)
     with pytest.raises(ValueError, match="temperature is 0"):
         linear_kl_divergence(x, w, x, w, temperature=0)
+
+
+@pytest.mark.parametrize("read_out", [KL, JensenShannon, TotalVariation, AcceptanceRate])
+def test_a_teacher_with_a_temperature_of_its_own_is_refused(read_out):
+    """Since the student's divides both logits: it was dropped in silence."""
+    x, w, z = torch.randn(4, 3), torch.randn(10, 3), torch.randn(4, 10)
+    said = "temperature 1.7: the student's, 2.0, divides the logits of both"
+    with pytest.raises(ValueError, match=f"teacher's head has {said}"):
+        LmHead(w, temperature=2.0).read(x, read_out(Teacher(LmHead(w, temperature=1.7), x)))
+    with pytest.raises(ValueError, match=f"teacher has {said}"):
+        Logits(z, temperature=2.0).read(read_out(Logits(z, temperature=1.7)))
+    same = LmHead(w, temperature=2.0).read(x, read_out(Teacher(LmHead(w + 1, temperature=2.0), x)))
+    assert torch.equal(same, LmHead(w, temperature=2.0).read(x, read_out(Teacher(LmHead(w + 1), x))))

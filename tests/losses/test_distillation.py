@@ -333,7 +333,7 @@ def test_a_teacher_with_a_temperature_of_its_own_is_refused():
     """Which was dropped in silence."""
     (hidden, weight), (teacher_hidden, teacher_weight), _ = heads()
     teacher = LmHead(teacher_weight, temperature=1.7)
-    said = "head with temperature 1.7: the student's, 2.0, divides the logits of both"
+    said = "teacher_weight has temperature 1.7: the student's, 2.0, divides the logits of both"
     with pytest.raises(ValueError, match=said):
         TopKDistillationLoss(temperature=2.0).with_teacher(hidden, weight, teacher_hidden, teacher, K)
     with pytest.raises(ValueError, match=said):

@@ -43,6 +43,15 @@ def check_temperature(value: Any) -> None:
     check_number("temperature", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
 
 
+def check_teachers_temperature(name: str, value: float, students: float) -> None:
+    """Raises ValueError where a teacher has a temperature of its own."""
+    if value not in (1.0, students):
+        raise ValueError(
+            f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
+            f"teacher's at 1.0"
+        )
+
+
 def check_logit_scale(value: Any) -> None:
     """Raises ValueError unless logits can be multiplied by it without losing their order."""
     check_number("logit_scale", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
