@@ -17,6 +17,7 @@ from tests.fuzz import (
     mappings,
     model_utils,
     read_outs,
+    same_bits,
     sequence,
     sharded_vocabulary,
 )
@@ -31,6 +32,7 @@ KINDS: list[Callable[[Draw], Case]] = [
     heads.draft,
     read_outs.from_logits,
     read_outs.from_hidden,
+    same_bits.read,
     layers.linear,
     layers.embedding,
     losses.of_policies,
