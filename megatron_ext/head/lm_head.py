@@ -68,9 +68,9 @@ class LmHead:
         bits: which bits are the same. "fast": in each run with the same shapes. "batch": a token's results and its row
             of dx also for any other tokens beside it, any chunk, cache, layout and packing; dW for any chunk, cache and
             layout. "tensor_parallel": all of these also for 1, 2, 4 and 8 ranks, each of which holds eighths of the
-            vocabulary. The last two serve every read-out that says `by_leaf`, as all of the package's do, on CPUs and
-            on CUDA with Triton; on one machine, torch and number of threads: docs/exactness.md. None: "batch" where a
-            batch-invariant mode is on, else "fast".
+            vocabulary. The last two serve every read-out of the package, and one of your own that says `by_leaf`, on
+            CPUs and on CUDA with Triton; on one machine, torch and number of threads: docs/exactness.md. None: "batch"
+            where a batch-invariant mode is on, else "fast".
         logit_dtype: torch.bfloat16 or torch.float16, which the hidden states must have: the product is rounded to it
             before scale, softcap and temperature, which are taken in fp32 as the softmax is, as inference engines do.
             Gradients take the rounding for the identity. None or torch.float32: on CUDA the product's fp32 sums are
