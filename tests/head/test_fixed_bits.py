@@ -92,6 +92,19 @@ def test_products_whose_rows_a_library_adds_in_other_orders(width, dtype):
             same([x[some] for x in (*results, dx)], [*others, part])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("inner, columns", [(13, 43), (7, 36), (40, 11), (3, 5)])
+def test_a_rows_place_does_not_change_its_product(inner, columns, dtype):
+    """Where a library adds in another order in every second row, one number of several hundred shows it."""
+    draws = torch.Generator().manual_seed(1)
+    rows, matrix = (torch.randn(*shape, generator=draws).to(dtype) for shape in ((1920, inner), (inner, columns)))
+    for b in (matrix, matrix.t().contiguous().t()):
+        whole = products.mm(rows, b)
+        for shift in (1, 6, 100):
+            same([whole.roll(shift, 0)], [products.mm(rows.roll(shift, 0), b)])
+        same([whole[:70]], [products.mm(rows[:70], b)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_fast_gives_does_depend_on_other_tokens(dtype):
     """What these tests would not see if their problem were too small to show it: in fp32, of one token alone."""
@@ -169,6 +182,27 @@ def the_same_bits_on_ranks(layout, dtype):
         assert counts.total() == (4 if layout == "sequence" else 3), counts
 
 
+@ranks(4)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_leaves_whose_gradients_begin_anywhere_in_memory(dtype):
+    """9 rows of 5 numbers a leaf: on one rank most of them begin at no cache line."""
+    draws, rank = torch.Generator().manual_seed(3), dist.get_rank()
+    hidden, weight = (torch.randn(n, 5, generator=draws, dtype=torch.float64).to(dtype) for n in (300, 72))
+    labels, slopes, own = (
+        torch.randint(72, (300,), generator=draws),
+        slopes_of(dtype)[:300],
+        slice(18 * rank, 18 * rank + 18),
+    )
+    for softcap in (None, 3.0):
+        alone, (dx, dw) = computed(
+            "tensor_parallel", hidden, weight, labels, slopes, tp_group=UNSHARDED, softcap=softcap
+        )
+        found, grads = computed(
+            "tensor_parallel", hidden, weight[own], labels, slopes, tp_group=dist.group.WORLD, softcap=softcap
+        )
+        same([*alone, dx, dw[own]], [*found, *grads])
+
+
 @pytest.mark.slow
 @ranks(8)
 def test_the_same_bits_on_eight_ranks():
@@ -233,7 +267,7 @@ def test_a_processor_that_does_not_keep_bits_multiplies_rows_apart(monkeypatch):
         return found
 
     monkeypatch.setattr(torch, "mm", differs)
-    with pytest.warns(UserWarning, match="product of 64 equal rows .* has rows that differ"):
+    with pytest.warns(UserWarning, match="product of 64 rows .* gives a row other bits at another place"):
         assert products.heights.__wrapped__(160, 240, torch.float32, False, 1, True) == (1,)
     with warnings.catch_warnings():  # not of a matrix so small that it takes no time
         warnings.simplefilter("error")
@@ -289,7 +323,7 @@ def test_a_rank_whose_products_do_not_keep_bits_goes_on_by_rows(bits):
     products.heights.cache_clear()
     try:
         with mock.patch.object(torch, "mm", differs if rank == 0 else multiply), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*has rows that differ")
+            warnings.filterwarnings("ignore", ".*gives a row other bits at another place")
             together, some = both(slice(0, 80)), both(slice(3, 20))
     finally:
         products.heights.cache_clear()

@@ -7,7 +7,7 @@ A library picks its order of additions by the shape of a product: in fp32 a row 
 last bits from the same row among 64 others. Here rows are multiplied in tiles of 64, the last one padded with zeros,
 and taller ones are used where they are seen to give the bits of that tile. Columns come in blocks that follow from
 their number alone, and so do the blocks over which a product is summed. What is not promised by anybody is looked at:
-`heights` multiplies a tile of equal rows, once for each shape, and where they come out different, rows are multiplied
+`heights` multiplies tiles of rows at several places, once for each shape, and where bits change, rows are multiplied
 one at a time. What holds is for one machine, one build of torch, one number of threads.
 
 Legend: M rows, K what a product sums over, N columns; T tokens, V vocabulary columns, D hidden size.
@@ -29,7 +29,8 @@ from megatron_ext.head.validation.readable_values import has_values
 
 TILE = 64  # rows
 _TALLER = (512, 128)
-_OUTPUTS = 512  # of a product that tries what it keeps
+# Products that try what a processor keeps: of each row so many numbers, at places so far apart.
+_OUTPUTS, _SHIFTS = 512, (0, 1, 2, 4, 8, 16, 32, 7, 27)
 _LARGE = 1 << 14  # numbers of a matrix with which it takes time to multiply rows one at a time
 
 # Vocabulary columns of a block: at least four blocks, since a rounded 16-bit product errs less the fewer terms it has.
@@ -104,11 +105,8 @@ def add_transposed(total_VD: Tensor, g_TV: Tensor, x_TD: Tensor) -> None:
     for g_tV, x_tD in zip(g_TV.split(TOKENS), x_TD.split(TOKENS), strict=True):
         g_tV, x_tD = _padded(g_tV, TOKENS), _padded(x_tD, TOKENS)
         for block in column_blocks(g_TV.shape[1]):
-            total = total_VD[block]
-            if total.dtype == g_TV.dtype:
-                cpu_products.mm(g_tV[:, block].t(), x_tD, total, added=total)
-            else:
-                total += _mm(g_tV[:, block].t(), x_tD)
+            # Not into the total itself: where its rows of a leaf begin depends on the ranks, and changes bits.
+            total_VD[block] += _mm(g_tV[:, block].t(), x_tD)
 
 
 def add_column_sums(total_V: Tensor, g_TV: Tensor) -> None:
@@ -212,48 +210,72 @@ def _heights_of(a_MK: Tensor, b_KN: Tensor) -> tuple[int, ...]:
 def heights(k: int, n: int, dtype: torch.dtype, transposed: bool, threads: int, by_torch: bool) -> tuple[int, ...]:
     """The numbers of rows, falling, that products with `[k, n]` may have: a row has the same bits in all.
 
-    The last of them, 64, is what rows are padded to; 1 where the rows of 64 do not come out alike. As many rows are
-    tried as give `_OUTPUTS` numbers, each of all the dtype's digits, in memory with gaps and without. 16-bit products
-    of widened operands are tried before they are rounded.
+    The last of them, 64, is what rows are padded to; 1 where a row of 64 does not keep its bits at other places.
     """
     with torch.no_grad():
-        own = torch.Generator().manual_seed(0)  # the caller's random numbers stay as they are
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=own, dtype=torch.float64).to(dtype)
-
-        rows_RK = numbers(-(-_OUTPUTS // max(n, 1)), k)
-        b_KN = numbers(n, k).t() if transposed else numbers(k, n)
-        of_sums = dtype if by_torch else torch.float32
-
-        def product(row_K: Tensor, height: int, gaps: bool) -> Tensor:
-            left_MK, out_MN = (
-                new_rows(like, height, columns) if gaps else like.new_empty(height, columns)
-                for like, columns in ((row_K, k), (row_K.to(of_sums), n))
-            )
-            return cpu_products.mm(left_MK.copy_(row_K), b_KN, out_MN)
-
-        def firsts(height: int) -> list[Tensor]:
-            return [product(row_K, height, gaps=False)[0] for row_K in rows_RK]
-
-        def keeps(height: int, first_RN: list[Tensor]) -> bool:
-            return all(
-                bool((product(row_K, height, gaps) == first_N).all())
-                for row_K, first_N in zip(rows_RK, first_RN, strict=True)
-                for gaps in (False, True)
-            )
-
-        least, first_RN = TILE, firsts(TILE)
-        if not keeps(TILE, first_RN):
+        tried = _Tried(k, n, dtype, transposed, by_torch)
+        least = TILE
+        if not all(tried.keeps(TILE, tile_MK, tried.product(tile_MK)) for tile_MK in tried.tiles()):
+            least = 1
             if k * n >= _LARGE:
                 warnings.warn(
-                    f"a {dtype} product of {TILE} equal rows by a matrix [{k}, {n}] has rows that differ, on this "
-                    f"processor with torch {torch.__version__} and {threads} threads: rows are multiplied one at a "
-                    f"time, for the same bits in any batch",
+                    f"a {dtype} product of {TILE} rows by a matrix [{k}, {n}] gives a row other bits at another place, "
+                    f"on this processor with torch {torch.__version__} and {threads} threads: rows are multiplied one "
+                    f"at a time, for the same bits in any batch",
                     stacklevel=2,
                 )
-            least, first_RN = 1, firsts(1)
-        return (*(height for height in (*_TALLER, TILE) if height > least and keeps(height, first_RN)), least)
+        found = [height for height in (*_TALLER, TILE) if height > least]
+        for tile_MK in tried.tiles():
+            rows = [tile_MK] if least == TILE else tile_MK.split(1)
+            wanted_MN = torch.cat([tried.product(row_MK) for row_MK in rows])
+            found = [height for height in found if tried.keeps(height, tile_MK, wanted_MN)]
+        return (*found, least)
+
+
+class _Tried:
+    """Products with a matrix `[k, n]` of all the dtype's digits, of tiles of as many such rows.
+
+    Some differences show in one number of several hundred: small matrices have several tiles. 16-bit products of
+    widened operands are tried before they are rounded.
+    """
+
+    def __init__(self, k: int, n: int, dtype: torch.dtype, transposed: bool, by_torch: bool):
+        self._own = torch.Generator()  # the caller's random numbers stay as they are
+        self._columns, self._dtype = k, dtype
+        self._sums = dtype if by_torch else torch.float32
+        self._own.manual_seed(0)
+        self._b_KN = self._numbers(n, k).t() if transposed else self._numbers(k, n)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._own, dtype=torch.float64).to(self._dtype)
+
+    def tiles(self) -> Iterator[Tensor]:
+        """The same ones each time."""
+        for seed in range(1, 1 + min(-(-_OUTPUTS // max(self._b_KN.shape[1], 1)), TILE)):
+            self._own.manual_seed(seed)
+            yield self._numbers(TILE, self._columns)
+
+    def product(self, left_MK: Tensor, gaps: bool = False) -> Tensor:
+        """In the dtype of its sums; `gaps`: operand and result have rows further apart than they need."""
+        given_MK, out_MN = (
+            new_rows(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
+            for like, columns in ((left_MK, self._columns), (left_MK.to(self._sums), self._b_KN.shape[1]))
+        )
+        return cpu_products.mm(given_MK.copy_(left_MK), self._b_KN, out_MN)
+
+    def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
+        """Whether the rows of a tile have the bits that are `wanted` in products of so many rows, at any place."""
+        times, shifts = height // TILE, _SHIFTS if height == TILE else (0,)
+        return all(
+            bool(
+                (
+                    self.product(tile_MK.roll(shift, 0).repeat(times, 1), gaps)
+                    == wanted_MN.roll(shift, 0).repeat(times, 1)
+                ).all()
+            )
+            for shift in shifts
+            for gaps in (False, True)
+        )
 
 
 @functools.cache
