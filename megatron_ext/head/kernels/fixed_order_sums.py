@@ -17,16 +17,31 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 
-# Triton's interpreter multiplies the bits of bf16 numbers as integers, and those of fp32 by a library whose order of
-# additions may depend on the row: there a step is made in fp64, and rounded when it is added.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _rows_keep_bits() -> bool:
+    """Whether those of numpy's products do, by which Triton's interpreter multiplies: not on every processor."""
+    import numpy as np
+
+    own = np.random.default_rng(0)
+    a_MK, b_KN = (own.standard_normal(shape, np.float32) for shape in ((128, 64), (64, 256)))
+    return all(bool((np.roll(a_MK @ b_KN, by, 0) == np.roll(a_MK, by, 0) @ b_KN).all()) for by in (1, 2, 4, 8, 27))
+
+
+# How the interpreter makes a step of a product: of bf16 numbers it would multiply the bits as integers, and as fp32
+# their products are as exact; where rows do not keep bits in fp32, in fp64, rounded when it is added.
+_WIDENED, _IN_DOUBLE = 1, 2
+_STEPS_IN_DOUBLE = _INTERPRETED and not _rows_keep_bits()
 
 
 @triton.jit
 def _summed(a, b, total, WIDENS: tl.constexpr, DTYPE: tl.constexpr):
-    if WIDENS:
+    if WIDENS == 2:
         step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
         return total + step.to(DTYPE)
+    if WIDENS == 1:
+        a, b = a.to(DTYPE), b.to(DTYPE)
     return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
 
 
@@ -190,7 +205,7 @@ def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, a
             TAIL=length % sizes["BLOCK_K"] != 0,
             GOES_ON=goes_on,
             ADDS=adds,
-            WIDENS=_INTERPRETED,
+            WIDENS=_IN_DOUBLE if _STEPS_IN_DOUBLE else _WIDENED * (_INTERPRETED and a_MK.dtype == torch.bfloat16),
             DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
             **sizes,
         )

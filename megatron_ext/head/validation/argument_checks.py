@@ -114,7 +114,7 @@ def size_fault(
     try:
         check(*arguments, size, hint)
     except OutsideVocabulary as fault:
-        return fault
+        return ValueError(str(fault))
     except ValueError as fault:
         if vocab is not None:
             raise
