@@ -289,7 +289,7 @@ class LmHead:
         """Softcap and scale of its logits, and whether they are rounded."""
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
-    def beside_low_rank(self, x_TD: Tensor, fixed: bool = False) -> Tensor:
+    def beside_low_rank(self, x_TD: Tensor, fixed: bool) -> Tensor:
         """Hidden states with the columns that the low rank takes: see `adapters/lora.py`."""
         return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
 

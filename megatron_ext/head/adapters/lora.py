@@ -107,7 +107,7 @@ def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
     return torch.cat([each.B for each in adapters], 1) if len(adapters) > 1 else adapters[0].B if adapters else None
 
 
-def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool, fixed: bool = False) -> Tensor:
+def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: bool, fixed: bool) -> Tensor:
     """Hidden states and beside them those that the low rank is multiplied with, `[T, D + N]`, of `x`'s dtype.
 
     `fixed`: with the same bits beside any other tokens, up to dropout's random numbers.

@@ -89,9 +89,9 @@ class OfChunks(Way):
             x_TD = source.x_TD.masked_fill((asked.grads[0] == 0).unsqueeze(1), 0)
             for each in made:
                 each[0].x_TD = x_TD
-        gradients, wide, x_TD = chunk_gradients(asked, made), accumulation_dtype(x_TD.dtype), source.x_TD
+        gradients, wide, x_TD = _chunk_gradients(asked, made), accumulation_dtype(x_TD.dtype), source.x_TD
         fixed, fused = plan.call.fixed, out.fused if chosen is None else None
-        spans = leaf_spans(made)
+        spans = _leaf_spans(made)
 
         def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
             if wanted and begun is not None and not fixed:
@@ -101,6 +101,7 @@ class OfChunks(Way):
         low = [] if low_VR is None else [low_VR]
         own_totals = [room(out.dw, weight_VD, fused), *(room(out.dlow, x) for x in low)]
         sums = WeightSums(column_spans([weight_VD, *low]), own_totals)
+        of_leaf = [sums] if len(made) == 1 else [sums.rows(span) for span in spans]
         total_V, dx_TD = room(out.db, bias_V), None
         if out.dx:
             dx_TD = x_TD.new_empty(x_TD.shape, dtype=wide if fixed else x_TD.dtype)
@@ -111,13 +112,13 @@ class OfChunks(Way):
             if kept is not None and rows.stop <= kept.tokens:
                 continue
             tree = TreeSum()
-            for (leaf, *_), gradient, span in zip(made, gradients, spans, strict=True):
+            for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
                 dz_tV = leaf.room(rows)
                 gradient.write(rows, dz_tV)
                 if dx_TD is not None:
                     tree.add(leaf.times_weight(dz_tV))
                 if sums.wanted:
-                    leaf.add_times_hidden(sums.rows(span), dz_tV, rows)
+                    leaf.add_times_hidden(own_sums, dz_tV, rows)
                 if total_V is not None:
                     leaf.add_sums(total_V[span], dz_tV)
                 del dz_tV  # before the next one is made
@@ -137,7 +138,7 @@ class OfChunks(Way):
         return out.given()
 
 
-def chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[ChunkGradient]:
+def _chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[ChunkGradient]:
     """Those of each leaf, whose exponentials have a shift of their own."""
     if len(made) == 1:
         return [ChunkGradient(asked, made[0])]
@@ -149,7 +150,7 @@ def chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[Chu
     return found
 
 
-def leaf_spans(made: Sequence[Sequence[Product]]) -> list[slice]:
+def _leaf_spans(made: Sequence[Sequence[Product]]) -> list[slice]:
     """Where the columns of each leaf are among those of all of this rank's."""
     width = made[0][0].w_VD.shape[0]
     return [slice(at * width, (at + 1) * width) for at in range(len(made))]
@@ -167,7 +168,7 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.Kept | None) -> list[slice]:
     if kept is not None:
         return kept.chunks()
-    return plan.chunks() or _row_chunks(plan, leaf_spans(made)[-1].stop)
+    return plan.chunks() or _row_chunks(plan, _leaf_spans(made)[-1].stop)
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
