@@ -44,8 +44,11 @@ def pairs() -> dict[str, dict[str, Step]]:
     def leaf(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).requires_grad_()
 
-    hidden, logits = leaf(TOKENS, 1, WIDTH), leaf(TOKENS, 1, VOCAB // ranks)
-    weight, ones = leaf(VOCAB // ranks, WIDTH), torch.ones(TOKENS, 1)
+    def shard(*shape: int, dim: int) -> torch.Tensor:
+        return leaf(*shape).detach().chunk(ranks, dim)[dist.get_rank()].clone().requires_grad_()
+
+    hidden, logits = leaf(TOKENS, 1, WIDTH), shard(TOKENS, 1, VOCAB, dim=2)
+    weight, ones = shard(VOCAB, WIDTH, dim=0), torch.ones(TOKENS, 1)
     output = stock.ColumnParallelLinear(WIDTH, VOCAB, bias=False, skip_weight_param_allocation=True, **options)
 
     def backward(forward: Callable[[], Any], *leaves: torch.Tensor) -> Step:

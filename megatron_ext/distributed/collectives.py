@@ -67,7 +67,7 @@ def start_all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int]
     size = group_size(group)
     if group is None or size == 1:
         return Pending(contiguous(x))
-    piece = x.movedim(dim, 0).contiguous()
+    piece = (x.movedim(dim, 0) if dim else x).contiguous()
     even = sizes is None or len(set(sizes)) == 1
     longest = piece.shape[0] if sizes is None else max(sizes)
     if not even and piece.shape[0] < longest:
@@ -77,7 +77,7 @@ def start_all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int]
         if not even:
             assert sizes is not None
             out = torch.cat([rows[:n] for rows, n in zip(out.split(longest), sizes, strict=True)])
-        return contiguous(out.movedim(0, dim))
+        return contiguous(out.movedim(0, dim)) if dim else out
 
     if torch.compiler.is_compiling():
         # Not `all_gather_tensor`: torch before 2.13 asks there for strides, which a compiled backward cannot tell.

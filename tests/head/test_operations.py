@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 from tests.operators import Operators
+from tests.ranks import ranks
 
 T, D, V = 8, 16, 64
 
@@ -45,3 +47,36 @@ def test_a_forward_and_backward_on_one_rank_on_the_cpu(source, most, functions):
     assert _functions_of(lambda: call().backward(ones)) <= functions
     want = torch.nn.functional.cross_entropy(hidden @ weight.T if of_hidden else logits, labels, reduction="none")
     torch.testing.assert_close(loss, want)
+
+
+@ranks(2)
+@pytest.mark.parametrize("source, most", [("hidden states", 142), ("logits", 121)])
+def test_a_forward_and_backward_on_two_ranks_on_the_cpu(source, most):
+    """What ranks say of themselves and of each other takes 40 of them, collectives included."""
+    labels = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
+    full, rank = torch.Generator().manual_seed(1), dist.get_rank()
+    hidden, weight = (torch.randn(*shape, generator=full) for shape in ((T, D), (V, D)))
+    own = weight.chunk(2)[rank].clone().requires_grad_()
+    logits = (hidden @ weight.T).chunk(2, 1)[rank].contiguous().requires_grad_()
+    x, of_hidden = hidden.clone().requires_grad_(), source == "hidden states"
+
+    def call():
+        if of_hidden:
+            return linear_cross_entropy(x, own, labels, dist.group.WORLD)
+        return vocab_parallel_cross_entropy(logits, labels, dist.group.WORLD)
+
+    call().sum().backward()  # what ranks say is looked at once
+    x.grad = own.grad = logits.grad = None
+    with Operators() as operators:
+        loss = call()
+        loss.backward(torch.ones(T))
+    assert len(operators.seen) <= most, f"{len(operators.seen)} operations"
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    of_all = hidden @ weight.T
+    of_all.retain_grad()
+    want = torch.nn.functional.cross_entropy(of_all, labels, reduction="none")
+    want.sum().backward()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
+    found = [(x.grad, hidden.grad), (own.grad, weight.grad.chunk(2)[rank])]
+    for grad, wanted in found if of_hidden else [(logits.grad, of_all.grad.chunk(2, 1)[rank])]:
+        torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ Legend: T tokens, K rows of statistics, V columns of this rank's vocabulary shar
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -111,6 +112,7 @@ class Plan:
                     found.append(x)
         return found
 
+    @cached_property
     def words(self) -> str:
         """What all ranks must pass alike."""
         each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
@@ -165,7 +167,7 @@ class Plan:
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
         """What the read-outs must know or agree on before the first chunk."""
-        words = self.words() if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
+        words = self.words if any(r.begins for r in self.readouts) and self.call.ranks > 1 else ""
         for r in self.readouts:
             r.begin(chunks, device, words, self.ids)
 
@@ -187,10 +189,10 @@ class Plan:
         """
         if not any(r.exchanges for r in self.readouts):
             return stats_KT.unsqueeze(0)
-        statistics.sign(stats_KT, self.call, self.words, self.ids, self.places_T)
+        statistics.sign(stats_KT, self.call, lambda: self.words, self.ids, self.places_T)
         stats_RKT = statistics.exchange(stats_KT, self.call, self.places_T, self.all_tokens)
         if stats_RKT.shape[0] > 1 and not torch.compiler.is_compiling():
-            check_exchange(stats_RKT, self.asked, self.call, self.words())
+            check_exchange(stats_RKT, self.asked, self.call, self.words)
         return stats_RKT
 
     def parts(self, stats_Kt: Tensor, own_KT: Tensor | None, rows: slice) -> list[tuple[int, Tensor, Any]]:

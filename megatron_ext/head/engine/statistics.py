@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.fixed_bits.leaves import added, in_tree
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, statistics_rows
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, part_of, statistics_rows
 from megatron_ext.head.validation import agreement
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.head.validation.readable_values import has_values, on_host
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
 # it refused its arguments), how many columns of it are its own, the first of them, and what `agreement` says of options
@@ -67,12 +67,10 @@ def new_statistics(tokens: int, call: Call, dtype: torch.dtype, device: torch.de
     stats_KT = torch.empty(shared + more, tokens + 1, dtype=dtype, device=device)
     if call.ranks == 1:  # nothing is sent, and nobody reads that column
         return stats_KT
-    stats_KT[:shared].zero_()  # not all of them are written
+    part_of(stats_KT, slice(0, shared)).zero_()  # not all of them are written
     if more:
         stats_KT[shared:, -1] = 0
-    facts = {SIZE: call.vocab.size, COUNTED: call.vocab.counted, START: call.vocab.start}
-    for row, number in facts.items():
-        stats_KT[row, -1].fill_(number)  # on CUDA an assignment to one element is a copy that waits
+    _say(stats_KT, SIZE, call.vocab.size, call.vocab.counted, call.vocab.start)
     return stats_KT
 
 
@@ -81,10 +79,19 @@ def sign(
 ) -> None:
     """Makes `stats_KT` say what options and labels it is of."""
     if call.ranks > 1 and has_values(stats_KT):
-        stats_KT[OPTIONS, -1].fill_(agreement.of_options(words()))
-        number = agreement.of_labels(ids, places_T)
+        _say(stats_KT, OPTIONS, agreement.of_options(words()), agreement.of_labels(ids, places_T))
+
+
+def _say(stats_KT: Tensor, first: int, *numbers: int | Tensor) -> None:
+    """Writes numbers to the last column, from row `first` on."""
+    if on_host(stats_KT):
+        stats_KT[first : first + len(numbers), -1] = torch.tensor(numbers, dtype=stats_KT.dtype)
+        return
+    for row, number in enumerate(numbers, first):
         if isinstance(number, Tensor):
-            stats_KT[LABELS, -1].copy_(number)
+            stats_KT[row, -1].copy_(number)
+        else:
+            stats_KT[row, -1].fill_(number)  # on CUDA an assignment of a number is a copy that waits
 
 
 def exchange(stats_KT: Tensor, call: Call, places_T: Tensor | None = None, tokens: int | None = None) -> Tensor:
@@ -128,9 +135,11 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
     peaks_RT = stats_RKT[:, MAX]
     largest = peaks_RT.amax(0)
     reference = _finite(largest)
-    # Below the common maximum by this much; a shard without a finite column weighs nothing, at any distance.
-    below_RT = (peaks_RT - reference).where(peaks_RT > -torch.inf, 0.0)
-    weight_RT = below_RT.exp().where(peaks_RT > -torch.inf, 0.0)
+    # Below the common maximum by this much; a shard without a finite column weighs nothing.
+    below_RT = peaks_RT - reference
+    weight_RT = below_RT.exp()
+    if call.mean or call.expected:
+        below_RT = below_RT.where(peaks_RT > -torch.inf, 0.0)  # and adds nothing, at any distance
 
     total = added(stats_RKT[:, SUM_EXP] * weight_RT, call)
     total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN

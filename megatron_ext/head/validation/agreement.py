@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.head.validation.readable_values import has_values, on_host
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
 _MASK = (1 << 23) - 1
@@ -33,7 +33,7 @@ def of_options(words: str) -> int:
 
 
 def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor | int:
-    """A number, int64 without dims, for ids `[T]` or `[T, N]`, whatever their order in memory; 0 of none.
+    """A number for ids `[T]` or `[T, N]`, whatever their order in memory; 0 of none. On CUDA it is int64 without dims.
 
     `places_T`: where the tokens are in the order that all ranks know, if they are in another one.
     """
@@ -43,7 +43,10 @@ def of_labels(ids: Sequence[Tensor], places_T: Tensor | None = None) -> Tensor |
         if x.dim() == 2:
             places = places.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)
         sums.append(scrambled(torch.add(x, places, alpha=_MULTIPLIER)).sum())
-    return _odd(reduce(torch.add, sums)) if sums else 0
+    if not sums:
+        return 0
+    total = reduce(torch.add, sums)
+    return _odd(total.item() if on_host(total) else total)
 
 
 def scrambled(x: Tensor) -> Tensor:

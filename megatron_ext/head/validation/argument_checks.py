@@ -5,6 +5,7 @@ several ranks the caller announces them in the exchange that the call makes anyw
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron_ext.head.validation.readable_values import (
     all_within,
     check_plain,
     has_values,
+    on_host,
     raise_unless,
 )
 
@@ -308,10 +310,29 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str =
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
-    size_R, counted_R, start_R = (stats_RKT[:, row, -1] for row in (SIZE, COUNTED, START))
+    said_RN = stats_RKT[:, : LABELS + 1, -1]
+    if on_host(said_RN):
+        said = [tuple(each) for each in said_RN.tolist()]
+        if len(said[0]) > LABELS and len({each[LABELS] for each in said}) == 1:
+            said = [(*each[:LABELS], 0.0) for each in said]  # alike: which labels they are is no matter
+        _check_said_on_host(tuple(said), words)
+    else:
+        _check_said(said_RN, words)
+    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, call)
+
+
+@lru_cache(maxsize=256)
+def _check_said_on_host(said: tuple[tuple[float, ...], ...], words: str) -> None:
+    """The same, of numbers on the host: what ranks say call after call is looked at once."""
+    _check_said(torch.tensor(said, dtype=torch.float64), words)
+
+
+def _check_said(said_RN: Tensor, words: str) -> None:
+    """Of `check_exchange` what the last column of statistics, from its first row on, shows."""
+    size_R, counted_R, start_R = (said_RN[:, row] for row in (SIZE, COUNTED, START))
     raise_unless((size_R != REFUSED).all(), REFUSAL)
-    if stats_RKT.shape[1] > LABELS:
-        check_agreement(stats_RKT[:, OPTIONS : LABELS + 1, -1], words)
+    if said_RN.shape[1] > LABELS:
+        check_agreement(said_RN[:, OPTIONS : LABELS + 1], words)
     stop_R, size = start_R + counted_R, size_R[0]
     begin_RR, end_RR = torch.maximum(start_R, start_R.unsqueeze(1)), torch.minimum(stop_R, stop_R.unsqueeze(1))
     common_RR = (end_RR - begin_RR).clamp_(min=0)  # columns of each two shards: of one with itself, all of them
@@ -320,7 +341,6 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str =
         "vocab: the shards of the ranks of tp_group must cover one vocabulary once, and agree on its size; pass "
         "vocab=VocabShard(start, stop, size) on each rank, or shards of equal width without it",
     )
-    check_apart(stats_RKT[:, MAX : SUM_EXP + 1, :-1], labels_T, call)
 
 
 def check_agreement(numbers_R2: Tensor, words: str) -> None:
@@ -352,6 +372,8 @@ def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
     look like that, unless all tokens are alike (a weight of zeros), or the shards hold the same rows in another order.
     """
     if not has_values(sums_RKT) or sums_RKT.shape[2] == 0:
+        return
+    if on_host(sums_RKT) and call.largest is None and not torch.equal(sums_RKT[1:], sums_RKT[:-1]):
         return
     differ = sums_RKT != sums_RKT[:1]
     if call.largest is None:

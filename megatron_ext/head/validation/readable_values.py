@@ -19,6 +19,12 @@ def has_values(x: Tensor) -> bool:
     return not is_fake(x) if wrapped or type(x) not in _PLAIN else True
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether values of `x` can be read without waiting for a device: numbers of Python's cost less then than operators
+    on a few."""
+    return not x.is_cuda and has_values(x)
+
+
 def all_within(ids: Tensor, size: int) -> bool:
     """Whether all are known to be in [0, size): of those on CUDA nothing is, which would wait for the device."""
     if ids.is_cuda or not ids.numel():

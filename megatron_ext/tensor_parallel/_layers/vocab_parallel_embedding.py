@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.readable_values import all_within, has_values, raise_if
+from megatron_ext.head.validation.readable_values import all_within, has_values, on_host, raise_if
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, option
@@ -99,23 +99,24 @@ class VocabParallelEmbedding(ShardedLayer):
         elif alone:
             output = self._look_up(input_, weight)
         else:
-            owned = self.vocab.owns(input_)
-            output = self._look_up((input_ - self.vocab_start_index).where(owned, 0), weight)
-            output = output.masked_fill_(~owned.unsqueeze(-1), 0)
+            rows = input_ - self.vocab_start_index
+            elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
+            output = self._look_up(rows.masked_fill(elsewhere, 0), weight)
+            output = output.masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             output = reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
         elif not alone:
             output = reduce_from_tensor_model_parallel_region(output, group=self.tp_group)
         if fault is not None:
             raise fault
-        if not alone and has_values(output) and not output.is_cuda and output.numel():
+        if not alone and on_host(output) and output.numel():
             # What a rank sends that was given wrong ids: infinity, for every number of every token.
-            told = output.detach().reshape(-1, self.embedding_dim)[0] == torch.inf
-            raise_if(
-                told.all(),
-                f"input_ holds a token id outside [0, {self.num_embeddings}) on another rank of tp_group: all its "
-                f"ranks must be given the same token ids; broadcast the batch over the group",
-            )
+            numbers = output.detach().reshape(-1)
+            if numbers[0].item() == torch.inf and (numbers == torch.inf).all():
+                raise ValueError(
+                    f"input_ holds a token id outside [0, {self.num_embeddings}) on another rank of tp_group: all its "
+                    f"ranks must be given the same token ids; broadcast the batch over the group",
+                )
         return output
 
     def _look_up(self, rows: Tensor, weight: Tensor) -> Tensor:
