@@ -8,7 +8,6 @@ _USER_BUFFERS = "user buffers (tp_comm_overlap)"
 _NVSHMEM = "NVSHMEM"
 _NVFP4 = "NVFP4"
 _GROUPED = "tensors that hold a group of experts in one piece, which need compute capability 10"
-_SCALED_ACTIVATIONS = "activations with a factor for each row"
 _NEWTON_SCHULZ = "cuSolverMp's Newton-Schulz iteration"
 _PARAMETERS = "FP8 parameters that are blockwise or MXFP8 in the distributed optimizer (fp8_param_gather)"
 
@@ -43,11 +42,6 @@ _SINCE_2_20 = {
         "te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor splits_to_offsets "
         "splits_to_offsets_multi group_scaled_swiglu group_scaled_clamped_swiglu"
     ),
-    _SCALED_ACTIVATIONS: (
-        "scaled_swiglu scaled_situglu scaled_clamped_swiglu scaled_srelu scaled_dswiglu scaled_dsituglu "
-        "scaled_clamped_dswiglu scaled_dsrelu"
-    ),
-    "SiTU-GLU": "situglu dsituglu",
     _NEWTON_SCHULZ: "newton_schulz cusolvermp_ctx_create cusolvermp_ctx_destroy",
     "attention in FP8": "multi_tensor_transpose_to_bhsd multi_tensor_pad_last_dim",
     "scales in the order of the GPU's products": (

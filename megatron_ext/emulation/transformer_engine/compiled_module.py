@@ -7,6 +7,7 @@ from megatron_ext.emulation.transformer_engine import absent, activations, devic
 from megatron_ext.emulation.transformer_engine.attention import fused, packed_sequences, rope, softmax
 from megatron_ext.emulation.transformer_engine.experts import permutation, router
 from megatron_ext.emulation.transformer_engine.quantisation import scales, tensors
+from megatron_ext.emulation.transformer_engine.since_2_20 import activations as new_activations
 from megatron_ext.emulation.transformer_engine.since_2_20 import attention as new_attention
 from megatron_ext.emulation.transformer_engine.since_2_20 import enums as new_enums
 from megatron_ext.emulation.transformer_engine.since_2_20 import routers as new_routers
@@ -14,7 +15,7 @@ from megatron_ext.emulation.transformer_engine.since_2_20 import tensors as new_
 
 NAME = "transformer_engine_torch"
 _WHOLE_FILES = (device, enums, fused, gemm, norms, optimizers, packed_sequences, permutation, rope, router, softmax)
-_SINCE_2_20 = (new_attention, new_enums, new_routers, new_tensors)
+_SINCE_2_20 = (new_activations, new_attention, new_enums, new_routers, new_tensors)
 _OF_TENSORS = "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize fp8_transpose swap_first_dims"
 _OF_SCALES = (
     "compute_amax fused_amax_and_scale_update_after_reduction multi_tensor_compute_scale_and_scale_inv "
@@ -30,7 +31,7 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
         names.update(_made_in(file))
     for file, some in (tensors, _OF_TENSORS), (scales, _OF_SCALES):
         names.update({name: getattr(file, name) for name in some.split()})
-    names.update(activations.functions(version))
+    names.update(activations.functions())
     if version >= (2, 20):
         for file in _SINCE_2_20:
             names.update(_made_in(file))

@@ -159,6 +159,68 @@ def test_glu():
     torch.testing.assert_close(new.dglu(grad, x.detach(), None), x.grad)
 
 
+def interleaved(x, size):
+    """Both halves of the columns of x, in turns of `size`."""
+    return torch.stack([half.unflatten(-1, (-1, size)) for half in x.chunk(2, dim=-1)], dim=-2).flatten(-3)
+
+
+def situ(gate, linear):
+    return 2 * torch.tanh(gate / 2) * torch.sigmoid(gate) * 3 * torch.tanh(linear / 3)
+
+
+def of_gpt_oss(gate, linear):
+    gate, linear = gate.clamp(max=2.0), linear.clamp(-2.0, 2.0)
+    return gate * torch.sigmoid(1.5 * gate) * (linear + 0.5)
+
+
+def test_situglu():
+    x, grad = 3 * numbers(5, 8, seed=0), numbers(5, 4, seed=1)
+    leaf = x.clone().requires_grad_()
+    expected = situ(*leaf.chunk(2, dim=-1))
+    expected.backward(grad)
+    torch.testing.assert_close(new.situglu(x, None, 2.0, 3.0), expected.detach())
+    torch.testing.assert_close(new.dsituglu(grad, x, None, 2.0, 3.0), leaf.grad)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize(
+    "name,options,function",
+    [
+        ("swiglu", (), lambda gate, linear: F.silu(gate) * linear),
+        ("clamped_swiglu", (2.0, 1.5, 0.5), of_gpt_oss),
+        ("situglu", (2.0, 3.0), situ),
+    ],
+)
+def test_gated_activations_with_a_factor_for_each_row(name, options, function, size):
+    x, grad, scales = 3 * numbers(2, 5, 8, seed=0), numbers(2, 5, 4, seed=1), numbers(2, 5, seed=2)
+    leaf, factors = x.clone().requires_grad_(), scales.clone().requires_grad_()
+    expected = function(*leaf.chunk(2, dim=-1)) * factors[..., None]
+    expected.backward(grad)
+    given, want = (interleaved(one, size) if size else one for one in (x, leaf.grad))
+    start, _, end = name.rpartition("_")
+    forward = getattr(new, f"scaled_{name}")
+    backward = getattr(new, f"scaled_{start}_d{end}" if start else f"scaled_d{end}")
+    torch.testing.assert_close(forward(given, scales, None, *options, size), expected.detach())
+    dx, dscales = backward(grad, given, scales, None, *options, size, True)
+    torch.testing.assert_close(dx, want)
+    torch.testing.assert_close(dscales, factors.grad)
+    without = backward(grad, given, scales, None, *options, size, False)
+    assert torch.equal(without[0], dx)
+    assert without[1] is None
+
+
+def test_squared_relu_with_a_factor_for_each_row():
+    """In 16 bits: each result has the dtype of what it belongs to, rounded once."""
+    x, grad, scales = numbers(5, 4, seed=0).bfloat16(), numbers(5, 4, seed=1).bfloat16(), numbers(5, seed=2)
+    leaf, factors = x.float().requires_grad_(), scales.clone().requires_grad_()
+    expected = F.relu(leaf).square() * factors[:, None]
+    expected.backward(grad.float())
+    assert torch.equal(new.scaled_srelu(x, scales, None), expected.detach().bfloat16())
+    dx, dscales = new.scaled_dsrelu(grad, x, scales, None, True)
+    assert torch.equal(dx, leaf.grad.bfloat16())
+    torch.testing.assert_close(dscales, factors.grad)
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_cross_entropy(mean):
     """A mean is over the tokens that are not ignored."""
