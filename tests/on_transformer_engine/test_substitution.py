@@ -46,6 +46,27 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
 
 
 @ranks(1)
+def test_a_tracker_that_was_asked_for_before_is_seeded_by_default():
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker as stock_initialize
+
+    def draws(initialize):
+        initialize(use_te_rng_tracker=True, force_reset=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(5)
+        assert tensor_parallel.is_graph_safe_cuda_rng_tracker(tensor_parallel.get_cuda_rng_tracker())
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
+
+    with model_parallel():
+        try:
+            expected = draws(stock_initialize)
+            with ours_everywhere():
+                assert torch.equal(draws(tensor_parallel.random.initialize_rng_tracker), expected)
+        finally:
+            tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+
+
+@ranks(1)
 def test_settings_of_fp8_are_found_where_they_live_now():
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)

@@ -168,8 +168,28 @@ def test_the_trackers_options_hold():
         random.initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True, device="cpu")
         assert random.get_cuda_rng_tracker() is not tracker
         assert random.get_cuda_rng_tracker().use_cudagraphable_rng  # a plain question says nothing about the kind
-        with pytest.raises(ValueError, match="force_reset"):
-            random.initialize_rng_tracker()
+
+
+@GRAPH_SAFE
+def test_seeding_by_default_takes_the_tracker_that_there_is(graph_safe):
+    """What is False is not asked for."""
+    with no_tracker():
+        random.initialize_rng_tracker(use_cudagraphable_rng=graph_safe, device="cpu")
+        tracker = random.get_cuda_rng_tracker()
+        for _ in range(2):
+            random.model_parallel_cuda_manual_seed(1, tp_rank=0, ep_rank=0, etp_rank=0)
+            assert random.get_cuda_rng_tracker() is tracker
+            with tracker.fork():
+                assert torch.equal(torch.rand(4), drawn(1 + 2718, 4)[0])
+
+
+def test_a_tracker_without_streams_does_not_do_for_training():
+    with no_tracker():
+        random.initialize_rng_tracker(inference_rng_tracker=True, device="cpu")
+        for ask in random.initialize_rng_tracker, lambda: random.model_parallel_cuda_manual_seed(1):
+            with pytest.raises(ValueError, match=r"'inference_rng_tracker': True.* pass force_reset=True"):
+                ask()
+        assert random.get_cuda_rng_tracker() is random.get_cuda_rng_tracker(inference_rng_tracker=True)
 
 
 def test_all_states_are_the_trackers_own():

@@ -1,7 +1,8 @@
 """This process's RNG tracker, and all of its generator states saved and restored together.
 
 Whoever draws, seeds or recomputes asks `get_cuda_rng_tracker()`. The tracker is made at the first call and stays.
-Asking for another kind later is an error: part of the program would go on with streams that the rest no longer sees.
+Asking later for what it does not have is an error: part of the program would go on with streams that the rest no longer
+sees.
 """
 
 import contextlib
@@ -48,7 +49,10 @@ def initialize_rng_tracker(
     *,
     device: Device | None = None,
 ) -> None:
-    """Make this process's RNG tracker. Called again with the same arguments it changes nothing.
+    """Make this process's RNG tracker. Called again it changes nothing; what is asked for has to be there then.
+
+    False asks for nothing, so that seeding by default keeps a tracker that was made with options. But where
+    `inference_rng_tracker` is False, a tracker without streams does not do.
 
     Args:
         use_te_rng_tracker: Transformer Engine's tracker (CUDA, graph-safe) instead of ours.
@@ -58,13 +62,14 @@ def initialize_rng_tracker(
         device: Whose generator draws; None: the current CUDA device's where the process has one, else the CPU's.
 
     Raises:
-        ValueError: there is a tracker already, made with other options.
+        ValueError: there is a tracker already, which lacks what is asked for, or is on another device.
         ImportError: Transformer Engine's tracker is asked for and missing.
     """
     kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
     if Process.tracker is not None and not force_reset:
         existing = generator_of(Process.tracker.device)
-        if kind != Process.kind or (device is not None and generator_of(device) is not existing):
+        no_streams = Process.kind.inference_rng_tracker and not kind.inference_rng_tracker
+        if no_streams or _lacks(kind) or (device is not None and generator_of(device) is not existing):
             raise ValueError(
                 f"the RNG tracker was made with {Process.kind._asdict()} on {existing.device}; now "
                 f"{kind._asdict()} on {device or existing.device} is asked for, while its streams may be in use: ask "
@@ -80,6 +85,11 @@ def initialize_rng_tracker(
     Process.kind = kind
 
 
+def _lacks(kind: Kind) -> bool:
+    """Whether the tracker that there is was made without something that is asked for."""
+    return any(asked and not has for asked, has in zip(kind, Process.kind, strict=True))
+
+
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False,
     inference_rng_tracker: bool = False,
@@ -93,7 +103,7 @@ def get_cuda_rng_tracker(
         ValueError: something is asked for that the existing tracker does not have.
     """
     kind = Kind(bool(use_te_rng_tracker), bool(inference_rng_tracker), bool(use_cudagraphable_rng))
-    if Process.tracker is None or any(asked and not has for asked, has in zip(kind, Process.kind, strict=True)):
+    if Process.tracker is None or _lacks(kind):
         initialize_rng_tracker(*kind)
     return Process.tracker
 
