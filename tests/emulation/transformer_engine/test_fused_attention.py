@@ -105,8 +105,8 @@ def test_whole_sequences(order, mask, what):
 
 @pytest.mark.parametrize("gap", [0, 2], ids=["packed", "padded"])
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_packed_sequences(gap, causal):
-    lengths = [5, 1, 7]
+@pytest.mark.parametrize("lengths", [[5, 1, 7], [5, 0, 7], [0, 0, 0]], ids=["three", "two", "none"])
+def test_packed_sequences(gap, causal, lengths):
     ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     starts = ends + gap * torch.arange(4, dtype=torch.int32)
     total = int(starts[-1])

@@ -163,7 +163,8 @@ def fused_attn_bwd(
 def _forward(pack: Pack, rules: Rules, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, largest score of each row, and the sum of exponentials less it, `[B, H, S, 1]`."""
     scores = mask_and_bias(pack, rules)
-    top = scores.amax(-1, keepdim=True)
+    # A packed sequence may be empty: CUDA graphs are captured with lengths of 0.
+    top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
     if rules.has_offset:
         sink = rules.sink(scores)
         top = torch.maximum(top, sink)
