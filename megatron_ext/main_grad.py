@@ -5,13 +5,11 @@ accumulation fusion a layer's backward adds its weight gradient there itself, sa
 `weight.grad_added_to_main_grad = True`, and returns a dummy gradient so that autograd's hooks still fire: zeros where
 `weight.zero_out_wgrad` is set (a weight that two layers share), uninitialised memory elsewhere.
 
-On GPUs Apex's kernels do the addition where they are installed, and Transformer Engine lends the dummy where it is
-imported, as in Megatron; PyTorch does both elsewhere, with as many matmuls.
+PyTorch does the addition, in one matmul as Apex's kernels. On GPUs Transformer Engine lends the dummy where it is
+imported, as in Megatron.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
 from megatron_ext import cpu_products
-from megatron_ext.optional_packages import optional_module
 
 # torch before 2.13 cannot trace a product that is added with `out_dtype`.
 _FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"
@@ -46,10 +43,7 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
     On CUDA 16-bit operands go through one GEMM with fp32 output; on CPU, which has no such GEMM, the 16-bit product is
     rounded once and added in `out`'s dtype.
     """
-    kernel = _apex_kernel(out_ND, left_TN, right_TD)
-    if kernel is not None:
-        kernel(right_TD, left_TN, out_ND)
-    elif left_TN.dtype == out_ND.dtype:
+    if left_TN.dtype == out_ND.dtype:
         cpu_products.mm(left_TN.t(), right_TD, out_ND, added=out_ND)
     elif left_TN.is_cuda and out_ND.dtype == torch.float32:
         if torch.compiler.is_compiling() or (is_fake(out_ND) and not _FAKES_SUMS):
@@ -58,21 +52,6 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
             torch.addmm(out_ND, left_TN.t(), right_TD, out_dtype=torch.float32, out=out_ND)
     else:
         out_ND.add_(cpu_products.mm(left_TN.t(), right_TD))
-
-
-def _apex_kernel(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """Apex's kernel for these tensors, or None: it reads them as rows without gaps, where PyTorch takes any strides."""
-    if not out_ND.is_cuda or torch.compiler.is_compiling() or _apex() is None:
-        return None
-    if not all(tensor.is_contiguous() for tensor in (out_ND, left_TN, right_TD)):
-        return None
-    if out_ND.dtype == torch.float32:
-        return _apex().wgrad_gemm_accum_fp32
-    return _apex().wgrad_gemm_accum_fp16 if out_ND.dtype == left_TN.dtype and out_ND.itemsize == 2 else None
-
-
-def _apex() -> Any:
-    return optional_module("fused_weight_gradient_mlp_cuda", instead="PyTorch adds weight gradients into main_grad")
 
 
 def promise(weight: Tensor) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_ext.sequence.context_parallel_buffers import sharded
-from megatron_ext.sequence.thd import check_shapes, partition_indices, stack_lines, to_thd
-from megatron_ext.sequence.zigzag import demand
+from megatron_ext.sequence.thd import check_shapes, stack_lines, to_thd
+from megatron_ext.sequence.zigzag import demand, thd_partition_indices
 
 _ROTATE_METHODS = (None, "allgather", "alltoall")
 _REQUIRED = ("input_ids", "labels", "seq_lens", "seq_lens_padded")
@@ -259,7 +259,7 @@ def _shard_thd_chunk_for_te(
     padding_mask = batch.get("padding_mask")
     per_token["padding_mask"] = batch["input_ids"] == padding_token_id if padding_mask is None else padding_mask
     if cp_mesh is not None and cp_mesh.size() > 1:
-        index = partition_indices(known, batch["input_ids"].shape[0], cp_mesh.size(), cp_mesh.get_local_rank())
+        index = thd_partition_indices(known, batch["input_ids"].shape[0], cp_mesh.size(), cp_mesh.get_local_rank())
         per_token = {name: x.index_select(0, index) for name, x in per_token.items()}
     return per_token | {
         "cu_seqlens": cu_seqlens.to(torch.int32),

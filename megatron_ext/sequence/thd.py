@@ -1,4 +1,4 @@
-"""Batches of padded, packed rows ("BSHD") as one line of documents ("THD"), and which of its tokens a rank holds.
+"""Batches of padded, packed rows ("BSHD") as one line of documents ("THD").
 
 Suffixes: B rows, S places of a row, N documents of a row (filled up with a sentinel), T = B * S places of the line,
 E documents of the line.
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.optional_packages import optional_module
-from megatron_ext.sequence.zigzag import check_cu_seqlens, demand, thd_partition_indices
+from megatron_ext.sequence.zigzag import demand, thd_partition_indices
+
+partition_indices = thd_partition_indices  # its name in this module
 
 
 def check_shapes(batch: Mapping[str, Tensor]) -> None:
@@ -67,21 +68,6 @@ def to_thd(batch: dict[str, Tensor], padding_token_id: int, sentinel: int) -> di
         "cu_seqlens": _cumulative(lengths_E),
         "cu_seqlens_padded": _cumulative(padded_E),
     }
-
-
-def partition_indices(cu_seqlens: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """`zigzag.thd_partition_indices`, by Transformer Engine's own kernel where it is installed and the tensor on CUDA.
-
-    Raises:
-        ValueError: as there. Of all that Transformer Engine itself demands int32 alone, which it is given.
-    """
-    if cu_seqlens.is_cuda:
-        slower = "PyTorch finds the places of packed tokens, in several kernels"
-        engine = optional_module("transformer_engine_torch", after="transformer_engine", instead=slower)
-        if engine is not None:
-            check_cu_seqlens(cu_seqlens, total, multiple=2 * ranks, argument="cu_seqlens_padded")
-            return engine.thd_get_partitioned_indices(cu_seqlens.to(torch.int32), total, ranks, rank)
-    return thd_partition_indices(cu_seqlens, total, ranks, rank)
 
 
 def stack_lines(lines: list[dict[str, Any]], sentinel: int) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """Ours beside Transformer Engine's: its RNG tracker through a substitution, and its functions where they are now."""
 
 import warnings
-from unittest import mock
 
 import torch
 
-from megatron_ext.sequence.thd import partition_indices
 from megatron_ext.sequence.zigzag import thd_partition_indices
 from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
 from tests.gpt import model_parallel, ours_everywhere
@@ -78,15 +76,10 @@ def test_settings_of_fp8_are_found_where_they_live_now():
 
 
 @ranks(1)
-def test_places_of_packed_tokens_are_transformer_engines_also_of_int64_lengths():
+def test_places_of_packed_tokens_are_transformer_engines():
     import transformer_engine_torch as engine
 
-    class OnCuda(torch.Tensor):
-        is_cuda = True
-
     cu_seqlens = torch.tensor([0, 8, 24])
-    with mock.patch.object(engine, "thd_get_partitioned_indices", wraps=engine.thd_get_partitioned_indices) as theirs:
-        for rank in range(2):
-            found = partition_indices(cu_seqlens.as_subclass(OnCuda), 24, 2, rank)
-            assert torch.equal(found.as_subclass(torch.Tensor), thd_partition_indices(cu_seqlens, 24, 2, rank))
-    assert [call.args[0].dtype for call in theirs.call_args_list] == [torch.int32] * 2
+    for rank in range(2):
+        theirs = engine.thd_get_partitioned_indices(cu_seqlens.int(), 24, 2, rank)
+        assert torch.equal(thd_partition_indices(cu_seqlens, 24, 2, rank), theirs)

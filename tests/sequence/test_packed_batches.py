@@ -1,19 +1,11 @@
 """Packed batches of context-parallel ranks, against what a loop over documents and tokens makes of them."""
 
-import importlib
-import sys
-import types
-import warnings
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.optional_packages import optional_module
 from megatron_ext.sequence.cp_utils import _shard_thd_chunk_for_te, make_cp_batch_for_te
-from megatron_ext.sequence.thd import partition_indices
-from tests.devices import GPU
 from tests.sequence.batches import SENTINEL, expected_line, packed_batch
 
 PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
@@ -165,82 +157,3 @@ def test_a_line_made_elsewhere_is_sharded():
     assert part["max_seqlen"].tolist() == 4
     with pytest.raises(ValueError, match="no cu_seqlens: it is in rows"):
         _shard_thd_chunk_for_te({"input_ids": torch.zeros(1, 8)}, Mesh(2, 1), "thd", SENTINEL, 0)
-
-
-class OnCuda(torch.Tensor):
-    """A tensor of the CPU that passes for one of a GPU."""
-
-    is_cuda = True
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """A stand-in for Transformer Engine's compiled module, which loads after its package alone."""
-    module = types.ModuleType("transformer_engine_torch")
-    module.calls = []
-
-    def thd_get_partitioned_indices(cu_seqlens, total, ranks, rank):
-        if cu_seqlens.dtype != torch.int32:
-            raise RuntimeError("Expected scalar type Int but found Long")
-        module.calls.append((total, ranks, rank))
-        return torch.zeros(total // ranks, dtype=torch.int32, device=cu_seqlens.device)
-
-    module.thd_get_partitioned_indices = thd_get_partitioned_indices
-
-    class Importer:
-        def find_spec(self, name, path=None, target=None):
-            if name not in ("transformer_engine", module.__name__):
-                return None
-            return importlib.machinery.ModuleSpec(name, self)
-
-        def create_module(self, spec):
-            if spec.name == "transformer_engine":
-                return types.ModuleType(spec.name)
-            if "transformer_engine" not in sys.modules:
-                raise ImportError("undefined symbol: _ZN18transformer_engine")
-            return module
-
-        def exec_module(self, module):
-            pass
-
-    monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
-    for name in ("transformer_engine", "transformer_engine_torch"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    optional_module.cache_clear()
-    yield module
-    optional_module.cache_clear()
-    for name in ("transformer_engine", "transformer_engine_torch"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_transformer_engine_partitions_where_it_is_installed(engine, dtype):
-    assert partition_indices(OnCuda([0, 8]).to(dtype), 8, 2, 0).shape == (4,)
-    assert engine.calls == [(8, 2, 0)]
-
-
-def test_a_broken_transformer_engine_is_said_once_and_done_without(monkeypatch):
-    def broken(name):
-        if name == "transformer_engine":
-            raise RuntimeError("Found empty `transformer-engine` meta package installed.\nReinstall it.")
-        return importlib.__import__(name)
-
-    optional_module.cache_clear()
-    monkeypatch.setattr(importlib, "import_module", broken)
-    cu_seqlens = OnCuda([0, 8]).to(torch.int32)
-    with pytest.warns(UserWarning, match="transformer_engine is installed and cannot be loaded .RuntimeError: Found"):
-        assert partition_indices(cu_seqlens, 8, 2, 0).tolist() == [0, 1, 6, 7]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert partition_indices(cu_seqlens, 8, 2, 0).tolist() == [0, 1, 6, 7]
-    optional_module.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.rehearsed
-def test_without_transformer_engine(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformer_engine_torch", None)
-    optional_module.cache_clear()
-    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=GPU)
-    assert partition_indices(cu_seqlens, 8, 2, 0).tolist() == [0, 1, 6, 7]
-    optional_module.cache_clear()

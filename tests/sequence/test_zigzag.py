@@ -11,6 +11,7 @@ from megatron_ext.sequence.zigzag import (
     thd_partition_indices,
     zigzag_positions,
 )
+from tests.devices import GPU
 from tests.ranks import ranks
 
 
@@ -71,6 +72,13 @@ def test_cu_seqlens_of_another_kind_are_refused():
     for wrong in (torch.tensor([[0, 8]]), torch.tensor([0.0, 8.0]), torch.tensor([], dtype=torch.int32)):
         with pytest.raises(ValueError, match="integers \\[documents \\+ 1\\]"):
             thd_partition_indices(wrong, 8, 2, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.rehearsed
+def test_places_of_packed_tokens_on_the_gpu():
+    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32, device=GPU)
+    assert thd_partition_indices(cu_seqlens, 8, 2, 0).tolist() == [0, 1, 6, 7]
 
 
 def test_indices_need_no_values():
