@@ -49,6 +49,9 @@ _TE_USE = (
     "place (not that of fp8_output_proj); gpt_layer_spec's layers, norms and attention take TE's; a substitution "
     "leaves TE's layers where they are"
 )
+_APEX_USE = (
+    "none: our layers add weight gradients into main_grad by PyTorch's matmul; Megatron's own want Apex or TE for it"
+)
 
 
 def report() -> dict[str, Any]:
@@ -175,21 +178,22 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def engines(named: dict[str, str | None]) -> list[dict[str, Any]]:
-    """Transformer Engine, which is loaded to find out: {"name", "version", "why_not", "use"}.
+    """Transformer Engine and Apex, which are loaded to find out: {"name", "version", "why_not", "use"}.
 
-    "why_not": why it cannot be used, by us or by the Megatron-Core that is imported; None where it can. "use": what of
-    it we use, and what of ours takes the place of its own.
+    "why_not": why they cannot be used, by us or by the Megatron-Core that is imported; None where they can. "use": what
+    of theirs we use, and what of ours takes the place of theirs.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         te = why_not_importable("transformer_engine.pytorch")
+        apex = why_not_importable("fused_weight_gradient_mlp_cuda")
         if te is None:
             with contextlib.suppress(ImportError):  # no Megatron-Core, which has a section of its own
                 from megatron_ext.megatron import versions as megatron_versions
 
                 te = megatron_versions.why_not_with_transformer_engine(named["Transformer Engine"])
-    name = "Transformer Engine"
-    return [{"name": name, "version": named[name], "why_not": te, "use": _TE_USE}]
+    rows = (("Transformer Engine", te, _TE_USE), ("Apex", apex, _APEX_USE))
+    return [{"name": name, "version": named[name], "why_not": why, "use": use} for name, why, use in rows]
 
 
 def self_test() -> dict[str, Any]:
@@ -256,7 +260,7 @@ def screen(found: dict[str, Any]) -> str:
     lines += ["", "Ways into other frameworks", *_of_ways(found["frameworks"])]
     lines += ["", "Kernels and fusions"]
     lines += [f"  {'on ' if k['active'] else 'off'} {k['name']:<34}{k['why']}" for k in found["kernels"]]
-    lines += ["", "Transformer Engine, which is optional"]
+    lines += ["", "Transformer Engine and Apex, both optional"]
     for engine in found["engines"]:
         version = engine["version"] or ""
         lines += [f"  {'no' if engine['why_not'] else 'ok'} {engine['name']} {version}".rstrip()]

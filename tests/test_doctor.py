@@ -175,7 +175,7 @@ def engine(monkeypatch, te, version="2.20.2"):
         return te() if name.startswith("transformer_engine") else real(name, *args)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
-    return doctor.engines({"Transformer Engine": version})[0]
+    return doctor.engines({"Transformer Engine": version, "Apex": None})[0]
 
 
 def raising(error):
