@@ -10,16 +10,17 @@ Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S)
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.dtensor.decoder import embedding, import_transformers, text_model
+from megatron_ext.dtensor.input.sequence_arguments import SequenceArguments, SequenceLayout
+from megatron_ext.dtensor.input.token_ids import Refusal, refuse_later, tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD
-from megatron_ext.dtensor.sequence_arguments import SequenceArguments, SequenceLayout
 from megatron_ext.head.batch_invariance import attention_kernels
-from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"
@@ -102,6 +103,7 @@ def attention(
             dropout=dropout,
             softcap=softcap,
             sinks=s_aux.to_local() if isinstance(s_aux, DTensor) else s_aux,
+            fault=sequence_layout.refusal.fault,
         )
     if packing is not None and batch > 1:
         return out.view(batch, tokens, heads, -1), None
@@ -183,43 +185,33 @@ def sequence_hook(model: nn.Module) -> SequenceArguments | None:
 
 
 def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-    tokens = args[0] if args else kwargs.get("input_ids")
-    if tokens is not None and "sequence_layout" not in kwargs:
-        check_token_ids(module, tokens)
     hook: SequenceArguments = module.__dict__[_HOOK]
+    tokens, refusal = args[0] if args else kwargs.get("input_ids"), Refusal()
+    if tokens is not None and "sequence_layout" not in kwargs:
+        args, kwargs = _check_token_ids(embedding(module), tokens, refusal, hook.cp_group, args, kwargs)
     # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
     takes_labels = OWN_FORWARD in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
-    changed = hook(args, {name: x for name, x in kwargs.items() if name not in labels})
+    changed = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)
     return None if changed is None else (changed[0], changed[1] | labels)
 
 
-def check_token_ids(model: nn.Module, tokens: Tensor) -> None:
-    """Raises what `token_id_fault` finds."""
-    fault = token_id_fault(model, tokens)
-    if fault is not None:
-        raise fault
-
-
-def token_id_fault(model: nn.Module, tokens: Tensor) -> ValueError | None:
-    """Whether a token id has no row in `model`'s embedding; on CUDA the device stops then.
-
-    torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
-    """
-    rows = embedding(model).weight.shape[0]
-    if tokens.numel() == 0 or not has_values(tokens):
-        return None
-    smallest, largest = tokens.aminmax()
-    found = "" if tokens.is_cuda else f" ({smallest.item()} to {largest.item()})"
-    try:
-        raise_if(
-            (smallest < 0) | (largest >= rows),
-            f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
-            f"embedding; use the tokenizer that belongs to the model, and a real token for padding",
-        )
-    except ValueError as fault:
-        return fault
-    return None
+def _check_token_ids(
+    rows: Any, tokens: Tensor, refusal: Refusal, cp_group: Group, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments; with other tokens, where the embedding `rows` lacks theirs and other ranks must hear of it."""
+    alone = group_size(cp_group) == 1
+    if alone and tells_of_token_ids(rows):
+        return args, kwargs
+    refusal.fault = token_id_fault(rows.weight.shape[0], tokens)
+    if alone and refusal.fault is not None:
+        raise refusal.fault
+    if not alone:
+        refuse_later(rows, refusal)
+    if refusal.fault is None:
+        return args, kwargs
+    any_tokens = torch.zeros_like(tokens)
+    return ((any_tokens, *args[1:]), kwargs) if args else (args, kwargs | {"input_ids": any_tokens})
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ext.distributed.groups import group_size
-from megatron_ext.dtensor.attention import sequence_hook, token_id_fault
-from megatron_ext.dtensor.decoder import require_model
+from megatron_ext.dtensor.attention import sequence_hook
+from megatron_ext.dtensor.decoder import embedding, require_model
+from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.output.hidden_states_or_logits import KNOWN, LOGITS, Read, read_out
 from megatron_ext.head import (
     LmHead,
@@ -302,10 +303,11 @@ def _on_whole_sequences(
     cp_group, slices = (None, 1) if hook is None else (hook.cp_group, hook.slices)
     _check(tokens_BS, given, attention_mask, cu_seqlens)
     labels_BS = given.targets(tokens_BS, attention_mask, cu_seqlens)
-    fault = token_id_fault(model, tokens_BS)
-    if fault is not None:
-        if hook is None or (group_size(cp_group) == 1 and not hook.logits_in_shards):
-            raise fault
+    rows = embedding(model)
+    fault = token_id_fault(rows.weight.shape[0], tokens_BS)
+    if fault is not None and group_size(cp_group) == 1 and not tells_of_token_ids(rows):
+        raise fault
+    if fault is not None and group_size(cp_group) > 1:
         # The other ranks may have been given the right ones, and wait in the model. Here it runs too, with any tokens,
         # and the head refuses the labels, which tells them.
         tokens_BS = torch.zeros_like(tokens_BS)

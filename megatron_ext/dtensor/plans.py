@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_ext.dtensor.decoder import output_head_path, text_model, text_model_path
 from megatron_ext.dtensor.experts import ExpertsByColumn, ExpertsByExpert, column_layout
+from megatron_ext.dtensor.input.token_ids import EmbeddingRows
 from megatron_ext.dtensor.layers import (
     ParallelSizes,
     Plan,
@@ -108,7 +109,12 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
 def _check_modules(model: nn.Module, plan: Plan) -> None:
     """Raises ValueError where a style stands for a module that torch cannot cut, which it says when others are cut."""
     for path, style in plan.items():
-        if type(style) not in (ColwiseParallel, RowwiseParallel, FusedColwise):  # a user's own may cut other modules
+        if type(style) not in (
+            ColwiseParallel,
+            RowwiseParallel,
+            FusedColwise,
+            EmbeddingRows,
+        ):  # a user's own may cut other modules
             continue
         for name, module in _matching(model, path):
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -144,7 +150,7 @@ def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
     text, head = text_model_path(model), output_head_path(model)
     prefix = f"{text}." if text else ""
     plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
-    plan[f"{prefix}embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout.stream)
+    plan[f"{prefix}embed_tokens"] = EmbeddingRows(input_layouts=Replicate(), output_layouts=layout.stream)
     plan[head] = _head_style(model.get_submodule(head), layout.tp, layout.stream)
     return plan
 
@@ -192,7 +198,7 @@ def translate_parallel_style(style: str) -> ParallelStyle:
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: EmbeddingRows(input_layouts=Replicate()),
         "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
         # A norm of q or k over each head's channels, whose heads lie on several ranks.
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -223,7 +229,7 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
         # Of experts, transformers names the parameters too; our styles look after them.
         if style != "replicate" and name.rpartition(".")[0] not in stacks
     }
-    plan.setdefault(f"{prefix}embed_tokens", RowwiseParallel(input_layouts=Replicate()))
+    plan.setdefault(f"{prefix}embed_tokens", EmbeddingRows(input_layouts=Replicate()))
     plan[head] = _head_style(model.get_submodule(head), ranks, Replicate())
     return plan
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.sequence.host_values import HostMemo
-from megatron_ext.sequence.zigzag import gather_parts, merge_zigzag
+from megatron_ext.sequence.zigzag import REFUSED, demand, gather_parts, merge_zigzag
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def attend(
     dropout: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    fault: ValueError | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v over the keys that each query sees. Differentiable in q, k and v.
 
@@ -124,6 +125,7 @@ def attend(
         softcap: scores become `softcap * tanh(scores / softcap)`. No kernel knows it, so whole score matrices are made.
         sinks: `[H]`, for each head the score of one more key that all queries see, and whose value is 0 (attention
             sinks, OpenAI's GPT-OSS). Not together with `softcap`.
+        fault: what this rank alone refuses; the others of `cp_group` hear of it where keys and values are gathered.
 
     Returns:
         `[S, B, H, D]` (D of the values). Zeros for padding, and for a query that sees no key.
@@ -133,7 +135,7 @@ def attend(
 
     Raises:
         ValueError: shapes that do not fit each other; a mask that is not bool, does not fit or comes with packing;
-            lengths that the zigzag layout cannot split.
+            lengths that the zigzag layout cannot split; on every rank of `cp_group` the `fault` of one.
     """
     if replacing_sdpa and has_torch_function((q_SBHD, k_TBGD, v_TBGD)):
         # The mode sees that this is attention over all ranks already, and leaves the calls below alone.
@@ -152,6 +154,7 @@ def attend(
             dropout=dropout,
             softcap=softcap,
             sinks=sinks,
+            fault=fault,
         )
     ranks, rank = group_size(cp_group), group_rank(cp_group)
     _check_shapes(q_SBHD, k_TBGD, v_TBGD)
@@ -175,7 +178,9 @@ def attend(
 
     parts_RTBGD = None
     if ranks > 1:
-        parts_RTBGD = gather_parts(torch.cat([k_TBGD, v_TBGD], -1)[None], cp_group)
+        parts_RTBGD = _gathered(torch.cat([k_TBGD, v_TBGD], -1), cp_group, fault)
+    if fault is not None:
+        raise fault
     outputs = []
     q_documents = q_SBHD.split(q_places)
     # Cut once: the gradients of all documents are then joined once, where slices would add up whole tensors.
@@ -202,6 +207,16 @@ def attend(
                 outputs.append(_zeros(padding, q, k, v))
     outputs = outputs or [_zeros(0, q_SBHD, k_TBGD, v_TBGD)]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _gathered(kv_TBGD: Tensor, cp_group: Group, fault: ValueError | None) -> Tensor:
+    """`[R, T, B, G, D]` of all ranks; one with a `fault` sends infinity, and the others raise."""
+    sent = kv_TBGD if fault is None else torch.full_like(kv_TBGD, torch.inf)
+    parts = gather_parts(sent[None], cp_group)
+    if fault is None and not parts.is_cuda and parts.numel():  # on CUDA what one rank finds wrong stops its device
+        refused = (parts.detach()[:, 0, 0].flatten(1) == torch.inf).all(1)
+        demand(~refused.any(), lambda _: REFUSED, refused)
+    return parts
 
 
 @dataclass(frozen=True)

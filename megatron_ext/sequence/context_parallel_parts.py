@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.sequence.zigzag import (
+    REFUSED,
     demand,
     gather_parts,
     gather_zigzag,
@@ -15,7 +16,6 @@ from megatron_ext.sequence.zigzag import (
     thd_partition_indices,
 )
 
-_REFUSAL = "another rank of cp_group refused its arguments (its own error says which): they must fit on every rank"
 _DIFFERENT = (
     "another rank of cp_group has logits or hidden states of another number of positions, this one has {}: all ranks "
     "must have as many; pad the sequence to the same length on every rank before it is split"
@@ -97,7 +97,7 @@ def told_parts(x: Tensor, group: Group, dim: int, fault: ValueError | None, held
         return x.unsqueeze(dim)
     told = x.unflatten(dim, (ranks, positions + 1))
     more = told.detach().select(dim + 1, positions)
-    demand(~(more < 0).any(), lambda _: _REFUSAL, more)
+    demand(~(more < 0).any(), lambda _: REFUSED, more)
     same = (more == held - positions).all()
     if held > positions:
         same = same.cpu()  # the host waits: ranks that have no more do not take part in what follows

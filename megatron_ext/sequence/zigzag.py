@@ -17,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron_ext.distributed.collectives import all_gather, reduce_scatter
 from megatron_ext.distributed.groups import Group, group_size
 
+# What the other ranks say where one has a fault of its own.
+REFUSED = "another rank of cp_group refused its arguments (its own error says which): they must fit on every rank"
+
 
 def split_zigzag(x: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
     """`rank`'s part of the whole sequence `x`: its two chunks joined, `1 / ranks` of `x` along `dim`. Any dtype.

@@ -8,15 +8,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 from tests.batch_invariant_mode import fixed_calls, switched_on
-from tests.dtensor.models import STACKED, VOCAB, batch, check_gradients, error, loss_and_gradients, make, meshes
+from tests.dtensor.models import (
+    STACKED,
+    VOCAB,
+    batch,
+    check_gradients,
+    drawn,
+    error,
+    loss_and_gradients,
+    make,
+    meshes,
+)
+from tests.dtensor.models import parallelize as sharded
 from tests.dtensor.test_causal_lm import Squared, adapted, largest_logits
 from tests.ranks import ranks
 
@@ -228,6 +242,55 @@ def test_what_is_no_model_and_token_ids_out_of_range():
         ValueError, match=r"input_ids are outside of the vocabulary \(\d+ to \d+\): ids must lie in \[0, "
     ):
         use_fused_loss(make("llama"))(**given | {"input_ids": given["input_ids"] + 1000})
+
+
+BY_ROWS = {
+    "model.embed_tokens": "embedding_rowwise",
+    "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, tp, cp, options",
+    [
+        ("llama", 2, 1, {}),
+        ("gemma3", 2, 1, {"sequence_parallel": True}),
+        ("gemma3", 2, 1, {"custom_parallel_plan": BY_ROWS}),
+        ("granite", 1, 2, {}),
+    ],
+)
+@ranks(2)
+def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(kind, tp, cp, options):
+    check_ids_of_one_rank(kind, tp, cp, options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+@ranks(4)
+def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_all(kind):
+    check_ids_of_one_rank(kind, 2, 2, {"sequence_parallel": True, "activation_checkpointing": True})
+
+
+def check_ids_of_one_rank(kind, tp, cp, options):
+    """In the model's own forward, with labels or without; the first of a row or a later one; the model goes on."""
+    mesh, dp_cp = meshes(cp=cp, tp=tp)
+    plain = make(kind)
+    model = use_fused_loss(sharded(make(kind), mesh, dp_cp, **options))
+    parts, tokens = SequenceParts(mesh["cp"].get_group()), drawn(2, 8)
+    for last in (0, cp * tp - 1):
+        for place, bad in ((0, VOCAB), (2, -7)):
+            own = parts.split(tokens, 1).clone()
+            if at_fault := torch.distributed.get_rank() == last:
+                own[1, place] = bad
+            said = (
+                "input_ids are outside of the vocabulary" if at_fault else "another rank of (tp_group was|cp_group ref)"
+            )
+            for more in ({}, {"labels": tokens}) if cp == 1 else ({},):
+                with pytest.raises(ValueError, match=said):
+                    model(input_ids=own, **more)
+    logits = model(input_ids=parts.split(tokens, 1)).logits
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    assert error(parts.gather(logits, 1), plain(input_ids=tokens).logits) < 1e-5
+    assert error(causal_lm_loss(model, tokens), causal_lm_loss(plain, tokens)) < 3e-6
 
 
 def test_bits_of_a_loss_in_the_models_forward():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_ext.dtensor.attention import check_token_ids
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
+from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of, why_unknown
 from megatron_ext.dtensor.output.hidden_states_or_logits import (
     Read,
@@ -153,8 +153,10 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     asked = inputs.pop("return_dict", None)  # None, as PEFT passes it, is what the config says
     as_tuple = not (getattr(model.config, "return_dict", True) if asked is None else asked)
     text_alone = model.config.get_text_config() is model.config  # else ids may stand for images, and have no row
-    if text_alone and isinstance(tokens := given.get("input_ids"), Tensor) and embedding(model).weight.dim() == 2:
-        check_token_ids(model, tokens)
+    rows, tokens = embedding(model), given.get("input_ids")
+    looks = text_alone and rows.weight.dim() == 2 and not tells_of_token_ids(rows)
+    if looks and isinstance(tokens, Tensor) and (unknown := token_id_fault(rows.weight.shape[0], tokens)) is not None:
+        raise unknown
     head = _Catch()
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)

@@ -4,13 +4,14 @@ Suffixes: B batch, S tokens of this rank, K tokens of the whole sequence (W * S)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.dtensor.input.token_ids import Refusal
 from megatron_ext.sequence.attention import Packing
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.host_values import HostMemo
@@ -24,11 +25,13 @@ class SequenceLayout:
         cp_group: the ranks that share each sequence, in the zigzag layout.
         packing: documents that don't see each other; rows of the batch count as one sequence then, one after the other.
         hidden_BK: bool `[B, K]`, keys that nobody looks at; None: none are hidden beyond what "causal" hides.
+        refusal: what is wrong with this rank's token ids, which the first exchange of the ranks in `cp_group` says.
     """
 
     cp_group: Group = None
     packing: Packing | None = None
     hidden_BK: Tensor | None = None
+    refusal: Refusal = field(default_factory=Refusal)
 
 
 _REFUSED = {
@@ -55,7 +58,7 @@ class SequenceArguments:
     slices: int
     logits_in_shards: bool
 
-    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict] | None:
+    def __call__(self, args: tuple, kwargs: Mapping[str, Any], refusal: Refusal) -> tuple[tuple, dict] | None:
         if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
             return None
         if len(args) > 1:
@@ -94,9 +97,8 @@ class SequenceArguments:
             positions = expected
         elif cu_seqlens is None and mask is None:
             packing = self._packing_of(positions, expected, batch)
-        kwargs.update(
-            position_ids=positions, use_cache=False, sequence_layout=SequenceLayout(self.cp_group, packing, hidden_BK)
-        )
+        layout = SequenceLayout(self.cp_group, packing, hidden_BK, refusal)
+        kwargs.update(position_ids=positions, use_cache=False, sequence_layout=layout)
         return args, kwargs
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
