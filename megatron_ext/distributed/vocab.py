@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
+from megatron_ext.distributed.sizes import check_size
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,10 @@ class VocabShard:
 
     A vocabulary is often padded so that it divides by the number of ranks: a shard may reach past `size`, and those
     columns never count (they get no probability and no gradient). Shards may be uneven, and even empty.
+
+    Raises:
+        ValueError: numbers that are not whole, `0 <= start <= stop` and `size >= 1` do not hold, or (of the class's
+            functions) `group` is no process group that holds this rank.
 
     Attributes:
         start: first token id of the shard, also of a padded one.
@@ -25,10 +30,14 @@ class VocabShard:
     size: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= self.stop:
-            raise ValueError(f"vocab start {self.start}, stop {self.stop}: must satisfy 0 <= start <= stop")
-        if self.size < 1:
-            raise ValueError(f"vocab size is {self.size}: it must be at least 1; pass the true vocabulary size")
+        check_size("vocab start", self.start)
+        check_size("vocab stop", self.stop)
+        check_size("vocab size", self.size, 1)
+        if self.stop < self.start:
+            raise ValueError(
+                f"vocab start {self.start}, stop {self.stop}: must satisfy 0 <= start <= stop; pass where the shard's "
+                f"columns begin and one past the last"
+            )
 
     @classmethod
     def equal(cls, columns: int, group: Group, size: int | None = None) -> "VocabShard":
@@ -36,13 +45,15 @@ class VocabShard:
 
         `size`: the true vocabulary size where the last columns are padding; None: all columns count.
         """
-        start = columns * group_rank(group)
+        check_size("columns", columns)
+        start = columns * group_rank(check_group(group, "group"))
         return cls(start, start + columns, columns * group_size(group) if size is None else size)
 
     @classmethod
     def split(cls, size: int, group: Group) -> "VocabShard":
         """The shard of this rank when `size` token ids are split over `group`, the first ranks one longer if uneven."""
-        ranks, rank = group_size(group), group_rank(group)
+        check_size("vocab size", size, 1)
+        ranks, rank = group_size(check_group(group, "group")), group_rank(group)
         base, extra = divmod(size, ranks)
         start = rank * base + min(rank, extra)
         return cls(start, start + base + (rank < extra), size)
@@ -50,7 +61,8 @@ class VocabShard:
     @classmethod
     def chunk(cls, size: int, group: Group) -> "VocabShard":
         """The shard of this rank when DTensor or `torch.chunk` cut `size` token ids: the last ranks get less."""
-        longest = -(-size // group_size(group))
+        check_size("vocab size", size, 1)
+        longest = -(-size // group_size(check_group(group, "group")))
         start = min(longest * group_rank(group), size)
         return cls(start, min(start + longest, size), size)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -47,8 +47,8 @@ class ColumnParallelLinear(ParallelLayer):
             where it has none.
 
     Raises:
-        ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, or generalized
-            tensor parallelism has more than one rank.
+        ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, sizes are no
+            whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one rank.
     """
 
     sharded_axes: ClassVar = {"weight": 0, "bias": 0}
@@ -154,6 +154,7 @@ class ColumnParallelLinear(ParallelLayer):
                 "pass weight=, for instance the word embeddings' shard"
             )
         expected = (self.output_size_per_partition, self.input_size)
+        check_tensor("weight", own)
         if own.shape != expected:
             raise ValueError(
                 f"weight is {tuple(own.shape)}: it must be {expected}, this rank's shard of "

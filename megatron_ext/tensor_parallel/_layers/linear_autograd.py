@@ -154,11 +154,20 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
     Raises:
         ValueError: shapes, dtypes or devices don't fit; on every rank, before anything is communicated.
     """
-    check_plain("input", x)
-    check_plain("weight", weight)
+    check_tensor("input", x)
+    check_tensor("weight", weight)
     if plan.fuse_main_grad:
         main_grad.promise(weight)
     return ParallelLinear.apply(x, weight, bias, plan)
+
+
+def check_tensor(argument: str, x: Any) -> None:
+    """Raises ValueError unless `x` is a tensor, and a plain one."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{argument} is {type(x).__name__}: it must be a tensor of floating numbers; make one by torch.tensor"
+        )
+    check_plain(argument, x)
 
 
 class ParallelLinear(torch.autograd.Function):

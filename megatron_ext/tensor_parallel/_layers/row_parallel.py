@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan
+from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
@@ -38,8 +38,8 @@ class RowParallelLinear(ParallelLayer):
 
     Raises:
         ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known,
-            `config.sequence_parallel` is set for an input that is not parallel, or generalized tensor parallelism has
-            more than one rank.
+            `config.sequence_parallel` is set for an input that is not parallel, sizes are no whole numbers,
+            `init_method` or `config` is none, or generalized tensor parallelism has more than one rank.
     """
 
     sharded_axes: ClassVar = {"weight": 1}
@@ -120,6 +120,7 @@ class RowParallelLinear(ParallelLayer):
         Raises:
             ValueError: shapes, dtypes or devices don't fit.
         """
+        check_tensor("input", input_)
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
         self._mark_for_offloading(input_)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ext.distributed.groups import Group, generalized_tensor_parallel_group, group_rank, group_size
+from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel._layers.initialization import (
     InitMethod,
@@ -36,6 +37,15 @@ from megatron_ext.tensor_parallel.mappings import (
 def option(config: Any, name: str, default: Any = None) -> Any:
     """An option of Megatron's config, or of anything with some of its attributes."""
     return getattr(config, name, default)
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError for a dict, whose keys nobody would look at."""
+    if isinstance(config, Mapping):
+        raise ValueError(
+            f"config is a {type(config).__name__}: its attributes are read; pass Megatron's ModelParallelConfig, or "
+            f"types.SimpleNamespace(**config)"
+        )
 
 
 class ShardedLayer(torch.nn.Module):
@@ -70,11 +80,17 @@ class ShardedLayer(torch.nn.Module):
         is_expert: bool = False,
     ) -> Tensor | None:
         """Give the layer its `[rows, columns]` shard of a weight cut along `dim`. On CPU, gives the full weight."""
+        check_size("stride", stride, 1)
         weight = self._new_parameter(config, rows, columns)
         set_tensor_model_parallel_attributes(weight, True, dim, stride)
         self.weight = weight
         if not option(config, "perform_initialization", True):
             return None
+        if not callable(init_method):
+            raise ValueError(
+                f"init_method is {init_method!r}: it must be a function that fills a tensor in place; pass for "
+                f"instance torch.nn.init.xavier_normal_, or config.init_method of a TransformerConfig"
+            )
         if option(config, "use_cpu_initialization", False):
             rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
             return initialize_on_cpu(weight, init_method, dim, stride, rank, ranks)
@@ -83,7 +99,10 @@ class ShardedLayer(torch.nn.Module):
 
     def _new_parameter(self, config: Any, *shape: int) -> Parameter:
         device = device_for_parameters(option(config, "use_cpu_initialization", False))
-        return Parameter(torch.empty(shape, dtype=option(config, "params_dtype", torch.float32), device=device))
+        dtype = option(config, "params_dtype", torch.float32)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"config.params_dtype is {dtype!r}: it must be a floating dtype; pass torch.bfloat16, say")
+        return Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedLayer":
         """A copy with parameters of its own, attributes and all, that lives on the same ranks."""
@@ -116,6 +135,7 @@ class ParallelLayer(ShardedLayer):
 
     def _read_config(self, config: Any, group: Group, is_expert: bool, pg_collection: Any) -> None:
         self._refuse_generalized_tensor_parallelism(pg_collection, is_expert=is_expert)
+        check_config(config)
         self.config = config
         self.tp_group = group
         self.is_expert = is_expert
@@ -147,6 +167,8 @@ class ParallelLayer(ShardedLayer):
     def _share(self, argument: str, features: int) -> int:
         """This rank's share of `features`."""
         ranks = group_size(self.tp_group)
+        for name in ("input_size", "output_size"):
+            check_size(name, getattr(self, name))
         if features % ranks:
             raise ValueError(
                 f"{argument} is {features}: it must divide by the {ranks} tensor-parallel ranks; "

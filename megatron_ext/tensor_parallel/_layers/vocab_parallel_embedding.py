@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
+from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.readable_values import all_within, has_values, on_host, raise_if
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
-from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -22,7 +23,13 @@ def padded_vocab_size(vocab_size: int, tp_size: int, make_vocab_size_divisible_b
     """The smallest size of at least `vocab_size` of which each of `tp_size` ranks gets an equal share.
 
     Each share is a multiple of `make_vocab_size_divisible_by` (Megatron-LM pads to 128, for the matmul's sake).
+
+    Raises:
+        ValueError: numbers that are not whole, or too small.
     """
+    check_size("vocab_size", vocab_size)
+    check_size("tp_size", tp_size, 1)
+    check_size("make_vocab_size_divisible_by", make_vocab_size_divisible_by, 1)
     multiple = tp_size * make_vocab_size_divisible_by
     return -(-vocab_size // multiple) * multiple
 
@@ -43,8 +50,9 @@ class VocabParallelEmbedding(ShardedLayer):
         pg_collection: As of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, or
-            generalized tensor parallelism has more than one rank.
+        ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, sizes are
+            no whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one
+            rank.
     """
 
     def __init__(
@@ -61,6 +69,9 @@ class VocabParallelEmbedding(ShardedLayer):
         super().__init__()
         self._refuse_generalized_tensor_parallelism(pg_collection)
         self.tp_group = require_tensor_parallel_group(tp_group)
+        check_size("num_embeddings", num_embeddings, 1)
+        check_size("embedding_dim", embedding_dim)
+        check_config(config)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = option(config, "deterministic_mode", False)
