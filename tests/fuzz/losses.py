@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import losses, reference
 from megatron_ext.head import LmHead
 from tests.fuzz.case import Case
-from tests.fuzz.cross_entropy import group, head
+from tests.fuzz.cross_entropy import group, head, most_of_a_slice
 from tests.fuzz.draw import Draw, Vocabulary
 
 
@@ -211,27 +211,33 @@ def of_policies(draw: Draw) -> Case:
     lead = shape[::-1] if sequence_first else shape
     inputs, largest = head(draw, vocabulary, torch.float64, layout, lead)
     bend = draw.options(softcap=(None, 5.0), temperature=(1.0, 0.7))
-    skip = draw.options(skip_ignored=(False, True))
 
     def log_probs(labels: Tensor, x: Tensor = inputs[0][0], w: Tensor = inputs[1][0]) -> Tensor:
         z = reference.logits(x, w, **bend)
         return reference.log_probs(z.transpose(0, 1) if sequence_first else z, labels, vocabulary.size)
 
+    def laid(x: Any) -> Any:
+        return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
+
     rows = _rows(draw, vocabulary, log_probs, shape)
     cls, options, of_log_probs, given, named = draw.random.choice([_grpo, _grpo, _pair_loss, _kto])(draw, rows)
 
-    odds = magnified(log_probs(rows.labels), rows.weights) if cls is losses.ORPOLoss else 1.0
+    slices = draw.ranks if layout == "sequence" else 1
+    bound = most_of_a_slice(laid(rows.weights) > 0, slices) + draw.integer(0, 2)
+    skip = draw.options(skip_ignored=(False, True, bound))
+    keep = draw.options(cache=("bounded", 0, 0.3, 1, 5000, "auto"))
+    in_chunks = draw.options(chunk_tokens=(None, 1, 2, 3, 7))
 
-    def laid(x: Any) -> Any:
-        return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
+    odds = magnified(log_probs(rows.labels), rows.weights) if cls is losses.ORPOLoss else 1.0
 
     by_head = "softcap" in bend or draw.one_of("by LmHead", False, True)
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
-        facts = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **bend}
+        facts = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank)}
+        facts |= bend | in_chunks
         x, w = mine
-        weight = LmHead(w, **facts) if by_head else w
-        options_of_loss = {"sequence_first": sequence_first, **skip, **options, **({} if by_head else facts)}
+        weight = LmHead(w, **facts, **keep) if by_head else w
+        options_of_loss = {"sequence_first": sequence_first, **skip, **options, **({} if by_head else facts | keep)}
         others = {name: laid(x) for name, x in named.items()}
         mask = None if rows.mask is None else laid(rows.mask)
         return [cls(**options_of_loss)(x, weight, laid(rows.labels), *map(laid, given), mask=mask, **others)[0]]

@@ -27,6 +27,10 @@ def over_vocabulary(draw: Draw) -> Case:
     chunk = draw.one_of("chunk", None, 1, 4)
     truth, call, sharded, differentiable = _OVER_VOCABULARY[kind]
     own = {"temperature": temperature, "k": k, "ids": ids, "other": other.double()}
+    own |= {"top_k": draw.one_of("top_k", None, 1, 3, 100), "top_p": draw.one_of("top_p", 1.0, 0.9, 0.537)}
+    of_tokens = torch.randint(vocabulary, (batch, length, 4), generator=draw.generator)
+    none = torch.rand(of_tokens.shape, generator=draw.generator) < 0.2
+    own |= {"labels": of_tokens[..., 0], "of_tokens": of_tokens[..., 1:].masked_fill(none[..., 1:], -1)}
 
     def cut(x: Tensor, rank: int) -> Tensor:
         return x.chunk(draw.ranks, -1)[rank]
@@ -62,6 +66,20 @@ def _log_softmax(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
     return [(z / own["temperature"]).log_softmax(-1)]
 
 
+def _log_probs(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    return [z.log_softmax(-1).gather(-1, own["labels"].unsqueeze(-1)).squeeze(-1)]
+
+
+def _sampled(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    found = reference.sampled_log_probs(z, own["labels"], own["top_k"], own["top_p"] if own["top_p"] < 1 else torch.inf)
+    return [found.where(found > -torch.inf, found.detach())]  # a token that is not kept brings no gradient
+
+
+def _at_ids(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
+    ids = own["of_tokens"]
+    return [z.log_softmax(-1).gather(-1, ids.clamp(min=0)).where(ids >= 0, 0.0)]
+
+
 def _whole_or_part(function: Callable) -> Callable:
     return lambda z, own, group: function(z, own["temperature"], tp_group=group)
 
@@ -78,6 +96,36 @@ _OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int]] = {
     "columns": (
         _columns,
         lambda z, own, group: model_utils.vocab_parallel_gather_columns(z, own["ids"], tp_group=group),
+        False,
+        1,
+    ),
+    "log-probabilities": (
+        _log_probs,
+        lambda z, own, group: model_utils.DistributedLogprob.apply(z, own["labels"], own["start"], own["stop"], group),
+        False,
+        1,
+    ),
+    "log-probabilities in chunks": (
+        _log_probs,
+        lambda z, own, group: model_utils.ChunkedDistributedLogprob.apply(
+            z, own["labels"], own["start"], own["stop"], own["chunk"], group
+        ),
+        False,
+        1,
+    ),
+    "sampled log-probabilities": (
+        _sampled,
+        lambda z, own, group: model_utils.ChunkedDistributedLogprobWithSampling.apply(
+            z, own["labels"], group, own["top_k"], own["top_p"], own["chunk"]
+        ),
+        False,
+        1,
+    ),
+    "log-probabilities at ids": (
+        _at_ids,
+        lambda z, own, group: model_utils.ChunkedDistributedGatherLogprob.apply(
+            z, own["of_tokens"], own["start"], own["stop"], own["chunk"], group
+        ),
         False,
         1,
     ),
