@@ -4,33 +4,25 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-_USER_BUFFERS = "user buffers (tp_comm_overlap)"
-_NVSHMEM = "NVSHMEM"
-_NVFP4 = "NVFP4"
 _GROUPED = "tensors that hold a group of experts in one piece, which need compute capability 10"
-_NEWTON_SCHULZ = "cuSolverMp's Newton-Schulz iteration"
-_PARAMETERS = "FP8 parameters that are blockwise or MXFP8 in the distributed optimizer (fp8_param_gather)"
 
-_REASONS = {
-    "CommOverlap": _USER_BUFFERS,
-    "CommOverlapBase": _USER_BUFFERS,
-    "CommOverlapCore": _USER_BUFFERS,
-    "CommOverlapHelper": _USER_BUFFERS,
-    "CommOverlapP2P": _USER_BUFFERS,
-    "CommOverlapP2PBase": _USER_BUFFERS,
-    "bulk_overlap_ag_with_external_gemm": _USER_BUFFERS,
-    "init_nvshmem_backend": _NVSHMEM,
-    "create_nvshmem_tensor": _NVSHMEM,
-    "nvshmem_send_on_current_stream": _NVSHMEM,
-    "nvshmem_wait_on_current_stream": _NVSHMEM,
-    "nvshmem_finalize": _NVSHMEM,
-    "fp8_block_scaling_compute_partial_amax": _PARAMETERS,
-    "fp8_block_scaling_partial_cast": _PARAMETERS,
-    "mxfp8_scaling_compute_partial_amax": _PARAMETERS,
-    "mxfp8_scaling_partial_cast": _PARAMETERS,
+# Names by the reason why they are not there.
+_IN_ALL = {
+    "user buffers (tp_comm_overlap)": (
+        "CommOverlap CommOverlapBase CommOverlapCore CommOverlapHelper CommOverlapP2P CommOverlapP2PBase "
+        "bulk_overlap_ag_with_external_gemm"
+    ),
+    "NVSHMEM": (
+        "init_nvshmem_backend create_nvshmem_tensor nvshmem_send_on_current_stream nvshmem_wait_on_current_stream "
+        "nvshmem_finalize"
+    ),
+    "FP8 parameters that are blockwise or MXFP8 in the distributed optimizer (fp8_param_gather)": (
+        "fp8_block_scaling_compute_partial_amax fp8_block_scaling_partial_cast mxfp8_scaling_compute_partial_amax "
+        "mxfp8_scaling_partial_cast"
+    ),
 }
 _SINCE_2_20 = {
-    _NVFP4: (
+    "NVFP4": (
         "nvfp4_2d_compute_partial_amax nvfp4_2d_multi_tensor_transpose nvfp4_2d_partial_cast nvfp4_2d_scale_transpose "
         "nvfp4_compute_global_scale nvfp4_compute_per_block_scale nvfp4_data_transpose nvfp4_expand_scale_to_fp8 "
         "nvfp4_fused_scale nvfp4_group_quantize_with_amax nvfp4_multi_tensor_2d_partial_cast "
@@ -42,7 +34,7 @@ _SINCE_2_20 = {
         "te_general_grouped_gemm_for_discrete_out te_general_grouped_gemm_for_grouped_tensor splits_to_offsets "
         "splits_to_offsets_multi group_scaled_swiglu group_scaled_clamped_swiglu"
     ),
-    _NEWTON_SCHULZ: "newton_schulz cusolvermp_ctx_create cusolvermp_ctx_destroy",
+    "cuSolverMp's Newton-Schulz iteration": "newton_schulz cusolvermp_ctx_create cusolvermp_ctx_destroy",
     "attention in FP8": "multi_tensor_transpose_to_bhsd multi_tensor_pad_last_dim",
     "scales in the order of the GPU's products": (
         "swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_ multi_tensor_swizzle_scales_for_gemm_unchecked_"
@@ -60,8 +52,8 @@ _SUBMODULE, _OF_SUBMODULE = "grouped_mlp_experimental", "swizzle_scales_and_pack
 
 def reasons(version: tuple[int, int]) -> dict[str, str]:
     """Why each name that is not there in this version is not."""
-    later = {name: why for why, names in _SINCE_2_20.items() for name in names.split()}
-    return _REASONS | later if version >= (2, 20) else _REASONS
+    absent = _IN_ALL | _SINCE_2_20 if version >= (2, 20) else _IN_ALL
+    return {name: why for why, names in absent.items() for name in names.split()}
 
 
 def refusals(version: tuple[int, int]) -> dict[str, Any]:

@@ -4,6 +4,8 @@
 `noop_flag`, an int32 of one element, is set where a gradient is not finite; kernels of optimizers then do nothing.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES
 
 Lists = list[list[Tensor]]
-Hyper = tuple[Any, ...]  # lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
+Hyper = tuple[Any, ...]  # the numbers of `_OF_ADAM`
+_OF_ADAM = "chunk_size noop_flag tensor_lists lr beta1 beta2 epsilon step mode bias_correction weight_decay"
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
@@ -46,75 +49,58 @@ def multi_tensor_unscale_l2norm(
     return total * inv_scale, each * inv_scale
 
 
-def _adam_kernel(update: Callable[[list[Tensor], Hyper], None]) -> Callable[..., None]:
-    """The kernel that calls `update` with each parameter's tensors: those of the lists at one place.
+def _adam_kernel(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes kernels with the parameters that all of Adam have, and `more`, of functions of the flag, the lists, `Hyper`
+    and what is more.
 
     `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
     """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in (*_OF_ADAM.split(), *more)])
 
-    def kernel(
-        chunk_size: int,
-        noop_flag: Tensor,
-        tensor_lists: Lists,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        step: int,
-        mode: int,
-        bias_correction: int,
-        weight_decay: float,
-    ) -> None:
-        for row in _elements(tensor_lists):
-            update(row, (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay))
+    def decorate(update: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(update)
+        def kernel(*args: Any, **kwargs: Any) -> None:
+            _, noop_flag, tensor_lists, *numbers = signature.bind(*args, **kwargs).args
+            end = len(numbers) - len(more)
+            update(noop_flag, tensor_lists, tuple(numbers[:end]), *numbers[end:])
 
-    kernel.__doc__ = update.__doc__
-    return kernel
+        kernel.__signature__ = signature  # type: ignore[attr-defined]
+        return kernel
+
+    return decorate
 
 
-@_adam_kernel
-def multi_tensor_adam(row: list[Tensor], hyper: Hyper) -> None:
+@_adam_kernel()
+def multi_tensor_adam(noop_flag: Tensor, tensor_lists: Lists, hyper: Hyper) -> None:
     """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters."""
-    grad, parameter, first, second, *master = row
-    updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, hyper)
-    for tensor in (*master, parameter):
-        tensor.copy_(updated)
+    for grad, parameter, first, second, *master in _elements(tensor_lists):
+        updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, hyper)
+        for tensor in (*master, parameter):
+            tensor.copy_(updated)
 
 
-@_adam_kernel
-def multi_tensor_adam_param_remainder(row: list[Tensor], hyper: Hyper) -> None:
+@_adam_kernel()
+def multi_tensor_adam_param_remainder(noop_flag: Tensor, tensor_lists: Lists, hyper: Hyper) -> None:
     """As `multi_tensor_adam` of bf16 parameters; the fifth list has the lower 16 bits of their fp32 masters, as int16.
 
     A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
     parameters are rounded, not cut off.
     """
-    grad, parameter, first, second, lower = row
-    low = lower.to(torch.int32)
-    high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
-    bits = _adam(grad.float(), master, first, second, hyper).view(torch.int32)
-    low = bits.to(torch.int16)
-    lower.copy_(low)
-    high = (bits >> 16) + (low < 0).to(torch.int32)
-    parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
+    for grad, parameter, first, second, lower in _elements(tensor_lists):
+        low = lower.to(torch.int32)
+        high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+        master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+        bits = _adam(grad.float(), master, first, second, hyper).view(torch.int32)
+        low = bits.to(torch.int16)
+        lower.copy_(low)
+        high = (bits >> 16) + (low < 0).to(torch.int32)
+        parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
 
 
-def multi_tensor_adam_fp8(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    fp8_dtype: Any,
-) -> None:
+@_adam_kernel("fp8_dtype")
+def multi_tensor_adam_fp8(noop_flag: Tensor, tensor_lists: Lists, hyper: Hyper, fp8_dtype: Any) -> None:
     """As `multi_tensor_adam` with masters; parameters are FP8 bytes, followed by scales, amaxes and inverse scales."""
-    hyper = (lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     eight_bit = TORCH_DTYPES[fp8_dtype]
     largest = torch.finfo(eight_bit).max
     scales = zip(*tensor_lists[5:], strict=True)
@@ -127,28 +113,14 @@ def multi_tensor_adam_fp8(
         scale_inv.copy_(1 / scale)
 
 
-def multi_tensor_adam_capturable(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
+@_adam_kernel("inv_scale")
+def multi_tensor_adam_capturable(noop_flag: Tensor, tensor_lists: Lists, hyper: Hyper, inv_scale: Tensor) -> None:
     """As `multi_tensor_adam` with tensors for the rate and the step; gradients are multiplied by `inv_scale` first."""
     if noop_flag.item():
         return
     grads = [grad.mul_(inv_scale.to(grad.dtype)) for grad in tensor_lists[0]]
-    multi_tensor_adam(
-        *(chunk_size, noop_flag, [grads, *tensor_lists[1:]], lr.item(), beta1, beta2, epsilon, int(step)),
-        *(mode, bias_correction, weight_decay),
-    )
+    lr, beta1, beta2, epsilon, step, *rest = hyper
+    multi_tensor_adam(0, noop_flag, [grads, *tensor_lists[1:]], lr.item(), beta1, beta2, epsilon, int(step), *rest)
 
 
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable

@@ -16,16 +16,14 @@ def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: flo
     return found.masked_fill(hidden.all(-1, keepdim=True), 0.0).to(input.dtype)
 
 
-def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
-    """Causal, of `[B H, S, S]`."""
-    return scaled_aligned_causal_masked_softmax_forward(input, scale_factor)
-
-
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """Causal, the last query seeing all keys."""
     queries, keys = input.shape[-2:]
     later = torch.ones(queries, keys, dtype=torch.bool).triu(1 + keys - queries)
     return (input.float() * scale_factor).masked_fill(later, float("-inf")).softmax(-1).to(input.dtype)
+
+
+scaled_upper_triang_masked_softmax_forward = scaled_aligned_causal_masked_softmax_forward
 
 
 def scaled_softmax_backward(output_grad_: Tensor, softmax_results_: Tensor, scale_factor: float) -> Tensor:

@@ -94,8 +94,13 @@ def high_precision(tensor: Any, columnwise: bool = False) -> Tensor:
     return mx_back(values, scale_inv, columnwise)
 
 
-def split_quantize(tensor: Tensor, split_sections: list[int], quantizer_list: list[Any]) -> list[Any]:
-    """The parts of `tensor` with so many rows each, every one with a quantiser of its own."""
+def split_quantize(
+    tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
+) -> list[Any]:
+    """The parts of `tensor` with so many rows each, every one with a quantiser of its own; none is allocated in bulk.
+
+    That there is a choice is new in 2.20.
+    """
     return multi_tensor_quantize(list(tensor.split(split_sections)), quantizer_list)
 
 

@@ -1,4 +1,4 @@
-"""What else of tensors 2.20 has only since, or with further parameters."""
+"""What else of tensors 2.20 has only since."""
 
 from typing import Any
 
@@ -7,13 +7,6 @@ from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine import optimizers
 from megatron_ext.emulation.transformer_engine.quantisation import tensors
-
-
-def split_quantize(
-    tensor: Tensor, split_sections: list[int], quantizer_list: list[Any], disable_bulk_allocation: bool = False
-) -> list[Any]:
-    """As before; nothing is allocated in bulk."""
-    return tensors.split_quantize(tensor, split_sections, quantizer_list)
 
 
 def create_empty_quantized_tensor(
