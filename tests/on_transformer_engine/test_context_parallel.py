@@ -68,7 +68,7 @@ def expected():
 
 @ranks(1, 2)
 def test_packed_sequences():
-    """On one rank, and over a context-parallel group, in which each has two chunks of every sequence."""
+    """On one rank, and over a context-parallel group, with two chunks of every sequence each; evaluated too."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(cp=size):
         import transformer_engine_torch as tex
@@ -76,10 +76,13 @@ def test_packed_sequences():
         packed, *tensors = pack()
         own = tex.thd_get_partitioned_indices(packed.cu_seqlens_q, tensors[0].shape[0], size, rank).long()
         leaves = [t[own].clone().requires_grad_() for t in tensors[:3]]
-        out = attention()(*leaves, None, AttnMask("padding_causal"), packed_seq_params=packed)
+        what = (*leaves, None, AttnMask("padding_causal"))
+        out = attention()(*what, packed_seq_params=packed)
         out.backward(tensors[3][own].flatten(1))
         for found, whole in zip([out, *(t.grad for t in leaves)], expected(), strict=True):
             torch.testing.assert_close(found.detach().view(-1, 4, 8), whole[own], rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            assert torch.equal(attention().eval()(*what, packed_seq_params=packed), out)
 
 
 def AttnMask(name):

@@ -154,6 +154,22 @@ def test_dropout_is_the_same_forward_and_backward():
     torch.testing.assert_close(dv[0, kept, 0], torch.full((int(kept.sum()), D), 2 / keys))
 
 
+def test_evaluation_gives_what_training_does():
+    """Transformer Engine unpacks the log-sum-exp and the seed either way."""
+    q, k, v = (numbers(1, 4, 2, D, seed=seed) for seed in range(3))
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    kinds = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Mask_Type.NVTE_NO_MASK, 0, (-1, -1))
+    rest = (0.5, 0.0, True, NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *kinds, cu, cu, q, k, v, torch.float32, *[None] * 9)
+    training, evaluation = (
+        tex.fused_attn_fwd(4, 4, is_training, *rest, 1, False, False) for is_training in (True, False)
+    )
+    scores = 0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k)
+    assert len(training) == len(evaluation) == 3
+    for out, lse, _ in training, evaluation:
+        torch.testing.assert_close(lse[..., 0], scores.logsumexp(-1))
+        torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v))
+
+
 def test_alibi():
     """Slopes of 6 heads, of which 4 are a power of two; the bias falls with the distance."""
     q, k, v = torch.zeros(1, 3, 6, D), torch.zeros(1, 3, 6, D), torch.eye(3)[None, :, None, :].expand(1, 3, 6, 3)

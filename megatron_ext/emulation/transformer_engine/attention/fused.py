@@ -96,8 +96,6 @@ def fused_attn_fwd(
         sums.append(total)
     shape = (*Q.shape[:-1], V.shape[-1])
     out = written(packs, [pack.q_rows for pack in packs], outs, Q.new_zeros(shape))
-    if not is_training and not return_max_logit:
-        return [out]
     largest, total = (_statistics(packs, found, Q) for found in (tops, sums))
     statistics = [largest, total] if return_max_logit else [largest + total.log()]
     extra = [Bias if bias_type not in _NO_ARRAY_BIAS else None, SoftmaxOffset if rules.has_offset else None]
