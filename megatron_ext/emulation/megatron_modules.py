@@ -3,6 +3,7 @@
 Here runs what Megatron falls back to without Transformer Engine and Apex, on paths that nobody takes on GPUs.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -131,6 +132,18 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
         )
 
 
+def _fsdp_buffers(module: ModuleType) -> Replacements:
+    """They keep the stream that a tensor was made on, where that says it is on CUDA, and compare it later."""
+    make = module.DBuffer.__init__
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.allocation_stream = torch.cuda.current_stream()
+
+    yield module.DBuffer, {"__init__": init}
+
+
 Modules = dict[str, Callable[[ModuleType], Replacements]]
 MODULES: Modules = {
     "megatron.legacy.fused_kernels": _legacy_fused_kernels,
@@ -144,6 +157,7 @@ MODULES: Modules = {
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer": _fsdp_buffers,  # on main
 }
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._device import DeviceContext
@@ -405,6 +406,7 @@ def redirections(
     yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
     yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed(rules)
+    yield symmetric_memory, {"set_backend": _nothing}  # asked for before it is known whether any will be allocated
     messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
     for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own
         yield module, messages

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import MutableMapping
+from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch._dynamo import trace_rules
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +35,7 @@ OWNERS += [
     torch.nn.Module,
     dist,
 ]
-OWNERS += [DeviceMesh, dist.distributed_c10d, os.environ, sys.modules, torch.cuda.graphs, torch._C]
+OWNERS += [DeviceMesh, dist.distributed_c10d, os.environ, sys.modules, torch.cuda.graphs, torch._C, symmetric_memory]
 
 
 def snapshot():
@@ -68,6 +70,25 @@ def untouched():
 def test_owners_are_all_that_is_replaced():
     rows = redirections.redirections(random_numbers.DeviceGenerator(), torch.Generator())
     assert {id(owner) for owner, _ in rows} <= {id(owner) for owner in OWNERS}
+
+
+def test_megatron_fsdp_compares_streams(monkeypatch):
+    """Its buffers on main: they ask for NCCL's symmetric memory, and keep a stream where a tensor is on CUDA."""
+    module = ModuleType("megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer")
+
+    class DBuffer:
+        def __init__(self, size):
+            self.local_buffer = torch.empty(size, device="cuda")
+            self.allocation_stream = torch.cuda.current_stream() if self.local_buffer.is_cuda else None
+
+    module.DBuffer, make = DBuffer, DBuffer.__init__
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with megatron_on_cpu():
+        symmetric_memory.set_backend("NCCL")
+        buffer = DBuffer(3)
+        assert buffer.local_buffer.shape == (3,)
+        assert buffer.allocation_stream is torch.cuda.current_stream(buffer.local_buffer.device)
+    assert DBuffer.__init__ is make
 
 
 @pytest.mark.usefixtures("untouched")
