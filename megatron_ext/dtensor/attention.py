@@ -132,7 +132,8 @@ def use_attention(
     Raises:
         ValueError: a layer of `model` attends in a way that is not known here. From forward: an argument that would be
             wrong or ignored here: caches, labels, images, masks of other shapes, `logits_to_keep` of a split sequence,
-            positions that contradict the layout.
+            positions that contradict the layout; token ids outside of the vocabulary, on every rank of `cp_group` and
+            of the tensor-parallel group where one rank alone has them (on CUDA its device stops).
     """
     import_transformers().AttentionInterface.register(NAME, attention)
     try:
