@@ -17,7 +17,7 @@ from megatron_ext.head.fixed_bits.leaves import total_of
 from megatron_ext.head.fixed_bits.products import TOKENS
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes import dispatch, label_terms
-from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
+from megatron_ext.head.row_passes.logit_passes import parts_of
 
 
 class Gradient:
@@ -58,24 +58,18 @@ class Gradient:
         bias_V = source.biases[at]
         bias_V = None if bias_V is None else bias_V[block]
         width = block.stop - block.start
-        capped = call.softcap is not None and not source.on_gpu
-        source_tV = transformed(z_tV, bias_V, call.softcap, 1.0, source.dtype) if capped else z_tV
-        out_tV = source_tV if capped else g_tV
         dispatch.row_gradient(
-            source_tV,
+            z_tV,
             False,
             self._columns[at][rows] - block.start,
             *parts_of(rows, grad.shift, *(grad.inside or (None, None, None))),
             None,
-            out_tV,
-            None if capped else bias_V,
+            g_tV,
+            bias_V,
             min(max(leaf.vocab.counted - block.start, 0), width),
-            None if capped else call.softcap,
+            call.softcap,
             call.temperature,
         )
-        if capped:
-            assert call.softcap is not None
-            g_tV.copy_(out_tV.mul_(products.softcap_slope(z_tV, bias_V, call.softcap, out_tV.dtype)))
 
     def dx(self, rows: slice, at: int, product_tD: Tensor) -> Tensor:
         """This leaf's part of dx of its product: `scale * (G @ W)` and the exact terms, in fp32 (fp64)."""

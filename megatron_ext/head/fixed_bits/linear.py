@@ -124,9 +124,6 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
             row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_LT[at, rows], bias_V, *sums)
             if engine_order.applies(call, source.x_TD):
                 engine_order.write_sums(z_tV, own_Kt, bias_V, leaf.vocab.counted, call)
-            if call.softcap is not None and not source.on_gpu:
-                slope_t = _slope_at(target_t, z_tV, bias_V, call.softcap, source.dtype)
-                own_Kt[statistics.own_rows(call) - 1] = slope_t
             del z_tV, exp_tV  # before the next ones are made
     return torch.stack(found), shift_LT
 
@@ -154,11 +151,3 @@ def _of_this_rank(stats_LKT: Tensor, plan: Plan) -> Tensor:
     found_KT = statistics.joined(stats_LKT[..., :-1], call)
     own_KT[: len(found_KT), :-1] = found_KT
     return own_KT
-
-
-def _slope_at(column_t: Tensor, z_tV: Tensor, bias_V: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
-    """The same at one column of each token, `[t]`; 0 where that is -1."""
-    at_t = column_t.clamp(min=0)
-    z_t = z_tV.gather(1, at_t.unsqueeze(1)).squeeze(1)
-    slope_t = products.softcap_slope(z_t, None if bias_V is None else bias_V[at_t], softcap, dtype)
-    return slope_t.where(column_t >= 0, 0.0)

@@ -38,33 +38,11 @@ _COLUMNS, _BLOCKS = 8192, 4
 
 TOKENS = 256  # over which one product of dW sums
 
-_LINE_BYTES = 64
-
-
-def new_rows(like: Tensor, rows: int, columns: int) -> Tensor:
-    """A new `[rows, columns]` whose rows begin at cache lines, one line further apart than they need; that is zero."""
-    line = _LINE_BYTES // like.itemsize
-    whole = like.new_empty(rows, -(-columns // line) * line + line)
-    whole[:, columns:] = 0
-    return whole[:, :columns]
-
 
 def aligned(x_MK: Tensor) -> Tensor:
     """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
     x_MK = x_MK.contiguous()
-    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % _LINE_BYTES == 0 else x_MK.clone()
-
-
-def new_logits(x_TD: Tensor, tokens: int, columns: int, rounds: bool) -> Tensor:
-    """Memory for logits of `x`: on CUDA in fp32 (fp64 for fp64), or rounded; on a CPU in its dtype."""
-    if not x_TD.is_cuda:
-        return new_rows(x_TD, tokens, columns)
-    return matmul.new_matrix(x_TD, tokens, columns, x_TD.dtype if rounds else accumulation_dtype(x_TD.dtype))
-
-
-def new_matrix(x_TD: Tensor, tokens: int, columns: int) -> Tensor:
-    """Memory for a matrix `[tokens, columns]` in the dtype of `x`."""
-    return matmul.new_matrix(x_TD, tokens, columns) if x_TD.is_cuda else new_rows(x_TD, tokens, columns)
+    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % matmul.LINE_BYTES == 0 else x_MK.clone()
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
@@ -138,14 +116,6 @@ def whole_blocks(chunk: slice) -> int:
     return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
 
 
-def softcap_slope(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
-    """The softcap's slope `1 - tanh^2` as `4 t / (1 + t)^2`, t = exp(-2 |x|): torch's cosh on a CPU has other bits for
-    the last elements of a tensor than for the others."""
-    x = z.to(dtype, copy=True) if bias is None else z.to(dtype) + bias
-    t = x.div_(softcap).abs_().mul_(-2.0).exp_()
-    return 4.0 * t / (1.0 + t).square()
-
-
 def mm(a_MK: Tensor, b_KN: Tensor, added_N: Tensor | None = None) -> Tensor:
     """`a @ b + added` of any layer, rounded once to the operands' dtype: a row's bits depend on no other row of `a`."""
     a_MK = aligned(a_MK)
@@ -184,7 +154,7 @@ def _padded(x_MK: Tensor, rows: int) -> Tensor:
     if x_MK.shape[0] == rows:
         return x_MK
     whole = (
-        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else new_rows(x_MK, rows, x_MK.shape[1])
+        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else matmul.new_matrix(x_MK, rows, x_MK.shape[1])
     ).zero_()
     whole[: x_MK.shape[0]] = x_MK
     return whole
@@ -258,7 +228,7 @@ class _Tried:
     def product(self, left_MK: Tensor, gaps: bool = False) -> Tensor:
         """In the dtype of its sums; `gaps`: operand and result have rows further apart than they need."""
         given_MK, out_MN = (
-            new_rows(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
+            matmul.new_matrix(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
             for like, columns in ((left_MK, self._columns), (left_MK.to(self._sums), self._b_KN.shape[1]))
         )
         return cpu_products.mm(given_MK.copy_(left_MK), self._b_KN, out_MN)

@@ -32,7 +32,7 @@ class Source:
         wide_V = None if bias_V is None else bias_V.to(self.dtype)
         self.biases = [None if wide_V is None else leaf.cut(wide_V) for leaf in self.leaves]
         self.columns = sum(leaf.width for leaf in self.leaves)
-        self._logit_dtype = x_TD.dtype if call.rounds else self.dtype  # on CUDA
+        self._logit_dtype = matmul.logit_dtype(x_TD, call.rounds)
         self.keeps_exp = call.softcap is None and not call.expected
         self._whole: Tensor | None = None
 
@@ -41,7 +41,7 @@ class Source:
         tokens, x_TD = self.x_TD.shape[0], self.x_TD
         if not self.on_gpu:
             kept = tokens if share >= 1 else int(tokens * share) // TOKENS * TOKENS
-            return [products.new_rows(x_TD, kept, leaf.width) for leaf in self.leaves]
+            return [matmul.new_matrix(x_TD, kept, leaf.width) for leaf in self.leaves]
         dtype = x_TD.dtype if self.keeps_exp else self._logit_dtype
         share = share * x_TD.element_size() / dtype.itemsize
         widths = [leaf.width if share >= 1 else int(leaf.width * share) // _STEP * _STEP for leaf in self.leaves]
@@ -86,7 +86,7 @@ class Source:
         if self.on_gpu:
             return matmul.new_matrix(self.x_TD, tokens, width)
         if self._whole is None or self._whole.shape[0] < tokens or self._whole.shape[1] != width:
-            self._whole = products.new_rows(self.x_TD, tokens, width)
+            self._whole = matmul.new_matrix(self.x_TD, tokens, width)
         return self._whole[:tokens]
 
 

@@ -250,11 +250,16 @@ def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
 
 
 def bend(z: Tensor, bias: Tensor | None, softcap: float, dtype: torch.dtype) -> Tensor:
-    """The softcap's slope `1 - tanh^2` at `z + bias`, as `1 / cosh^2`: near 1 tanh has no digit to spare."""
-    x = z.to(dtype, copy=True)
+    """The softcap's slope `1 - tanh^2` at `z + bias`, as `4 t / (1 + t)^2`, t = exp(-2 |x|).
+
+    Near 1 tanh has no digit to spare, and torch's cosh on a CPU has other bits for a tensor's last elements.
+    """
+    t = z.to(dtype, copy=True)
     if bias is not None:
-        x.add_(bias)
-    return x.mul_(1.0 / softcap).cosh_().reciprocal_().square_()
+        t.add_(bias)
+    t.mul_(2.0 / softcap).abs_().neg_().exp_()
+    squared = t.add(1.0).square_()
+    return t.mul_(4.0).div_(squared)
 
 
 def _blocks(z_TV: Tensor) -> list[slice]:

@@ -19,7 +19,7 @@ from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
 # of its own. That one is summed over this many chunks of columns: several rounded products err less than one.
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 # cuBLAS keeps to its fast kernels where rows begin at multiples of 16 bytes, and Triton loads as many at a time.
 _CUDA_MULTIPLE = 16
 
@@ -27,15 +27,16 @@ _CUDA_MULTIPLE = 16
 def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
 
-    On CPU by one cache line: rows a power of two apart, as vocabularies make them, fall into the same places of the
-    cache, and at 32768 columns the three fp32 matmuls then take 10 % longer. 16-bit extra elements are zero: on
-    processors with AMX oneDNN's bf16 matmul reads past the end of a row and multiplies what it finds there by zero,
-    which is NaN where that is NaN or infinite. On CUDA up to a multiple of 16 elements, which nothing writes.
+    On CPU rows begin at cache lines, one line further apart than they need: a power of two apart, as vocabularies make
+    them, they fall into the same places of the cache, and at 32768 columns the three fp32 matmuls then take 10 %
+    longer. 16-bit extra elements are zero: on processors with AMX oneDNN's bf16 matmul reads past the end of a row and
+    multiplies what it finds there by zero, which is NaN where that is NaN or infinite. On CUDA up to a multiple of 16
+    elements, which nothing writes.
     """
-    # Not where torch compiles, which takes no `out` with gaps; nor one column: before 2.11 torch.mm read such an `out`.
     more, dtype = 0, dtype or like.dtype
-    if columns != 1 and not torch.compiler.is_compiling():
-        more = -columns % _CUDA_MULTIPLE if like.is_cuda else _LINE_BYTES // dtype.itemsize
+    if not torch.compiler.is_compiling():  # which takes no `out` with gaps
+        line = LINE_BYTES // dtype.itemsize
+        more = -columns % _CUDA_MULTIPLE if like.is_cuda else -columns % line + line
     matrix = like.new_empty(tokens, columns + more, dtype=dtype)
     if more and not like.is_cuda and dtype.itemsize == 2:
         matrix[:, columns:].zero_()
@@ -46,6 +47,11 @@ def widens(x_TD: Tensor, rounds: bool = False) -> bool:
     """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless logits are
     to be rounded."""
     return on_tensor_cores(x_TD) and not rounds
+
+
+def logit_dtype(x_TD: Tensor, rounds: bool) -> torch.dtype:
+    """That of logits of such hidden states."""
+    return torch.float32 if widens(x_TD, rounds) else x_TD.dtype
 
 
 def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:

@@ -44,8 +44,7 @@ class Rule(NamedTuple):
     def pull(self, z_tV: Tensor, out_tV: Tensor) -> None:
         """Turns the gradient of what `applied` gives of `z`, in `out`, into that of `z`."""
         if self._own_cap is not None:
-            slope = products.softcap_slope if self.fixed else bend
-            out_tV.mul_(slope(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
+            out_tV.mul_(bend(z_tV, self.bias_V, self._own_cap, accumulation_dtype(out_tV.dtype)))
         if self.scale != 1.0:
             out_tV.mul_(self.scale)
 
@@ -88,7 +87,8 @@ class Product:
             kept_TV = self.memory_TV
             out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
             return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
-        z_tV = products.new_logits(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0], self.rule.rounds)
+        dtype = matmul.logit_dtype(self.x_TD, self.rule.rounds)
+        z_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0], dtype)
         products.logits(self.x_TD[rows], self.w_VD, z_tV)
         return z_tV
 
@@ -96,8 +96,7 @@ class Product:
 
     def room(self, rows: slice) -> Tensor:
         """Memory for the gradient of these rows' logits."""
-        new = products.new_matrix if self.rule.fixed else matmul.new_matrix
-        return new(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
+        return matmul.new_matrix(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
 
     def times_weight(self, dz_tV: Tensor) -> Tensor:
         """dx in the dtype of the passes."""
