@@ -125,43 +125,14 @@ def combine(stats_RKT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | Non
 
     `shift_T`: what the kept exponentials are relative to; None: the shard's maximum, as nothing is kept of them.
     """
+    whole: Sequence[Tensor]
     if stats_RKT.shape[0] == 1:
-        return _of_one_shard(stats_RKT[0, :, :-1].double(), own_KT, call, shift_T)
-    start_R1 = stats_RKT[:, START, -1:]
-    if call.bits == "tensor_parallel":
-        whole_KT = joined(stats_RKT, call)
-        return _of_one_shard(whole_KT[:, :-1].double(), own_KT, call, shift_T)
-    stats_RKT, own_KT = stats_RKT[..., :-1].double(), own_KT[:, :-1]
-    peaks_RT = stats_RKT[:, MAX]
-    largest = peaks_RT.amax(0)
-    reference = _finite(largest)
-    # Below the common maximum by this much; a shard without a finite column weighs nothing.
-    below_RT = peaks_RT - reference
-    weight_RT = below_RT.exp()
-    if call.mean or call.expected:
-        below_RT = below_RT.where(peaks_RT > -torch.inf, 0.0)  # and adds nothing, at any distance
-
-    total = added(stats_RKT[:, SUM_EXP] * weight_RT, call)
-    total = total.masked_fill(total == 0, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
-    mean = columns = expected = hits = None
-    extra = 3
-    if call.mean:
-        columns_RT = stats_RKT[:, extra + 1]
-        columns = columns_RT.sum(0)
-        mean = added(stats_RKT[:, extra] + columns_RT * below_RT, call) / columns
-        extra += 2
-    if call.expected:
-        inner_RT = stats_RKT[:, extra] + stats_RKT[:, SUM_EXP] * below_RT
-        expected = added(weight_RT * inner_RT, call) / total
-        extra += 1
-    if call.hits:
-        first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
-        hits = stats_RKT[:, extra].gather(0, first).squeeze(0) > 0
-        extra += 1
-    bend = own_KT[extra].clone() if call.softcap is not None else None  # all that is kept of these rows
-    target = stats_RKT[:, TARGET].amax(0) - reference
-    shift = _finite(own_KT[MAX]) if shift_T is None else shift_T
-    return Statistics(largest, total.log(), target, shift, mean, columns, expected, hits, bend)
+        whole = stats_RKT[0, :, :-1].double().unbind()
+    elif call.bits == "tensor_parallel":
+        whole = joined(stats_RKT, call)[:, :-1].double().unbind()
+    else:
+        whole = _merged(stats_RKT[..., :-1].double(), stats_RKT[:, START, -1:], call)
+    return _of_whole(whole, own_KT, call, shift_T)
 
 
 def joined(stats_NKT: Tensor, call: Call) -> Tensor:
@@ -176,30 +147,35 @@ def joined(stats_NKT: Tensor, call: Call) -> Tensor:
 
 def _joined(one_KT: Tensor, other_KT: Tensor, call: Call) -> Tensor:
     both_2KT = torch.stack([one_KT, other_KT]).double()
-    peaks_2T = both_2KT[:, MAX]
-    largest = peaks_2T.amax(0)
-    below_2T = (peaks_2T - _finite(largest)).where(peaks_2T > -torch.inf, 0.0)
-    weight_2T = below_2T.exp().where(peaks_2T > -torch.inf, 0.0)
-    rows = [largest, _of_two(both_2KT[:, SUM_EXP] * weight_2T), both_2KT[:, TARGET].amax(0)]
+    order_21 = torch.arange(2.0, dtype=one_KT.dtype, device=one_KT.device).unsqueeze(1)
+    return torch.stack(_merged(both_2KT, order_21, call)).to(one_KT.dtype)
+
+
+def _merged(stats_RKT: Tensor, start_R1: Tensor, call: Call) -> list[Tensor]:
+    """The rows of several parts of the vocabulary as those of one part, fp64; `start`: the first column of each."""
+    peaks_RT, sums_RT = stats_RKT[:, MAX], stats_RKT[:, SUM_EXP]
+    largest = peaks_RT.amax(0)
+    # Below the common maximum by this much; a part without a finite column weighs nothing.
+    below_RT = peaks_RT - _finite(largest)
+    weight_RT = below_RT.exp()
+    if call.mean or call.expected:
+        below_RT = below_RT.where(peaks_RT > -torch.inf, 0.0)  # and adds nothing, at any distance
+    rows = [largest, added(sums_RT * weight_RT, call), stats_RKT[:, TARGET].amax(0)]
     if call.mean:
-        sums_2T, columns_2T = both_2KT[:, len(rows)], both_2KT[:, len(rows) + 1]
-        rows += [_of_two(sums_2T + columns_2T * below_2T), _of_two(columns_2T)]
+        of_all_RT, columns_RT = stats_RKT[:, len(rows)], stats_RKT[:, len(rows) + 1]
+        rows += [added(of_all_RT + columns_RT * below_RT, call), columns_RT.sum(0)]
     if call.expected:
-        rows.append(_of_two(weight_2T * (both_2KT[:, len(rows)] + both_2KT[:, SUM_EXP] * below_2T)))
+        rows.append(added(weight_RT * (stats_RKT[:, len(rows)] + sums_RT * below_RT), call))
     if call.hits:
-        hits_2T = both_2KT[:, len(rows)]
-        rows.append(hits_2T[0].where(peaks_2T[0] >= peaks_2T[1], hits_2T[1]))
-    return torch.stack(rows).to(one_KT.dtype)
+        first = start_R1.where(peaks_RT == largest, torch.inf).argmin(0, keepdim=True)
+        rows.append(stats_RKT[:, len(rows)].gather(0, first).squeeze(0))
+    return rows
 
 
-def _of_two(x_2T: Tensor) -> Tensor:
-    return x_2T[0] + x_2T[1]
-
-
-def _of_one_shard(stats_KT: Tensor, own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:
-    """What `combine` gives where one shard is the whole vocabulary: the same bits, in fewer steps."""
-    peaks, total, target, *rows = stats_KT.unbind()
-    total = total.masked_fill(peaks == -torch.inf, 1.0)
+def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:
+    """What `combine` gives of the rows of one part that is the whole vocabulary."""
+    peaks, total, target, *rows = whole
+    total = total.masked_fill(peaks == -torch.inf, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
     more = iter(rows)
     mean = columns = expected = hits = bend = None
     if call.mean:
@@ -224,7 +200,6 @@ def fingerprint(z_TV: Tensor, counted: int) -> Tensor:
     return torch.stack([few_TN[:, 0], few_TN.sum(1)])
 
 
-# Functions, not properties: torch.compile before torch 2.11 takes none of a NamedTuple.
 def log_prob(stats: Statistics) -> Tensor:
     """`z_y - lse`."""
     return stats.target - stats.log_sum
