@@ -22,7 +22,7 @@ from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunk_sizes import keeps_all, tiles
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.engine.weight_gradient import WeightGradients
+from megatron_ext.head.engine.weight_gradient import WeightGradient, weight_gradients
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import add_label_rows, token_gradient
 from megatron_ext.head.row_passes.logit_passes import part_of
@@ -64,7 +64,8 @@ class OfSoftmax(Way):
         grad = token_gradient(asked.stats, plan.kept_T, target_T, basis, call)
         w_VD: Any = operand(weight_VD, low_VR).to(hidden_TD.dtype)
         db_V: Any = grad.target.new_zeros(columns) if out.db else None
-        product_TD = dx_TD = dw = None
+        product_TD = dx_TD = None
+        dw: list[WeightGradient] = []
         cached, as_kept = exp_TV.shape[1], grad.inside is None
         for tile in tiles(hidden_TD, tokens, columns, cached, as_kept, out.dweights, call.chunk_tokens):
             rows, block = tile
@@ -76,8 +77,8 @@ class OfSoftmax(Way):
             if out.dx:
                 product_TD = matmul.add_product(product_TD, g_TV, part_of(w_VD, block))
                 if block.stop == columns:
-                    if dw is not None:
-                        dw.release()
+                    for each in dw:
+                        each.release()
                     done_TD = linear_passes.finished_dx(rows, product_TD, grad, w_VD, bias_V, plan, in_slices)
                     product_TD = None
                     if dx_TD is None:
@@ -87,19 +88,20 @@ class OfSoftmax(Way):
                     if rows.stop == tokens:
                         out.send(dx_TD)
             if out.dweights:
-                if dw is None:
+                if not dw:
                     if out.dw:
                         out.dw_VD = torch.empty_like(weight_VD) if out.fused is None else out.fused
                     if out.dlow:
                         out.dlow_VR = torch.empty_like(low_VR)
-                    each, accumulate = (out.dw_VD, out.dlow_VR), out.fused is not None
-                    dw = WeightGradients(w_VD, each, gathered.wait(), bias_V, grad, plan, accumulate)
-                dw.add(block, g_TV)
+                    outs, accumulate = (out.dw_VD, out.dlow_VR), out.fused is not None
+                    dw = weight_gradients(w_VD, outs, gathered.wait(), bias_V, grad, plan, accumulate)
+                for each in dw:
+                    each.add(block, g_TV)
             if out.db:
                 db_V[block] += cpu_products.mm(g_TV.t(), grad.scale[rows].to(g_TV.dtype).unsqueeze(1)).squeeze(1)
             del g_TV  # before the next one is made
-        if dw is not None:
-            dw.finish()
+        for each in dw:
+            each.finish()
         if out.db:
             common = counted_V = None
             if grad.offset is not None:

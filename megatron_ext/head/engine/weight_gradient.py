@@ -111,46 +111,24 @@ class WeightGradient:
         return out_TD
 
 
-class WeightGradients:
-    """`WeightGradient` of each part of an operand with its columns of `x`; `outs`: None where a part wants none, and
-    where there is none.
-
-    `accumulate`: the first part's is added to what is there.
-    """
-
-    def __init__(
-        self,
-        w_VD: Operand,
-        outs: Sequence[Tensor | None],
-        x_TD: Tensor,
-        bias_V: Tensor | None,
-        grad: Gradient,
-        plan: Plan,
-        accumulate: bool,
-    ):
-        spans = column_spans(tensors_of(w_VD))
-        self._each = [
-            WeightGradient(
-                out_VD, x_TD if len(spans) == 1 else x_TD[:, span], bias_V, grad, plan, accumulate and at == 0
-            )
-            for at, (out_VD, span) in enumerate(zip(outs, spans, strict=False))
-            if out_VD is not None
-        ]
-
-    def add(self, block: slice, g_TV: Tensor) -> None:
-        """As `WeightGradient.add`."""
-        for each in self._each:
-            each.add(block, g_TV)
-
-    def release(self) -> None:
-        """As `WeightGradient.release`."""
-        for each in self._each:
-            each.release()
-
-    def finish(self) -> None:
-        """As `WeightGradient.finish`."""
-        for each in self._each:
-            each.finish()
+def weight_gradients(
+    w_VD: Operand,
+    outs: Sequence[Tensor | None],
+    x_TD: Tensor,
+    bias_V: Tensor | None,
+    grad: Gradient,
+    plan: Plan,
+    accumulate: bool,
+) -> list[WeightGradient]:
+    """Those of an operand's parts, each with its columns of `x`; `outs`: None where a part wants none, and where there
+    is none. `accumulate`: the first part's is added to what is there."""
+    spans = column_spans(tensors_of(w_VD))
+    sides = [x_TD] if len(spans) == 1 else [x_TD[:, span] for span in spans]
+    return [
+        WeightGradient(out_VD, side_TD, bias_V, grad, plan, accumulate and at == 0)
+        for at, (out_VD, side_TD) in enumerate(zip(outs, sides, strict=False))
+        if out_VD is not None
+    ]
 
 
 def _product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> None:
