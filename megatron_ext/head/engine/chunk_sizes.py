@@ -7,7 +7,7 @@ chunks that memory allows, the smallest whose products take about the least time
 import functools
 import os
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ _CUDA_BLOCK_BYTES, _CUDA_BLOCK_SHARE = 64 << 20, 10
 # that its arithmetic does not hide. _AS_GOOD: a smaller chunk is taken if it is at most 1 % slower than the best, as it
 # takes less memory. _BLOCK_SECONDS: the dozen small launches of a block of columns.
 _HIDDEN_TRAFFIC, _AS_GOOD, _BLOCK_SECONDS = 0.1, 1.01, 24e-6
-
-Choice = TypeVar("Choice")
 
 
 class Product(NamedTuple):
@@ -99,7 +97,9 @@ def _product_steps(device: Device, tokens: int, columns: int, width: int, most: 
         return sum(each[step] for step in steps)
 
     tried = [split(step) for step in range(TILE_M, min(most, tokens + TILE_M) + 1, TILE_M)]
-    return _smallest_as_good([(seconds(steps), steps) for steps in tried if max(steps) <= most] or [(0.0, tried[0])])
+    found = [(seconds(steps), steps) for steps in tried if max(steps) <= most] or [(0.0, tried[0])]
+    least = min(found)[0]
+    return next(steps for time, steps in found if time <= least * _AS_GOOD)  # smaller ones come first
 
 
 def pieces(x_ND: Tensor) -> list[slice]:
@@ -252,12 +252,6 @@ def _free_bytes(device: torch.device, on_gpu: bool) -> int:
         return stats[name]["all"]["current"] if name in stats else 0
 
     return free + max(0, now("reserved_bytes") - now("active_bytes") - now("inactive_split_bytes"))
-
-
-def _smallest_as_good(found: list[tuple[float, Choice]]) -> Choice:
-    """The first that takes at most a little more than the least time; smaller pieces come first."""
-    least = min(seconds for seconds, _ in found)
-    return next(one for seconds, one in found if seconds <= least * _AS_GOOD)
 
 
 def _stepped(span: slice, step: int) -> list[slice]:
