@@ -153,13 +153,18 @@ def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
         out_TD = w_VD.new_empty(product_TD.shape)
     common_D = None
     if grad.offset is not None:  # every row of W that counts, summed
-        counted_V = counted(bias_V, w_VD.shape[0], plan.call, grad.target)
-        common_D = grad.target.new_zeros(w_VD.shape[1])
-        for rows in pieces(w_VD):
-            common_D += (w_VD[rows] * counted_V[rows].unsqueeze(1)).sum(0)
+        common_D = weighed_sum(w_VD, counted(bias_V, w_VD.shape[0], plan.call, grad.target))
     *first, offset_T = parts_of(tile, grad.scale, plan.target_T, grad.target, grad.offset)
     finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D)
     return out_TD
+
+
+def weighed_sum(x_ND: Tensor, factor_N: Tensor) -> Tensor:
+    """`sum factor * x` over rows."""
+    total_D = factor_N.new_zeros(x_ND.shape[1])
+    for rows in pieces(x_ND):
+        total_D += (x_ND[rows] * factor_N[rows].unsqueeze(1)).sum(0)
+    return total_D
 
 
 def counted(bias_V, columns, call, like) -> Tensor:

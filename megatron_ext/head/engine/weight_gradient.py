@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
-from megatron_ext.head.engine.linear_passes import counted
+from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import add_label_rows
 from megatron_ext.head.row_passes.logit_passes import part_of
@@ -42,9 +42,7 @@ class WeightGradient:
         self._counted_V = None
         if grad.offset is not None:
             self._counted_V = counted(bias_V, out_VD.shape[0], plan.call, grad.offset)
-            self._offset_D = grad.scale.new_zeros(x_TD.shape[1])
-            for at in pieces(x_TD):
-                self._offset_D += (x_TD[at] * grad.offset[at].unsqueeze(1)).sum(0)
+            self._offset_D = weighed_sum(x_TD, grad.offset)
         self._accumulate = accumulate
         self._rounds_once = not x_TD.is_cuda and x_TD.element_size() == 2
         step = x_TD.shape[1] if x_TD.is_cuda else max(64, _SCALED // max(x_TD.shape[0], 1))

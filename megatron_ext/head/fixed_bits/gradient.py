@@ -78,7 +78,7 @@ class Gradient:
         offset_t, common_D = None, None
         if self._offset is not None:
             if at not in self._common:
-                self._common[at] = _common(w_VD, self._counted(at))
+                self._common[at] = linear_passes.weighed_sum(w_VD, self._counted(at))
             offset_t, common_D = self._offset[rows], self._common[at]
         if self._source.on_gpu:
             dispatch.finish_dx(product_tD, product_tD, scale_t, column_t, value_t, w_VD, offset_t, common_D)
@@ -128,7 +128,7 @@ class Gradient:
         """Add the exact terms: of the labels, and of every column that counts where the gradient has an offset."""
         common_D = counted_V = None
         if self._offset is not None:
-            common_D = _common(x_TD, self._offset)
+            common_D = linear_passes.weighed_sum(x_TD, self._offset)
             counted_V = torch.cat([self._counted(at) for at in range(len(self._grads))])
         value_T = self._grads[0].target
         for grad in self._grads[1:]:
@@ -145,11 +145,3 @@ class Gradient:
         leaf = self._source.leaves[at]
         call = replace(self._plan.call, vocab=leaf.vocab)
         return linear_passes.counted(self._source.biases[at], leaf.width, call, self._grads[at].scale)
-
-
-def _common(x_ND: Tensor, factor_N: Tensor) -> Tensor:
-    """`sum factor * x` over rows."""
-    total_D = factor_N.new_zeros(x_ND.shape[1])
-    for rows in chunk_sizes.pieces(x_ND):
-        total_D += (x_ND[rows] * factor_N[rows].unsqueeze(1)).sum(0)
-    return total_D
