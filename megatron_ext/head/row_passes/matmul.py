@@ -9,6 +9,7 @@ Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, 
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
@@ -20,6 +21,7 @@ from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
 
 LINE_BYTES = 64
+_READS_ONE_COLUMN = TorchVersion(torch.__version__) < "2.11"
 # cuBLAS keeps to its fast kernels where rows begin at multiples of 16 bytes, and Triton loads as many at a time.
 _CUDA_MULTIPLE = 16
 
@@ -34,7 +36,8 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
     elements, which nothing writes.
     """
     more, dtype = 0, dtype or like.dtype
-    if not torch.compiler.is_compiling():  # which takes no `out` with gaps
+    # Not where torch compiles, which takes no `out` with gaps; nor one column where torch.mm read such an `out`.
+    if not torch.compiler.is_compiling() and (columns != 1 or not _READS_ONE_COLUMN):
         line = LINE_BYTES // dtype.itemsize
         more = -columns % _CUDA_MULTIPLE if like.is_cuda else -columns % line + line
     matrix = like.new_empty(tokens, columns + more, dtype=dtype)
