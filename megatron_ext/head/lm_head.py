@@ -98,7 +98,7 @@ class LmHead:
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
-        option_checks.check_cache(self.cache)
+        option_checks.check_option("cache", self.cache)
         if self.bits is not None:  # else as the mode is when it is read
             option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
@@ -375,9 +375,9 @@ def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
 
 def _check_logits(facts: Any) -> None:
     """What `LmHead` and `Logits` have in common."""
-    option_checks.check_softcap(facts.softcap)
-    option_checks.check_temperature(facts.temperature)
-    option_checks.check_logit_scale(getattr(facts, "logit_scale", 1.0))
+    option_checks.check_option("softcap", facts.softcap)
+    option_checks.check_option("temperature", facts.temperature)
+    option_checks.check_option("logit_scale", getattr(facts, "logit_scale", 1.0))
     option_checks.check_chunk_tokens(facts.chunk_tokens)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, check_temperature, one_of
+from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, check_option, one_of
 from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
@@ -126,7 +126,7 @@ def from_parallel_hidden_states_to_logprobs(
             cu_seqlens=cu_seqlens,
         )
     check_call(chunk_size, sampling_params)
-    check_temperature(sampling_of(sampling_params).temperature)
+    check_option("temperature", sampling_of(sampling_params).temperature)
     _check_entropy(return_entropy, sampling_params)
 
     def compute(labels: Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.validation.option_checks import check_temperature
+from megatron_ext.head.validation.option_checks import check_option
 from megatron_ext.model_utils.arguments import columns_of, number, whole_if_none
 from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -26,7 +26,7 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
         ValueError: the temperature is not above 0; what `megatron_ext.head.vocab_parallel_log_softmax` refuses.
     """
     temperature = number(temperature)
-    check_temperature(temperature)
+    check_option("temperature", temperature)
     local = _local(logits)
     if temperature != 1 and local.is_floating_point():
         local = local.to(accumulation_dtype(local.dtype)) / temperature

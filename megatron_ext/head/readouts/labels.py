@@ -87,8 +87,8 @@ class CrossEntropy(OfLabels):
         z_apart: bool = False,
     ):
         super().__init__(labels, ignore_index)
-        option_checks.check_label_smoothing(label_smoothing)
-        option_checks.check_z_loss(z_loss)
+        option_checks.check_option("label_smoothing", label_smoothing)
+        option_checks.check_option("z_loss", z_loss)
         self.label_smoothing, self.z_loss, self.smooth_others = label_smoothing, z_loss, smooth_others
         self.z_apart, self.count = z_apart, 1 + z_apart
         self.mean = label_smoothing > 0

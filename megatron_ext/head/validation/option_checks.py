@@ -15,6 +15,21 @@ LOGIT_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 LEAST_BYTES = 1024  # as `cache`: what is between 1 and this is meant as a percentage or a factor, and is neither
 
+# Of each option that is a number: what else it may be, the rule, whether a number keeps it, and the fix.
+_RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], str]] = {
+    "label_smoothing": ((), "in [0, 1)", lambda x: 0 <= x < 1, "0.0 turns it off"),
+    "z_loss": ((), "at least 0 and finite", lambda x: 0 <= x < math.inf, "0.0 turns it off"),
+    "temperature": ((), "above 0 and finite", lambda x: 0 < x < math.inf, "1.0 leaves the logits as they are"),
+    "logit_scale": ((), "above 0 and finite", lambda x: 0 < x < math.inf, "1.0 leaves the logits as they are"),
+    "softcap": ((None,), "above 0 and finite", lambda x: 0 < x < math.inf, "None turns it off"),
+    "cache": (
+        ("bounded", "auto"),
+        f"in [0, 1], a fraction of the columns, or at least {LEAST_BYTES}, bytes",
+        lambda x: 0 <= x <= 1 or LEAST_BYTES <= x < math.inf,
+        '"bounded" goes by the sizes, "auto" by free memory',
+    ),
+}
+
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is one of the names in `allowed`."""
@@ -28,19 +43,11 @@ def check_ignore_index(value: Any) -> None:
         raise ValueError(f"ignore_index is {value!r}: it must be an int; PyTorch's default is -100")
 
 
-def check_label_smoothing(value: Any) -> None:
-    """Raises ValueError unless it is a share of the loss."""
-    check_number("label_smoothing", value, "in [0, 1)", lambda e: 0 <= e < 1, "0.0 turns it off")
-
-
-def check_z_loss(value: Any) -> None:
-    """Raises ValueError unless it is a finite factor."""
-    check_number("z_loss", value, "at least 0 and finite", _at_least_0, "0.0 turns it off")
-
-
-def check_temperature(value: Any) -> None:
-    """Raises ValueError unless logits can be divided by it."""
-    check_number("temperature", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
+def check_option(argument: str, value: Any) -> None:
+    """Raises ValueError unless the option of that name may have the `value`."""
+    words, rule, holds, fix = _RULES[argument]
+    if not (isinstance(value, str | None) and value in words):
+        check_number(argument, value, rule, holds, fix)
 
 
 def check_teachers_temperature(name: str, value: float, students: float) -> None:
@@ -50,17 +57,6 @@ def check_teachers_temperature(name: str, value: float, students: float) -> None
             f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
             f"teacher's at 1.0"
         )
-
-
-def check_logit_scale(value: Any) -> None:
-    """Raises ValueError unless logits can be multiplied by it without losing their order."""
-    check_number("logit_scale", value, "above 0 and finite", _positive, "1.0 leaves the logits as they are")
-
-
-def check_softcap(value: Any) -> None:
-    """Raises ValueError unless it is None or a bound of logits."""
-    if value is not None:
-        check_number("softcap", value, "above 0 and finite", _positive, "None turns it off")
 
 
 def check_logit_dtype(value: Any) -> None:
@@ -85,14 +81,6 @@ def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, na
         f"logit_dtype is {logit_dtype} and {name} is multiplied in {computed}: logits are rounded to the dtype that "
         f"the model computes in; pass {computed if computed.itemsize == 2 else None}"
     )
-
-
-def check_cache(value: Any) -> None:
-    """Raises ValueError unless it says how much is kept."""
-    if value not in ("bounded", "auto"):
-        rule = f"in [0, 1], a fraction of the columns, or at least {LEAST_BYTES}, bytes"
-        fix = '"bounded" goes by the sizes, "auto" by free memory'
-        check_number("cache", value, rule, _fraction_or_bytes, fix)
 
 
 def check_chunk_tokens(value: Any) -> None:
@@ -127,18 +115,6 @@ def as_number(value: Any) -> str | None:
 
 def _not_an_int(value: Any) -> bool:
     return isinstance(value, bool) or not isinstance(value, int)
-
-
-def _positive(value: float) -> bool:
-    return 0 < value < math.inf
-
-
-def _fraction_or_bytes(value: float) -> bool:
-    return 0 <= value <= 1 or LEAST_BYTES <= value < math.inf
-
-
-def _at_least_0(value: float) -> bool:
-    return 0 <= value < math.inf
 
 
 def check_at_most(at_most: Any) -> None:

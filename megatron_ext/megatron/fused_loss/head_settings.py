@@ -89,8 +89,8 @@ class HeadSettings:
                 f"chunk_size is {chunk_size} and chunk_tokens {self.chunk_tokens}: they say the same thing in "
                 f"sequence positions and in tokens; pass one of them"
             )
-        for check in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
-            getattr(option_checks, f"check_{check}")(getattr(self, check))
+        for name in ("cache", "z_loss", "label_smoothing", "softcap", "temperature"):
+            option_checks.check_option(name, getattr(self, name))
         option_checks.check_at_most(option_checks.token_bound(self.skip_ignored))
         if self.bits is not None:
             option_checks.one_of("bits", self.bits, get_args(Bits))
