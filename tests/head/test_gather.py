@@ -115,8 +115,8 @@ def test_other_strides_and_no_tokens():
         (lambda z, w: vocab_topk(z, 11), "k is 11: it must be an int from 1"),
         (lambda z, w: vocab_topk(z, 2.0), "k is 2.0"),
         (lambda z, w: linear_topk_log_probs(z, w, True), "k is True"),
-        (lambda z, w: gather_logits(z, torch.full((4, 2), 10)), r"indices holds one outside \[0, 10\)"),
-        (lambda z, w: gather_log_probs(z, torch.full((4, 2), -100)), "indices holds one outside"),
+        (lambda z, w: gather_logits(z, torch.full((4, 2), 10)), r"indices holds \[10\], outside \[0, 10\)"),
+        (lambda z, w: gather_log_probs(z, torch.full((4, 2), -100)), r"indices holds \[-100\], outside"),
         (lambda z, w: gather_log_probs(z, torch.zeros(4, 2)), "indices is torch.float32"),
         (lambda z, w: gather_log_probs(z, torch.zeros(4, 0).long()), "with K at least 1"),
         (
@@ -165,14 +165,14 @@ def test_what_only_one_rank_finds_too_large():
     z, w, x = torch.zeros(4, 10 - rank), torch.zeros(10 - rank, 3), torch.zeros(4, 3)
     ids, labels, half = torch.full((4, 2), 19), torch.full((4,), 19), torch.zeros(2, 3)
     for call, said in (
-        (lambda: gather_logits(z, ids, group), r"indices holds one outside \[0, 18\)"),
-        (lambda: gather_log_probs(z, ids, group), r"indices holds one outside \[0, 18\)"),
+        (lambda: gather_logits(z, ids, group), r"indices holds \[19\], outside \[0, 18\)"),
+        (lambda: gather_log_probs(z, ids, group), r"indices holds \[19\], outside \[0, 18\)"),
         (lambda: vocab_topk(z, 19, group), "k is 19: it must be an int from 1 to .* 18"),
         (lambda: sampled_log_probs(z, labels, 19, 0.9, 1.0, group), r"19"),
         (lambda: sampled_log_probs(z, labels, 3, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
         (lambda: sampled_log_probs(z, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
-        (lambda: linear_gather_log_probs(x, w, ids, group), r"indices holds one outside \[0, 18\)"),
-        (lambda: linear_gather_log_probs(half, w, ids, group, "sequence"), r"indices holds one outside \[0, 18\)"),
+        (lambda: linear_gather_log_probs(x, w, ids, group), r"indices holds \[19\], outside \[0, 18\)"),
+        (lambda: linear_gather_log_probs(half, w, ids, group, "sequence"), r"indices holds \[19\], outside \[0, 18\)"),
         (lambda: linear_topk_log_probs(x, w, 19, group), "k is 19"),
         (lambda: linear_sampled_log_probs(x, w, labels, 19, 0.9, 1.0, group), r"labels holds \[19\], outside"),
         (lambda: linear_sampled_log_probs(x, w, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside"),

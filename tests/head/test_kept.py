@@ -78,7 +78,7 @@ def test_functions_and_weight_gradients_into_main_grad():
     [
         ({"labels": torch.tensor([3, 5])}, "labels holds one that is not among the kept ids"),
         ({"offsets": torch.tensor([0, 9, 4])}, "offsets do not cut 4 ids into rows"),
-        ({"ids": torch.tensor([3, 1, 7, 16])}, r"ids holds one outside \[0, 16\)"),
+        ({"ids": torch.tensor([3, 1, 7, 16])}, r"ids holds \[16\], outside \[0, 16\)"),
         ({"ids": torch.tensor([3, 3, 7, 6])}, "ids holds one twice"),
     ],
 )

@@ -122,7 +122,7 @@ WRONG = [
     (lambda kept: kept[..., 0], r"kept_token_ids is \[4, 13\]: it must be a tensor \[rows, positions, ids\]"),
     (lambda kept: kept - 1, "-1 for none; pad it so"),
     (lambda kept: kept.where(kept < 0, 97), "kept_token_ids of input_ids, as labels: ids holds one twice"),
-    (lambda kept: kept.where(kept < 0, kept + 98), r"ids holds one outside \[0, 98\)"),
+    (lambda kept: kept.where(kept < 0, kept + 98), r"ids holds \[\d+\], outside \[0, 98\)"),
     (lambda kept: kept.roll(1, 1), "labels holds one that is not among the kept ids of its token"),
 ]
 

@@ -21,8 +21,8 @@ from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation
 from megatron_ext.head.row_passes.side_by_side import is_quantised
 from megatron_ext.head.validation.readable_values import (
     OutsideVocabulary,
-    all_within,
     check_plain,
+    check_within,
     has_values,
     on_host,
     raise_unless,
@@ -78,24 +78,16 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
 
 
 def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> None:
-    """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`.
+    """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
-    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
-    compiling or on fake tensors it is not looked at. `hint`: see `size_fault`.
+    `hint`: see `size_fault`.
     """
     check_integers(labels)
-    if has_values(labels) and not all_within(labels, size):
-        ids = labels.long()  # a narrow integer would wrap the size
-        right = ((ids >= 0) & (ids < size)) | (ids == ignore_index)
-        if not labels.is_cuda and right.all():
-            return
-        found = "one outside" if labels.is_cuda else f"{labels[~right][:1].tolist()}, outside"
-        raise_unless(
-            right.all(),
-            f"labels holds {found} [0, {size}): each must be a token id of the vocabulary or ignore_index "
-            f"({ignore_index}); mark tokens that do not count with ignore_index{hint}",
-            OutsideVocabulary,
-        )
+    rule = (
+        f"a token id of the vocabulary or ignore_index ({ignore_index}); mark tokens that do not count with "
+        f"ignore_index{hint}"
+    )
+    check_within("labels", labels, size, rule, spared=ignore_index)
 
 
 def size_fault(

@@ -25,14 +25,6 @@ def on_host(x: Tensor) -> bool:
     return not x.is_cuda and has_values(x)
 
 
-def all_within(ids: Tensor, size: int) -> bool:
-    """Whether all are known to be in [0, size): of those on CUDA nothing is, which would wait for the device."""
-    if ids.is_cuda or not ids.numel():
-        return not ids.is_cuda
-    lowest, highest = ids.aminmax()
-    return lowest.item() >= 0 and highest.item() < size
-
-
 def check_plain(argument: str, x: Any) -> None:
     """Raises ValueError for a DTensor, and in a transform of torch.func, which our autograd functions do not know."""
     if torch.compiler.is_compiling():
@@ -60,6 +52,30 @@ def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueErr
         torch._assert_async(right, message)
     elif not right:
         raise error(message)
+
+
+def check_within(argument: str, ids: Tensor, size: int, rule: str, spared: int | None = None) -> None:
+    """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `rule`: what it must be.
+
+    They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
+    on fake tensors they are not looked at.
+    """
+    if not has_values(ids):
+        return
+    if not ids.is_cuda:
+        if not ids.numel():
+            return
+        lowest, highest = ids.aminmax()
+        if lowest.item() >= 0 and highest.item() < size:
+            return
+    wide = ids.long()  # a narrow integer would wrap the size
+    right = (wide >= 0) & (wide < size)
+    if spared is not None:
+        right |= wide == spared
+    if not ids.is_cuda and right.all():
+        return
+    found = "one outside" if ids.is_cuda else f"{ids[~right][:1].tolist()}, outside"
+    raise_unless(right.all(), f"{argument} holds {found} [0, {size}): each must be {rule}", OutsideVocabulary)
 
 
 def raise_if(wrong: Tensor, message: str, error: type[ValueError] = ValueError) -> None:

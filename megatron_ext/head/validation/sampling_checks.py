@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import as_number
-from megatron_ext.head.validation.readable_values import OutsideVocabulary, check_plain, has_values, raise_if
+from megatron_ext.head.validation.readable_values import check_plain, check_within, has_values, raise_if
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -31,21 +31,15 @@ def check_k(argument: str, k: Any, size: int, hint: str = "") -> None:
 
 
 def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
-    """Raises ValueError unless `indices` are `[..., K]` integers in `[0, size)`, as `check_labels` does."""
+    """Raises ValueError unless `indices` are `[..., K]` integers in `[0, size)`, as `check_within` does."""
     check_plain("indices", indices)
     if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype in (torch.bool, torch.complex64):
         kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"indices is {kind}: it must be a tensor of integer token ids; cast it with .long()")
     if indices.dim() == 0 or indices.shape[-1] == 0:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
-    if has_values(indices):
-        ids = indices.long()  # a narrow integer would wrap the size
-        raise_if(
-            ((ids < 0) | (ids >= size)).any(),
-            f"indices holds one outside [0, {size}): each must be a token id of the vocabulary; clamp those of tokens "
-            f"that do not count and mask their results{hint}",
-            OutsideVocabulary,
-        )
+    rule = "a token id of the vocabulary; clamp those of tokens that do not count and mask their results"
+    check_within("indices", indices, size, f"{rule}{hint}")
 
 
 def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
@@ -73,7 +67,7 @@ def check_kept_rows(labels: Tensor, offsets: Tensor, ids: Tensor, size: int, ign
         f"offsets do not cut {count} ids into rows: they must begin with 0, never fall and end with {count}; pass the "
         f"cumulative numbers of kept ids",
     )
-    raise_if(((ids < 0) | (ids >= size)).any(), f"ids holds one outside [0, {size}): each must be a token id")
+    check_within("ids", ids, size, "a token id of the vocabulary")
     token = torch.searchsorted(offsets[1:], torch.arange(count, device=ids.device), right=True)
     place = (token * size + ids).sort().values
     raise_if((place.diff() == 0).any(), "ids holds one twice at one token: each must be there once")

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.readable_values import all_within, has_values, on_host, raise_if
+from megatron_ext.head.validation.readable_values import OutsideVocabulary, check_within, on_host
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
@@ -157,24 +157,18 @@ class VocabParallelEmbedding(ShardedLayer):
 
 
 def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
-    """What is wrong with `ids` that one rank alone may have been given: some outside [0, size).
+    """What is wrong with `ids` that one rank alone may have been given: some outside [0, size), see `check_within`.
 
-    The range is read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while
-    compiling or on fake tensors it is not looked at. Raises ValueError unless they are integers.
+    Raises ValueError unless they are integers.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(
             f"input_ is {kind}: it must be a tensor that holds token ids, int64 or int32; cast it with .long()"
         )
-    if has_values(ids) and not all_within(ids, size):
-        wrong = (ids < 0) | (ids >= size)
-        found = "one outside" if ids.is_cuda else f"{ids[wrong][:1].tolist()}, outside"
-        message = (
-            f"input_ holds {found} [0, {size}): each must be a token id of the vocabulary of all ranks; "
-            f"check the tokenizer, or pass a larger num_embeddings"
-        )
-        if not ids.is_cuda:
-            return ValueError(message)
-        raise_if(wrong.any(), message)
+    rule = "a token id of the vocabulary of all ranks; check the tokenizer, or pass a larger num_embeddings"
+    try:
+        check_within("input_", ids, size, rule)
+    except OutsideVocabulary as fault:
+        return ValueError(str(fault))
     return None
