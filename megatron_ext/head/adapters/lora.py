@@ -124,9 +124,9 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
             scaled[i] = a_RD
     if any(each.dropout for each in adapters):
         left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
-        more = [_Narrowed.apply(x, a_RD, fixed) for x, a_RD in zip(left, scaled, strict=True)]
+        more = [_LowRank.apply(x, a_RD, fixed, False) for x, a_RD in zip(left, scaled, strict=True)]
         return torch.cat([x_TD, *more], 1)
-    return _Widened.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed)
+    return _LowRank.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed, True)
 
 
 def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
@@ -137,55 +137,31 @@ def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
     return whole.split([len(x) for x in parameters])
 
 
-class _Widened(torch.autograd.Function):
-    """`[x, x A^T]`, of which backward keeps nothing but the result."""
+class _LowRank(torch.autograd.Function):
+    """`x A^T`, or with `beside` `[x, x A^T]`, of which backward keeps nothing but the result."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool) -> Tensor:
-        tokens, width = x_TD.shape
+    def forward(ctx: Any, x_TD: Tensor, a_ND: Tensor, fixed: bool, beside: bool) -> Tensor:
         with torch.autocast(x_TD.device.type, enabled=False):
-            out_TC = x_TD.new_empty(tokens, width + a_ND.shape[0])
-            out_TC[:, :width] = x_TD
-            out_TC[:, width:] = _product(x_TD, a_ND.to(x_TD.dtype).t(), fixed)
-        ctx.save_for_backward(out_TC, a_ND)
-        ctx.fixed = fixed
+            low_TN = _product(x_TD, a_ND.to(x_TD.dtype).t(), fixed)
+            out_TC = torch.cat([x_TD, low_TN], 1) if beside else low_TN
+        ctx.save_for_backward(out_TC if beside else x_TD, a_ND)
+        ctx.fixed, ctx.beside = fixed, beside
         return out_TC
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        out_TC, a_ND = ctx.saved_tensors
+    def backward(ctx: Any, grad_TC: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_TC, a_ND = ctx.saved_tensors
         width, dx_TD, da_ND = a_ND.shape[1], None, None
-        low_TN = grad_TC[:, width:]
+        low_TN = grad_TC[:, width:] if ctx.beside else grad_TC
         with torch.autocast(grad_TC.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx_TD = _product(low_TN, a_ND.to(low_TN.dtype), ctx.fixed).add_(grad_TC[:, :width])
+                dx_TD = _product(low_TN, a_ND.to(low_TN.dtype), ctx.fixed)
+                dx_TD = dx_TD.add_(grad_TC[:, :width]) if ctx.beside else dx_TD
             if ctx.needs_input_grad[1]:
-                da_ND = _gradient_of_a(low_TN, out_TC[:, :width], ctx.fixed).to(a_ND.dtype)
-        return dx_TD, da_ND, None
-
-
-class _Narrowed(torch.autograd.Function):
-    """`x A^T`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, a_RD: Tensor, fixed: bool) -> Tensor:
-        ctx.save_for_backward(x_TD, a_RD)
-        ctx.fixed = fixed
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return _product(x_TD, a_RD.to(x_TD.dtype).t(), fixed)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad_TR: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_TD, a_RD = ctx.saved_tensors
-        dx_TD = da_RD = None
-        with torch.autocast(grad_TR.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                dx_TD = _product(grad_TR, a_RD.to(grad_TR.dtype), ctx.fixed)
-            if ctx.needs_input_grad[1]:
-                da_RD = _gradient_of_a(grad_TR, x_TD, ctx.fixed).to(a_RD.dtype)
-        return dx_TD, da_RD, None
+                da_ND = _gradient_of_a(low_TN, x_TC[:, :width], ctx.fixed).to(a_ND.dtype)
+        return dx_TD, da_ND, None, None
 
 
 def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
