@@ -94,21 +94,11 @@ class ColumnParallelLinear(ParallelLayer):
         if skip_weight_param_allocation:
             self.weight = None
         else:
-            full = self.make_weight(
-                self.output_size_per_partition,
-                input_size,
-                0,
-                config=config,
-                init_method=init_method,
-                stride=stride,
-                is_expert=is_expert,
-            )
-            self.master_weight = full if keep_master_weight_for_test else None
+            rows = self.output_size_per_partition
+            self._make_own_weight(rows, input_size, 0, init_method, stride, keep_master_weight_for_test)
+        self._make_bias(bias, self.output_size_per_partition)
         if bias:
-            self._make_bias(self.output_size_per_partition)
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
-        else:
-            self.register_parameter("bias", None)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:

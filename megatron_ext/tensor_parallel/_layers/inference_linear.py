@@ -76,10 +76,7 @@ class InferenceLinear(ParallelLayer):
         self.weight = self._new_parameter(config, output_size, input_size)
         if option(config, "perform_initialization", True):
             self._initialize(init_method)
-        if bias:
-            self._make_bias(output_size)
-        else:
-            self.register_parameter("bias", None)
+        self._make_bias(bias, output_size)
         for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
             parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()

@@ -76,24 +76,14 @@ class RowParallelLinear(ParallelLayer):
                 "input sharded along its last dim; pass input_is_parallel=True"
             )
         self._choose_path()
-        full = self.make_weight(
-            output_size,
-            self.input_size_per_partition,
-            1,
-            config=config,
-            init_method=init_method,
-            stride=stride,
-            is_expert=is_expert,
-        )
-        self.master_weight = full if keep_master_weight_for_test else None
+        columns = self.input_size_per_partition
+        self._make_own_weight(output_size, columns, 1, init_method, stride, keep_master_weight_for_test)
+        self._make_bias(bias, output_size)
         if bias:
-            self._make_bias(output_size)
             # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks. An
             # expert's layer that adds its bias itself sees all tokens.
             added_to_all = self.explicit_expert_comm and not skip_bias_add
             self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
-        else:
-            self.register_parameter("bias", None)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:

@@ -176,7 +176,18 @@ class ParallelLayer(ShardedLayer):
             )
         return features // ranks
 
-    def _make_bias(self, features: int) -> None:
+    def _make_own_weight(
+        self, rows: int, columns: int, dim: int, init_method: InitMethod, stride: int, keep_full: bool
+    ) -> None:
+        """`make_weight` by the layer's config; with `keep_full` the full one, if there is one, is `master_weight`."""
+        facts: dict[str, Any] = {"config": self.config, "stride": stride, "is_expert": self.is_expert}
+        full = self.make_weight(rows, columns, dim, init_method=init_method, **facts)
+        self.master_weight = full if keep_full else None
+
+    def _make_bias(self, wanted: bool, features: int) -> None:
+        if not wanted:
+            self.register_parameter("bias", None)
+            return
         self.bias = self._new_parameter(self.config, features)
         if option(self.config, "perform_initialization", True):
             torch.nn.init.zeros_(self.bias)
