@@ -25,7 +25,7 @@ from megatron_ext.policy.refit.weight_transfer import (
     buckets,
     join_collective,
     read_weights,
-    received_weights,
+    receive_buckets,
 )
 from megatron_ext.policy.worker.device_memory import device_id
 
@@ -79,16 +79,8 @@ class PolicyWeights:
         """
         if self._policy_group is None:
             raise ValueError("policy_weights_receive() came before policy_weights_join(); call that first")
-        fault: Exception | None = None
         rows: WeightInfo = pickle.loads(info) if isinstance(info, bytes) else info
-        for bucket in received_weights(self._policy_group, rows, buffer_bytes):
-            try:
-                if fault is None:
-                    self._policy_load(bucket)
-            except Exception as error:  # the other ranks wait for this one to receive
-                fault = error
-        if fault is not None:
-            raise fault
+        receive_buckets(self._policy_load, self._policy_group, rows, buffer_bytes)
 
     def policy_weights_finish(self) -> None:
         """After the last bucket.

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -185,6 +186,10 @@ def test_generators_that_expect_other_buckets_are_told(given):
     with pytest.raises(ValueError, match=r"ranks \[1\] of 2 expect other buckets.*in its order, and its refit_buffer"):
         refit(*(other if dist.get_rank() == 1 else (info, BUFFER_BYTES)))
     assert all(not x.any() for x in plain.values())
+    lacking = plain.pop("up")  # is told when all has been received
+    with pytest.raises(ValueError, match="weight up .* lacks it") if dist.get_rank() == 1 else nullcontext():
+        refit(info, 300)
+    plain["up"] = lacking
     refit(info, BUFFER_BYTES)
     if dist.get_rank() == 1:
         assert all(torch.equal(plain[name], x) for name, x in weights.items())

@@ -10,6 +10,7 @@ own), with a row that says where in it each weight lies. A bucket travels in one
 Both sides make the same buckets from names, shapes and dtypes alone; before a broadcast they compare these.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -148,9 +149,7 @@ def load_weights(model: nn.Module, handle: WeightsHandle) -> None:
     Raises:
         ValueError: the model lacks a weight, or has it in another shape.
     """
-    state = model.state_dict()
-    for name, weight in read_weights(handle):
-        _copy(state, name, weight)
+    _copy_all(model.state_dict(), read_weights(handle))
 
 
 def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
@@ -193,30 +192,31 @@ def receive_weights(model: nn.Module, group: JobsGroup, info: WeightInfo, buffer
             sent; the model lacks a weight, or has it in another shape, after all has been received.
         RuntimeError: as `require_same_buckets`, before anything is sent.
     """
-    state = model.state_dict()
-    fault: ValueError | None = None
-    for bucket in received_weights(group, info, buffer_bytes):
-        for name, weight in bucket:
-            try:
-                _copy(state, name, weight)
-            except ValueError as error:
-                fault = fault or error
-    if fault is not None:
-        raise fault
+    receive_buckets(functools.partial(_copy_all, model.state_dict()), group, info, buffer_bytes)
 
 
-def received_weights(group: JobsGroup, info: WeightInfo, buffer_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The buckets that the trainer broadcasts, each as names and weights, which share one buffer.
+def receive_buckets(
+    take: Callable[[list[tuple[str, Tensor]]], None], group: JobsGroup, info: WeightInfo, buffer_bytes: int
+) -> None:
+    """Gives `take` each bucket that the trainer broadcasts, names and weights, which share one buffer.
 
-    All must be taken: the other ranks of the group wait for this one.
+    What `take` raises comes after the last bucket, and nothing is given to it until then: the other ranks of the group
+    wait for this one to receive.
 
     Raises:
         ValueError, RuntimeError: as `require_same_buckets`.
     """
     require_same_buckets(info, group, buffer_bytes)
+    fault: Exception | None = None
     for bucket in buckets(info, buffer_bytes):
         buffer = group.broadcast(torch.empty(bucket.nbytes, dtype=torch.uint8, device=group.device))
-        yield [(row.name, row.view(buffer)) for row in bucket.rows]
+        try:
+            if fault is None:
+                take([(row.name, row.view(buffer)) for row in bucket.rows])
+        except Exception as error:
+            fault = error
+    if fault is not None:
+        raise fault
 
 
 def join_collective(
@@ -226,11 +226,12 @@ def join_collective(
     return JobsGroup(ip, port, rank, world_size, device, timeout_s)
 
 
-def _copy(state: Mapping[str, Tensor], name: str, weight: Tensor) -> None:
-    if name not in state or state[name].shape != weight.shape:
-        found = f"has it as {list(state[name].shape)}" if name in state else "lacks it"
-        raise ValueError(
-            f"the weight {name} {list(weight.shape)} came, and the model {found}: both sides must hold the same model; "
-            f"build the generator's from the policy's config"
-        )
-    state[name].copy_(weight)
+def _copy_all(state: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
+    for name, weight in weights:
+        if name not in state or state[name].shape != weight.shape:
+            found = f"has it as {list(state[name].shape)}" if name in state else "lacks it"
+            raise ValueError(
+                f"the weight {name} {list(weight.shape)} came, and the model {found}: both sides must hold the same "
+                f"model; build the generator's from the policy's config"
+            )
+        state[name].copy_(weight)
