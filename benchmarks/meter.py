@@ -89,8 +89,8 @@ def measure() -> Iterator[Costs]:
 
 
 @contextmanager
-def one_rank_of(ranks: int, rank: int = 0) -> Iterator[dist.ProcessGroup | None]:
-    """Fake tensors, and this process as `rank` of a fake group of `ranks`. Yields the group (None for one rank)."""
+def one_rank_of(ranks: int) -> Iterator[dist.ProcessGroup | None]:
+    """Fake tensors, and this process as rank 0 of a fake group of `ranks`. Yields the group (None for one rank)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):  # torch before 2.11
@@ -99,7 +99,7 @@ def one_rank_of(ranks: int, rank: int = 0) -> Iterator[dist.ProcessGroup | None]
         with FakeTensorMode():
             yield None
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with FakeTensorMode():
             yield dist.group.WORLD

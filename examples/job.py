@@ -39,7 +39,7 @@ def has_gpus() -> bool:
 
 
 @contextmanager
-def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = None, seed: int = 1) -> Iterator[None]:
+def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = None) -> Iterator[None]:
     """`parallel_state` for these sizes; further ranks are data parallel. `on_gpu=None`: where there are enough GPUs."""
     ranks()
     warnings.filterwarnings("ignore", module=r"megatron\.core")
@@ -51,7 +51,7 @@ def megatron_job(tensor: int = 1, pipeline: int = 1, *, on_gpu: bool | None = No
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo")
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(1)
+        model_parallel_cuda_manual_seed(1)
         yield
         dist.destroy_process_group()

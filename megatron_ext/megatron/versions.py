@@ -112,20 +112,15 @@ class Seam(NamedTuple):
 
     Attributes:
         address: "module:name.name", from `megatron.core` on; "...(argument)" where it is an argument of a function.
-        since, until: the first and the last minor version that has it; None: all tested versions on that side.
+        since: the first minor version that has it; None: all tested versions do.
     """
 
     address: str
     since: str | None = None
-    until: str | None = None
 
     @property
     def versions(self) -> str:
-        if self.since is None and self.until is None:
-            return "all"
-        if self.until is None:
-            return f"{self.since} and newer"
-        return f"{self.since or 'older'} to {self.until}" if self.since else f"{self.until} and older"
+        return f"{self.since} and newer" if self.since else "all"
 
     def is_there(self) -> bool:
         """Whether the imported Megatron-Core has it, found by looking. Imports its module."""
@@ -140,9 +135,8 @@ class Seam(NamedTuple):
         return not argument or argument in inspect.signature(found).parameters
 
     def is_expected(self) -> bool:
-        """Whether the table says that this version has it; newer than tested is taken for the last tested version."""
-        this = min(_minor(megatron_version()), _minor(TESTED[-1]))
-        return _minor(self.since or TESTED[0]) <= this <= _minor(self.until or TESTED[-1])
+        """Whether the table says that this version has it."""
+        return _minor(self.since or TESTED[0]) <= _minor(megatron_version())
 
 
 LANGUAGE_MODULE = Seam("models.common.language_module.language_module:LanguageModule")

@@ -32,21 +32,20 @@ class Read(NamedTuple):
     """A function of the fused head, and the same of logits; both take a temperature.
 
     After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    `results` tensors, each a number of a position, or `columns` numbers. `bits`, `logit_dtype`: as in `LmHead`; of
+    a tensor or several, each a number of a position, or `columns` numbers. `bits`, `logit_dtype`: as in `LmHead`; of
     logits that a model makes none but "fast" can be had, and they are as it rounds them.
     """
 
     temperature: float
     hidden: Callable[..., Any] | None
     logits: Callable[..., Any]
-    results: int = 1
     columns: tuple[int, ...] = ()
     bits: Bits | None = None
     logit_dtype: torch.dtype | None = None
 
     def shape(self, labels_BP: Tensor) -> tuple[int, ...]:
-        """That of the results together."""
-        return (self.results, *labels_BP.shape, *self.columns)
+        """That of the first result alone, which tells all ranks of a refusal."""
+        return (1, *labels_BP.shape, *self.columns)
 
 
 def register(model: nn.Module, rule: HeadRule | None) -> None:

@@ -52,9 +52,8 @@ def _create(found: Any, options: Any) -> NcclRulesGroup:
     ranks, timeout = list(found.global_ranks_in_group), found.timeout or timedelta(minutes=10)
     rules = options if isinstance(options, NcclRules) else _rules
     if ranks and _world is not None and not _world.closed:
-        return NcclRulesGroup(_world, found.group_id, found.group_rank, ranks, timeout)
+        return NcclRulesGroup(_world, found.group_id, found.group_rank, ranks, timeout, owns=False)
     engine = Engine(found.store, found.group_rank, found.group_size, rules)
     if not ranks:
         _world = engine
-    group = NcclRulesGroup(engine, found.group_id, found.group_rank, range(found.group_size), timeout)
-    return group.own_engine()
+    return NcclRulesGroup(engine, found.group_id, found.group_rank, range(found.group_size), timeout, owns=True)

@@ -25,22 +25,17 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     """A process group for CPU tensors that behaves as one over NCCL does; `NcclRules` says what depends on the job.
 
     `ranks` are the group's ranks in the engine's world. What is not overridden is refused: no other backend is behind
-    this one.
+    this one. `owns`: the engine ends with this group.
     """
 
-    def __init__(self, engine: Engine, name: str, rank: int, ranks: Sequence[int], timeout: timedelta):
+    def __init__(self, engine: Engine, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, owns: bool):
         _ProcessGroup.__init__(self, rank, len(ranks))
         self._engine, self._name, self._description = engine, name, ""
         self._rank, self._ranks, self._timeout_s = rank, list(ranks), timeout.total_seconds()
         self._grouped: list[tuple[Part, Exchange]] | None = None
-        self._owns_engine = False
+        self._owns_engine = owns
         if engine.rules.eager:
             self._communicator()
-
-    def own_engine(self) -> "NcclRulesGroup":
-        """The engine ends with this group."""
-        self._owns_engine = True
-        return self
 
     @property
     def rules(self) -> NcclRules:

@@ -37,8 +37,8 @@ def within_tokens(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[li
     return found
 
 
-def packed(lengths: Sequence[int], tokens: int, unit: int = 1, multiple: int = 1) -> list[list[int]]:
-    """Rows of at most `tokens` tokens together, each padded to a multiple of `multiple`: longest first, where they fit.
+def packed(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]]:
+    """Rows of at most `tokens` tokens together: longest first, where they fit.
 
     First-fit decreasing needs at most 11/9 of the fewest bins, and one (Johnson, 1973).
 
@@ -48,11 +48,11 @@ def packed(lengths: Sequence[int], tokens: int, unit: int = 1, multiple: int = 1
     found: list[list[int]] = []
     room: list[int] = []
 
-    def places(rows: list[int]) -> int:
-        return sum(-(-lengths[i] // multiple) * multiple for i in rows)
+    def length(rows: list[int]) -> int:
+        return sum(lengths[i] for i in rows)
 
-    for rows in sorted(_units(lengths, unit), key=places, reverse=True):
-        need = places(rows)
+    for rows in sorted(_units(lengths, unit), key=length, reverse=True):
+        need = length(rows)
         _check_fits(need, tokens, rows)
         bin_ = next((i for i, left in enumerate(room) if left >= need), None)
         if bin_ is None:
