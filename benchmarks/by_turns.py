@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import loss_cases, losses, record
-from benchmarks.measure import ratios
+from benchmarks.measure import interleaved, ratios
 from benchmarks.meter import measure
-from benchmarks.progress import shown
 from megatron_ext import cpu_products, linear_cross_entropy
 from megatron_ext.head import KL, Logits
 
@@ -58,17 +57,12 @@ def divergence_steps() -> dict[str, Step]:
 
 def measured(steps: dict[str, Step], bases: dict[str, str]) -> losses.Rows:
     """Milliseconds, their ratio to those of its base in the same turn, and peak MiB, of each."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
     rows: losses.Rows = []
     for name, step in steps.items():
         with measure() as costs:
             step()
         rows.append((name, "peak", "MiB", [costs.peak_bytes / 2**20]))
-    for _ in shown(range(TURNS), "turns"):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append((time.process_time() - start) * 1e3)
+    times = interleaved(steps, "cpu", 0.0, clock=time.process_time, least=TURNS)
     for name, found in times.items():
         rows.append((name, "CPU time", "ms", found))
         rows.append((name, "CPU time / base", "1", ratios(times, to=bases[name])[name]))

@@ -317,15 +317,24 @@ def _trained(make, model):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], model.state_dict()
 
 
-def _arguments(kind, folder, **more):
+def _same_steps(kind, rows, parts, folder, monkeypatch, options, **given):
+    """Every call of the fused head is ours, those whose gradients train the policy too.
+
+    `options`: of the config of TRL's trainers of this kind; `given`: what the trainer takes besides.
+    """
+    import trl
+    from datasets import Dataset
+
     common = {"output_dir": str(folder), "max_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
     common |= {"save_strategy": "no", "bf16": False, "learning_rate": 1e-2, "seed": 3, "gradient_checkpointing": False}
     common["adam_epsilon"] = 1e-4  # a gradient that is rounding alone does not move its weight by the learning rate
-    return kind(**common, per_device_train_batch_size=4, **more)
+    model, tokenizer = parts
+    given |= {"processing_class": tokenizer, "train_dataset": Dataset.from_dict(rows)}
 
+    def make(model):
+        config = getattr(trl, f"{kind}Config")(**common, per_device_train_batch_size=4, **options)
+        return getattr(trl, f"{kind}Trainer")(model=model, args=config, **given)
 
-def _same_steps(make, model, monkeypatch):
-    """Every call of the fused head is ours, those whose gradients train the policy too."""
     counts = {"ours": 0, "theirs": 0}
     read, left = ours.head.LmHead.read, ours._left_to_theirs
 
@@ -370,58 +379,27 @@ ROWS = {
 )
 def test_steps(kind, options, tmp_path, monkeypatch):
     """DPO and KTO ask for the mean logit too, a weighted DPO (WPO) for the sum of squared probabilities."""
-    import trl
-    from datasets import Dataset
-
-    model, tokenizer = _parts(tmp_path)
-
-    def make(model):
-        config = _arguments(getattr(trl, f"{kind}Config"), tmp_path, **options)
-        rows = Dataset.from_dict(ROWS[kind])
-        return getattr(trl, f"{kind}Trainer")(model=model, args=config, processing_class=tokenizer, train_dataset=rows)
-
-    _same_steps(make, model, monkeypatch)
+    _same_steps(kind, ROWS[kind], _parts(tmp_path), tmp_path, monkeypatch, options)
 
 
 @with_trl
 @pytest.mark.parametrize("kind, options", [("GRPO", {"temperature": 0.9}), ("RLOO", {})])
 def test_online_steps(kind, options, tmp_path, monkeypatch):
-    import trl
-    from datasets import Dataset
-
-    model, tokenizer = _parts(tmp_path)
-
     def reward(completions, **_):
         return [float(text.count("one")) - 0.1 * len(text) for text in completions]
 
-    def make(model):
-        config = _arguments(
-            getattr(trl, f"{kind}Config"), tmp_path, num_generations=4, max_completion_length=6, beta=0.1, **options
-        )
-        rows = Dataset.from_dict({"prompt": PROMPTS[:2] * 4})
-        return getattr(trl, f"{kind}Trainer")(
-            model=model, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=rows
-        )
-
-    _same_steps(make, model, monkeypatch)
+    options = {"num_generations": 4, "max_completion_length": 6, "beta": 0.1} | options
+    rows = {"prompt": PROMPTS[:2] * 4}
+    _same_steps(kind, rows, _parts(tmp_path), tmp_path, monkeypatch, options, reward_funcs=reward)
 
 
 @with_trl
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_distillation_steps(beta, tmp_path, monkeypatch):
     """Of a student on its own answers."""
-    import trl
-    from datasets import Dataset
-
     model, tokenizer = _parts(tmp_path)
     torch.manual_seed(5)
     teacher = type(model)(model.config)
-
-    def make(model):
-        config = _arguments(trl.DistillationConfig, tmp_path, beta=beta, max_completion_length=6, temperature=0.9)
-        rows = Dataset.from_dict({"prompt": PROMPTS * 2})
-        return trl.DistillationTrainer(
-            model=model, teacher_model=teacher, args=config, processing_class=tokenizer, train_dataset=rows
-        )
-
-    _same_steps(make, model, monkeypatch)
+    options = {"beta": beta, "max_completion_length": 6, "temperature": 0.9}
+    rows = {"prompt": PROMPTS * 2}
+    _same_steps("Distillation", rows, (model, tokenizer), tmp_path, monkeypatch, options, teacher_model=teacher)
