@@ -45,7 +45,7 @@ class DraftVocabulary:
         """
         if not isinstance(d2t, Tensor) or d2t.dim() != 1 or d2t.is_floating_point() or not len(d2t):
             found = f"{d2t.dtype} {tuple(d2t.shape)}" if isinstance(d2t, Tensor) else type(d2t).__name__
-            raise ValueError(f"d2t is {found}: it must be integers [D], what is added to each draft id")
+            raise ValueError(f"d2t is {found}: it must be integers [D], D >= 1, what is added to each draft id")
         self.ids, self.size = d2t.long() + torch.arange(len(d2t), device=d2t.device), size
         if (self.ids.diff() <= 0).any() or self.ids[0] < 0 or self.ids[-1] >= size:
             raise ValueError(
@@ -66,6 +66,8 @@ class DraftVocabulary:
             found = f"{t2d.dtype} {tuple(t2d.shape)}" if isinstance(t2d, Tensor) else type(t2d).__name__
             raise ValueError(f"t2d is {found}: it must be bool [V], which target ids have a draft id")
         ids = t2d.nonzero().squeeze(1)
+        if not len(ids):
+            raise ValueError(f"t2d is false for all {len(t2d)} ids: some must have a draft id; pass it as saved")
         return cls(ids - torch.arange(len(ids), device=ids.device), len(t2d))
 
     def __len__(self) -> int:

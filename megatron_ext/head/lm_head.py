@@ -421,7 +421,8 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
     fault = option_checks.logit_dtype_fault(
         head.logit_dtype, computed_dtype(teacher.hidden, head.weight), "teacher_hidden"
     )
-    fault = argument_checks.linear_fault(teacher.hidden, head.weight, head.bias, student.shard, ranks) or fault
+    given = (teacher.hidden, head.weight, head.bias)
+    fault = argument_checks.linear_fault(*given, student.shard, ranks, whose="teacher_") or fault
     return fault or rows_fault(head.adapters, head.weight)
 
 

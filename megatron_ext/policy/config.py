@@ -159,7 +159,14 @@ def read_config(config: Mapping[str, Any], parallel_key: str = "dtensor_cfg") ->
 
 
 def _skips(value: Any) -> bool | int:
-    return bool(value) if value is None or isinstance(value, bool) else check_positive("skip_masked_tokens", value)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"skip_masked_tokens is {value!r}: it must be true, false, or a positive integer, the most tokens of a "
+            f"micro-batch that count"
+        )
+    return value
 
 
 def _bits(config: Mapping[str, Any], parallel: Mapping[str, Any]) -> Bits | None:

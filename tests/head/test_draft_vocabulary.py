@@ -130,7 +130,10 @@ def test_log_probs_of_ids_a_draft_model_proposed():
         (lambda: DraftVocabulary(torch.ones(3), V), "d2t is torch.float32 (3,): it must be integers [D]"),
         (lambda: DraftVocabulary(torch.ones(0).long(), V), "it must be integers [D]"),
         (lambda: DraftVocabulary.of_mask(torch.ones(3)), "t2d is torch.float32 (3,): it must be bool [V]"),
-        (lambda: DraftVocabulary.of_mask(torch.zeros(3).bool()), "it must be integers [D]"),
+        (
+            lambda: DraftVocabulary.of_mask(torch.zeros(3).bool()),
+            "t2d is false for all 3 ids: some must have a",
+        ),
         (lambda: vocabulary().labels(torch.tensor([V])), "labels holds [29], outside"),
         (lambda: vocabulary().rows(torch.ones(V - 1, 2)), "weight has 28 rows, the target's shard 29 columns"),
     ],

@@ -83,7 +83,9 @@ def test_a_teacher_of_another_dtype_in_slices():
     assert counts.total() == 2
     want = truth("forward", hidden @ weight.t(), (teacher_hidden @ teacher_weight.t()).float())
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-    message = r"weight has shape" if rank else "another rank of tp_group refused"
+    message = (
+        r"teacher_weight has shape \(10, 6\), teacher_hidden \(\d, 5\)" if rank else "another rank of tp_group refused"
+    )
     wrong = torch.zeros(10, 5 + rank).bfloat16()
     with pytest.raises(ValueError, match=message):
         linear_kl_divergence(hidden[rows], weight[own], teacher_hidden[rows], wrong, "forward", group, "sequence")
@@ -177,6 +179,8 @@ def test_bad_input():
         soft_cross_entropy(z, z[:, :9])
     with pytest.raises(ValueError, match=r"teacher_hidden has shape \(3, 3\)"):
         linear_kl_divergence(x, w, x[:3], w)
+    with pytest.raises(ValueError, match="teacher_weight has 9: they must be equal; pass this rank's own shard"):
+        linear_kl_divergence(x, w, x, w[:9], vocab=VocabShard(0, 10, 10))
     with pytest.raises(ValueError, match="temperature is 0"):
         linear_kl_divergence(x, w, x, w, temperature=0)
 

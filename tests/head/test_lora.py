@@ -143,7 +143,9 @@ def test_a_teacher_may_have_one_and_gets_no_gradient():
     "lora, said",
     [
         (object(), "it must be LoRA(A, B, scaling)"),
-        ((torch.ones(2, D), torch.ones(V, 2)), "it must be LoRA(A, B, scaling)"),
+        ((torch.ones(2, D), torch.ones(V, 2)), "lora is or holds Tensor: it must be LoRA(A, B, scaling)"),
+        (LoRA(torch.ones(2, D), torch.ones(V, 2), None), "lora scaling is None: it must be a number; pass a float"),
+        (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, "0"), "lora dropout is '0': it must be a number"),
         (LoRA(torch.ones(2, D), torch.ones(V, 3)), "they must be [r, D], [V/R, r] and [V/R, D]"),
         (LoRA(torch.ones(2, D + 1), torch.ones(V, 2)), "they must be [r, D], [V/R, r] and [V/R, D]"),
         (LoRA(torch.ones(2, D, dtype=torch.int64), torch.ones(V, 2)), "lora A is torch.int64"),
@@ -151,7 +153,7 @@ def test_a_teacher_may_have_one_and_gets_no_gradient():
         (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, 1.0), "lora dropout is 1.0: it must be in [0, 1)"),
         (LoRA(torch.ones(2, D), torch.ones(V - 1, 2)), "B must have a row for each of the weight's"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_what_is_refused(lora, said):
     with pytest.raises(ValueError, match=re.escape(said)):

@@ -92,6 +92,6 @@ def test_a_bound_that_one_data_parallel_rank_breaks_is_refused_on_all():
 
 def test_a_bound_is_a_positive_number():
     for wrong in (0, -3, 2.5, "30"):
-        with pytest.raises(ValueError, match=f"skip_masked_tokens is {wrong!r}: it must be a positive integer"):
+        with pytest.raises(ValueError, match=f"skip_masked_tokens is {wrong!r}: it must be true, false, or a positive"):
             read_config(tiny_config(MODEL, skip_masked_tokens=wrong))
     assert read_config(tiny_config(MODEL, skip_masked_tokens=None)).skip_masked_tokens is False

@@ -54,7 +54,9 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
     adapters = () if lora is None else tuple(lora) if several else (lora,)
     for each in adapters:
         if not isinstance(each, LoRA):
-            raise ValueError(f"lora is {each!r}: it must be LoRA(A, B, scaling), or several in a sequence")
+            raise ValueError(
+                f"lora is or holds {type(each).__name__}: it must be LoRA(A, B, scaling), or several in a sequence"
+            )
         for name, x in (("lora A", each.A), ("lora B", each.B)):
             check_floating(name, x, 2)
         if each.A.shape[0] != each.B.shape[1] or (isinstance(weight, Tensor) and each.A.shape[1] != weight.shape[-1]):
@@ -64,6 +66,9 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
                 f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
                 f"are, B's rows sharded as the weight's"
             )
+        for name in ("scaling", "dropout"):
+            if not isinstance(value := getattr(each, name), int | float):
+                raise ValueError(f"lora {name} is {value!r}: it must be a number; pass a float")
         if not math.isfinite(each.scaling):
             raise ValueError(f"lora scaling is {each.scaling!r}: it must be a finite number, as lora_alpha / r")
         if not 0 <= each.dropout < 1:

@@ -64,7 +64,7 @@ class Gather(_Picks):
         self.rows = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else 0
 
     def per_token(self) -> tuple[str, Tensor]:
-        return "indices", self.ids[..., 0]
+        return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
         return argument_checks.size_fault(vocab, check_ids, self.ids, size=size, group=group)

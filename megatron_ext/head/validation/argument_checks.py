@@ -191,47 +191,48 @@ def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> V
     if vocab.columns == columns:
         return None
     return ValueError(
-        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; "
-        f"pass the VocabShard of this rank's own columns"
+        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; pass this "
+        f"rank's own shard, and as vocab= where its columns lie"
     )
 
 
 def linear_fault(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
-    """What is wrong with this rank's weight or bias, seen from its hidden states."""
+    """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
+    its_hidden, its_weight, its_bias = (f"{whose}{name}" for name in ("hidden", "weight", "bias"))
     quantised = is_quantised(weight)
     try:
         if quantised:
             check_quantised(weight)
         else:
-            check_floating("weight", weight, 2)
+            check_floating(its_weight, weight, 2)
         if bias is not None:
-            check_floating("bias", bias, 1)
+            check_floating(its_bias, bias, 1)
     except ValueError as fault:
         return fault
     if weight.shape[1] != hidden.shape[-1]:
         return ValueError(
-            f"weight has shape {tuple(weight.shape)}, hidden {tuple(hidden.shape)}: their last dims must be equal; "
-            f"weight is this rank's [V/R, D]"
+            f"{its_weight} has shape {tuple(weight.shape)}, {its_hidden} {tuple(hidden.shape)}: their last dims must "
+            f"be equal; {its_weight} is this rank's [V/R, D]"
         )
-    for name, x in (("weight", weight), ("bias", bias)):
+    for name, x in ((its_weight, weight), (its_bias, bias)):
         if x is not None and x.device != hidden.device:
-            return ValueError(f"{name} is on {x.device}, hidden on {hidden.device}: move them to one device")
+            return ValueError(f"{name} is on {x.device}, {its_hidden} on {hidden.device}: move them to one device")
         wide = hidden.itemsize == 2 and weight.dtype == torch.float32 and not quantised  # a head of fp32 over 16 bits
         wanted = torch.float32 if wide else hidden.dtype
-        made = name == "weight" and quantised  # of the hidden states' dtype, when it is needed
+        made = x is weight and quantised  # of the hidden states' dtype, when it is needed
         if x is not None and not made and x.dtype != wanted and not torch.is_autocast_enabled(hidden.device.type):
             return ValueError(
-                f"{name} is {x.dtype}, hidden {hidden.dtype}: they must be equal, or weight and bias "
+                f"{name} is {x.dtype}, {its_hidden} {hidden.dtype}: they must be equal, or weight and bias "
                 f"fp32 over 16 bits; cast one, or autocast"
             )
     if bias is not None and bias.shape[0] != weight.shape[0]:
         return ValueError(
-            f"bias has shape {tuple(bias.shape)}, weight {tuple(weight.shape)}: bias must have one entry per row of "
-            f"weight; pass this rank's shard of it"
+            f"{its_bias} has shape {tuple(bias.shape)}, {its_weight} {tuple(weight.shape)}: bias must have one entry "
+            f"per row of weight; pass this rank's shard of it"
         )
-    return None if vocab is None else shard_fault(vocab, weight.shape[0], "weight", ranks)
+    return None if vocab is None else shard_fault(vocab, weight.shape[0], its_weight, ranks)
 
 
 def main_grad_fault(weight: Tensor) -> ValueError | None:
