@@ -121,7 +121,7 @@ def test_other_strides_and_no_tokens():
         (lambda z, w: gather_log_probs(z, torch.zeros(4, 0).long()), "with K at least 1"),
         (
             lambda z, w: gather_log_probs(z, torch.zeros(3, 2).long()),
-            r"indices has leading dims \(3,\) on cpu, logits \(4,\)",
+            r"indices\[..., 0\] has leading dims \(3,\) on cpu, logits \(4,\)",
         ),
         (lambda z, w: linear_gather_log_probs(z, w, torch.zeros(3, 2).long()), r"hidden has shape \(4, 10\)"),
         (lambda z, w: linear_gather_log_probs(z, w[:, :3], torch.zeros(4, 2).long()), "weight has shape"),
