@@ -101,6 +101,27 @@ def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Cal
     return call
 
 
+def _biases_of_experts(module: ModuleType) -> Replacements:
+    """Since 2.20 a kernel adds to the gradients of biases, a row for each expert, and of the factors of tokens."""
+
+    def launch(
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        dbias: torch.Tensor,
+        scales: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dscales: torch.Tensor | None,
+    ) -> None:
+        rows, expert = dy[: int(offsets[-1])].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
+        if scales is None or bias is None or dscales is None:
+            dbias.index_add_(0, expert, rows)
+        else:
+            dbias.index_add_(0, expert, rows * scales[: len(rows), None])
+            dscales[: len(rows)] += (rows * bias.float()[expert]).sum(-1)
+
+    yield module, {"_launch_grouped_dbias": launch}
+
+
 def _cross_entropy(module: ModuleType) -> Replacements:
     since_2_20 = "overwrite_input" in inspect.signature(module.cross_entropy_forward).parameters
     source = cross_entropy_since_2_20 if since_2_20 else cross_entropy
@@ -116,4 +137,5 @@ MODULES: Modules = {
     "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,
     "transformer_engine.pytorch.triton.permutation": _permutation,
     "transformer_engine.pytorch.triton.cross_entropy": _cross_entropy,
+    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _biases_of_experts,
 }

@@ -1,12 +1,14 @@
 """What 2.20 has otherwise than 2.11, beside 2.11 (whose functions have tests beside plain PyTorch) or by hand."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_ext.emulation.transformer_engine.compiled_module import compiled_module
+from megatron_ext.emulation.transformer_engine.python_modules import MODULES
 from megatron_ext.emulation.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 
 old, new = compiled_module((2, 11)), compiled_module((2, 20))
@@ -219,6 +221,28 @@ def test_squared_relu_with_a_factor_for_each_row():
     dx, dscales = new.scaled_dsrelu(grad, x, scales, None, True)
     assert torch.equal(dx, leaf.grad.bfloat16())
     torch.testing.assert_close(dscales, factors.grad)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_of_experts_biases(scaled):
+    """They are added to what is there; the second expert has no tokens, and the last row is of none."""
+    module = ModuleType("transformer_engine.pytorch.triton.grouped_dbias_dscales")
+    ((_, replacements),) = MODULES[module.__name__](module)
+    dy, bias, scales = (
+        numbers(6, 4, seed=0),
+        numbers(3, 4, seed=1).requires_grad_(),
+        numbers(6, seed=2).requires_grad_(),
+    )
+    before, before_scales = numbers(3, 4, seed=3), numbers(6, seed=4)
+    expert, rows = torch.tensor([0, 0, 2, 2, 2]), slice(0, 5)
+    factors = scales[rows, None] if scaled else 1.0
+    ((bias[expert] * factors) * dy[rows]).sum().backward()
+    dbias, dscales = before.clone(), before_scales.clone()
+    more = (scales.detach(), bias.detach(), dscales) if scaled else (None, None, None)
+    replacements["_launch_grouped_dbias"](dy, torch.tensor([0, 2, 2, 5]), dbias, *more)
+    torch.testing.assert_close(dbias, before + bias.grad)
+    if scaled:
+        torch.testing.assert_close(dscales, before_scales + scales.grad)
 
 
 @pytest.mark.parametrize("mean", [False, True])
