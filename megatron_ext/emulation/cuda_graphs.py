@@ -123,7 +123,7 @@ def graph(
     cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
 ) -> Iterator[None]:
     """Stands in for `torch.cuda.graph`, the context in which a graph is captured."""
-    before, _here.capturing = is_current_stream_capturing(), True
+    before, _here.capturing, _here.graph = is_current_stream_capturing(), True, cuda_graph
     generators = [*torch.cuda.default_generators, *cuda_graph.generators]
     states = [generator.get_state() for generator in generators]
     recorder = _Recorder(cuda_graph)
@@ -140,6 +140,23 @@ def graph(
 def is_current_stream_capturing() -> bool:
     """Of this thread."""
     return getattr(_here, "capturing", False)
+
+
+def read_by_the_host(values: Tensor, name: str) -> list[int]:
+    """`values`, for a stand-in of a kernel that reads them on the device: replays refuse others than were captured."""
+    captured = values.tolist()
+
+    def check() -> None:
+        now = values.tolist()
+        if now != captured:
+            raise RuntimeError(
+                f"{name} was {captured} when the CUDA graph was captured and is {now} now: the CPU emulation replays "
+                "the lengths that were captured; train without CUDA graphs (cuda_graph_impl='none')"
+            )
+
+    if is_current_stream_capturing():
+        _here.graph.again.append(check)
+    return captured
 
 
 def graph_pool_handle() -> tuple[int, int]:

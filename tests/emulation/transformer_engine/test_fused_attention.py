@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron_ext.emulation.cuda_graphs import CUDAGraph, graph
 from megatron_ext.emulation.transformer_engine.compiled_module import compiled_module
 from megatron_ext.emulation.transformer_engine.enums import (
     DType,
@@ -122,6 +123,30 @@ def test_packed_sequences(gap, causal, lengths):
     found = call(tensors, layout, mask, ends, ends, grad, padded=(starts, starts))
     for got, leaf in zip(found[:4], (expected.detach(), q.grad, k.grad, v.grad), strict=True):
         torch.testing.assert_close(got, leaf, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_in_a_cuda_graph():
+    """Kernels read the lengths on the device; a replay with others than were captured is refused."""
+    q, k, v = (numbers(8, h, D, seed=i) for i, h in enumerate((H, G, G)))
+    cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+    kinds = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK, 0, (-1, -1))
+    layout = NVTE_QKV_Layout.NVTE_THD_THD_THD
+    captured = CUDAGraph()
+    with graph(captured):
+        out, *_ = tex.fused_attn_fwd(
+            *(5, 5, True, 1 / math.sqrt(D), 0.0, True, layout, *kinds, cu, cu, q, k, v, torch.float32, *[None] * 9),
+            *(1, False, False),
+        )
+    q.copy_(numbers(8, H, D, seed=7))
+    captured.replay()
+    for part in slice(0, 3), slice(3, 8):
+        n = part.stop - part.start
+        torch.testing.assert_close(out[part], reference(q[part], k[part], v[part], hidden(n, n, "causal")))
+    cu[1] = 4
+    with pytest.raises(
+        RuntimeError, match=r"cu_seqlens was \[0, 3, 8\] .* and is \[0, 4, 8\] now: .* without CUDA graphs"
+    ):
+        captured.replay()
 
 
 def test_padded_batches():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.emulation.cuda_graphs import read_by_the_host
 from megatron_ext.emulation.transformer_engine.enums import DType, NVTE_QKV_Layout
 
 # Cumulated lengths, where each sequence starts (None: where the one before it ends), and the largest length.
@@ -63,12 +64,13 @@ def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: 
         q, (k, v) = _heads_first(Q, q_order), (_repeated(_heads_first(t, kv_order), Q) for t in (K, V))
         return [Pack(0, q, k, v, of_q[0].diff(), of_kv[0].diff(), _groups(K), False, q_order, kv_order)]
     packs = []
-    starts = [cu if padded is None else padded for cu, padded, _ in (of_q, of_kv)]
+    ends = [read_by_the_host(cu, "cu_seqlens") for cu, _, _ in (of_q, of_kv)]
+    starts = [
+        cu if padded is None else read_by_the_host(padded, "cu_seqlens_padded")
+        for cu, (_, padded, _) in zip(ends, (of_q, of_kv), strict=True)
+    ]
     for i in range(of_q[0].numel() - 1):
-        rows = [
-            slice(int(start[i]), int(start[i]) + int(cu[i + 1] - cu[i]))
-            for start, (cu, _, _) in zip(starts, (of_q, of_kv), strict=True)
-        ]
+        rows = [slice(start[i], start[i] + cu[i + 1] - cu[i]) for start, cu in zip(starts, ends, strict=True)]
         q = _heads_first(Q[rows[0]][None], "bshd")
         k, v = (_repeated(_heads_first(t[rows[1]][None], "bshd"), Q) for t in (K, V))
         q_length, kv_length = torch.tensor([q.shape[2]]), torch.tensor([k.shape[2]])
