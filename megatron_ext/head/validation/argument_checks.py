@@ -200,7 +200,7 @@ def linear_fault(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
     """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
-    its_hidden, its_weight, its_bias = (f"{whose}{name}" for name in ("hidden", "weight", "bias"))
+    its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
     quantised = is_quantised(weight)
     try:
         if quantised:
