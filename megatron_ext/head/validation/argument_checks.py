@@ -83,11 +83,8 @@ def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -
     `hint`: see `size_fault`.
     """
     check_integers(labels)
-    rule = (
-        f"a token id of the vocabulary or ignore_index ({ignore_index}); mark tokens that do not count with "
-        f"ignore_index{hint}"
-    )
-    check_within("labels", labels, size, rule, spared=ignore_index)
+    fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index{hint}"
+    check_within("labels", labels, size, fix, spared=ignore_index)
 
 
 def size_fault(

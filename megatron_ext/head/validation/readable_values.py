@@ -54,8 +54,8 @@ def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueErr
         raise error(message)
 
 
-def check_within(argument: str, ids: Tensor, size: int, rule: str, spared: int | None = None) -> None:
-    """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `rule`: what it must be.
+def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: int | None = None) -> None:
+    """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
 
     They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
     on fake tensors they are not looked at.
@@ -75,7 +75,11 @@ def check_within(argument: str, ids: Tensor, size: int, rule: str, spared: int |
     if not ids.is_cuda and right.all():
         return
     found = "one outside" if ids.is_cuda else f"{ids[~right][:1].tolist()}, outside"
-    raise_unless(right.all(), f"{argument} holds {found} [0, {size}): each must be {rule}", OutsideVocabulary)
+    raise_unless(
+        right.all(),
+        f"{argument} holds {found} [0, {size}): each must be a token id of the vocabulary{fix}",
+        OutsideVocabulary,
+    )
 
 
 def raise_if(wrong: Tensor, message: str, error: type[ValueError] = ValueError) -> None:

@@ -38,8 +38,8 @@ def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
         raise ValueError(f"indices is {kind}: it must be a tensor of integer token ids; cast it with .long()")
     if indices.dim() == 0 or indices.shape[-1] == 0:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
-    rule = "a token id of the vocabulary; clamp those of tokens that do not count and mask their results"
-    check_within("indices", indices, size, f"{rule}{hint}")
+    fix = f"; clamp those of tokens that do not count and mask their results{hint}"
+    check_within("indices", indices, size, fix)
 
 
 def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
@@ -67,7 +67,7 @@ def check_kept_rows(labels: Tensor, offsets: Tensor, ids: Tensor, size: int, ign
         f"offsets do not cut {count} ids into rows: they must begin with 0, never fall and end with {count}; pass the "
         f"cumulative numbers of kept ids",
     )
-    check_within("ids", ids, size, "a token id of the vocabulary")
+    check_within("ids", ids, size)
     token = torch.searchsorted(offsets[1:], torch.arange(count, device=ids.device), right=True)
     place = (token * size + ids).sort().values
     raise_if((place.diff() == 0).any(), "ids holds one twice at one token: each must be there once")

@@ -166,9 +166,8 @@ def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
         raise ValueError(
             f"input_ is {kind}: it must be a tensor that holds token ids, int64 or int32; cast it with .long()"
         )
-    rule = "a token id of the vocabulary of all ranks; check the tokenizer, or pass a larger num_embeddings"
     try:
-        check_within("input_", ids, size, rule)
+        check_within("input_", ids, size, " of all ranks; check the tokenizer, or pass a larger num_embeddings")
     except OutsideVocabulary as fault:
         return ValueError(str(fault))
     return None
