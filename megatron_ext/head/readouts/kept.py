@@ -99,7 +99,7 @@ class Kept(Filtered):
         try:
             check_kept_rows(self.labels, self.offsets, self.ids, size, self.ignore_index)
         except ValueError as found:
-            return found
+            return ValueError(str(found))
         return fault
 
     def flatten(self, flat: Flatten) -> None:
