@@ -188,8 +188,8 @@ def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> V
     if vocab.columns == columns:
         return None
     return ValueError(
-        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; pass this "
-        f"rank's own shard, and as vocab= where its columns lie"
+        f"vocab is {vocab} with {vocab.columns} columns, {argument} has {columns}: they must be equal; "
+        f"pass the VocabShard of this rank's own columns, or this rank's shard of {argument}"
     )
 
 
