@@ -179,7 +179,8 @@ def test_bad_input():
         soft_cross_entropy(z, z[:, :9])
     with pytest.raises(ValueError, match=r"teacher_hidden has shape \(3, 3\)"):
         linear_kl_divergence(x, w, x[:3], w)
-    with pytest.raises(ValueError, match="teacher_weight has 9: they must be equal; pass .*, or this rank's shard of teacher_weight"):
+    wrong = "teacher_weight has 9: they must be equal; pass .*, or this rank's shard of teacher_weight"
+    with pytest.raises(ValueError, match=wrong):
         linear_kl_divergence(x, w, x, w[:9], vocab=VocabShard(0, 10, 10))
     with pytest.raises(ValueError, match="temperature is 0"):
         linear_kl_divergence(x, w, x, w, temperature=0)
