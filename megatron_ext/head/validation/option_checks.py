@@ -46,7 +46,7 @@ def check_ignore_index(value: Any) -> None:
 def check_option(argument: str, value: Any) -> None:
     """Raises ValueError unless the option of that name may have the `value`."""
     words, rule, holds, fix = _RULES[argument]
-    if not (isinstance(value, str | None) and value in words):
+    if not ((value is None or isinstance(value, str)) and value in words):
         check_number(argument, value, rule, holds, fix)
 
 
