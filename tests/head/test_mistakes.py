@@ -99,9 +99,7 @@ def test_dtensors():
         "indices": lambda: head.gather_logits(
             hidden @ weight.t(), distribute_tensor(labels.unsqueeze(1), mesh, [Shard(0)])
         ),
-        "teacher_weight": lambda: head.linear_kl_divergence(
-            hidden, sharded.to_local(), hidden, sharded, "forward"
-        ),
+        "teacher_weight": lambda: head.linear_kl_divergence(hidden, sharded.to_local(), hidden, sharded, "forward"),
         "teacher_logits": lambda: head.kl_divergence(z.to_local(), z),
     }.items():
         with pytest.raises(ValueError, match=rf"{name} is a DTensor: .* pass its local tensor, {name}.to_local\(\)"):
