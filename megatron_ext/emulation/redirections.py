@@ -33,6 +33,7 @@ from megatron_ext.emulation.nccl_rules.torch_functions import device_was_set
 from megatron_ext.emulation.random_numbers import DeviceGenerator, on_host
 
 _CPU = torch.device("cpu")
+_DEVICE = torch.device  # its own, which answers isinstance sooner than what stands in its place
 
 # Everything that takes `device=` and makes a tensor.
 _FACTORIES = (
@@ -85,7 +86,7 @@ class Stream:
 
 def _cpu_for(device: Any) -> Any:
     """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
-    if isinstance(device, torch.device):
+    if isinstance(device, _DEVICE):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
         return "cpu" if device.split(":")[0] == "cuda" else device
@@ -97,11 +98,14 @@ def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: 
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        if keyword in kwargs:
-            kwargs[keyword] = _cpu_for(kwargs[keyword])
-        kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
+        if kwargs:
+            if keyword in kwargs:
+                kwargs[keyword] = _cpu_for(kwargs[keyword])
+            kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
         if position is not None and len(args) > position:
-            args = (*args[:position], _cpu_for(args[position]), *args[position + 1 :])
+            given = args[position]
+            if (device := _cpu_for(given)) is not given:
+                args = (*args[:position], device, *args[position + 1 :])
         return function(*args, **kwargs)
 
     return redirected
