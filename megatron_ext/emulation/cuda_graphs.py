@@ -77,6 +77,12 @@ class _Recorder(TorchDispatchMode):
     def put_back(self) -> None:
         """The last first: they may overlap."""
         for tensor, value in reversed(self._before.values()):
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise RuntimeError(
+                    f"memory of a tensor of {list(tensor.shape)} was freed while a CUDA graph that writes to it was "
+                    "captured, as Megatron-FSDP's second version frees gathered parameters: the CPU emulation cannot "
+                    "replay such a graph; train without it (cuda_graph_impl='none')"
+                )
             tensor.copy_(value)
 
 
@@ -132,9 +138,9 @@ def graph(
             yield
     finally:
         _here.capturing = before
-        recorder.put_back()
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        recorder.put_back()
 
 
 def is_current_stream_capturing() -> bool:

@@ -371,6 +371,21 @@ def test_streams_and_events():
         assert tensor.tolist() == [2, 2, 2]
 
 
+def test_a_graph_that_writes_to_memory_which_is_freed_is_refused():
+    """What was there cannot be put back, and a replay would write where nothing is."""
+    with megatron_on_cpu():
+        x = torch.zeros(4, device="cuda")
+
+        def capture():
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                x.add_(1)
+                x.untyped_storage().resize_(0)
+
+        with pytest.raises(RuntimeError, match=r"tensor of \[4\] was freed while a CUDA graph"):
+            capture()
+        assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_autocast():
     a = torch.ones(2, 2)
     with megatron_on_cpu():
