@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.meter import one_rank_of
 from megatron_ext.head.engine import statistics
 from megatron_ext.head.row_passes import dispatch, logit_passes
-from megatron_ext.head.validation import argument_checks
+from megatron_ext.head.validation import argument_checks, readable_values
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 
@@ -40,7 +40,8 @@ def cuda_rank_of(ranks: int, launched: Launched) -> Iterator[dist.ProcessGroup |
         mock.patch.object(FakeTensor, "data_ptr", _place, create=True),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(dispatch, "_side", kernels_of),
-        mock.patch.object(argument_checks, "has_values", return_value=True),  # checks are launched, as on a GPU
+        mock.patch.object(readable_values, "has_values", return_value=True),  # checks are launched, as on a GPU
+        mock.patch.object(argument_checks, "has_values", return_value=True),
         mock.patch.object(statistics, "has_values", return_value=True),
     ):
         yield group
