@@ -165,7 +165,7 @@ def kernels() -> list[dict[str, Any]]:
     ]
     dtypes = (torch.bfloat16, torch.float16)
     ours = " and ".join(str(x).removeprefix("torch.") for x in dtypes if not cpu_products.has_sixteen_bit_products(x))
-    why = f"oneDNN lacks {ours} on this processor: made of fp32 tiles, about as fast" if ours else "by oneDNN"
+    why = f"oneDNN lacks {ours} on this CPU: made of fp32 tiles, about as fast" if ours else "by oneDNN"
     found.append({"name": "16-bit products on the CPU", "active": not ours, "why": why})
     found.append(
         {
