@@ -166,6 +166,7 @@ def test_models_of_peers_on_several_ranks():
         assert sum(costs.collectives.values()) == sent
 
 
+@pytest.mark.slow
 def test_models_recompute_at_full_size():
     case = COUNTED_CASE
     for impl, sent in zip(MODELS, (64 * 4 + 2, 5), strict=True):

@@ -183,6 +183,7 @@ def test_checks_are_launches_too(ranks, assertions):
     assert names.count("bitwise_xor") == (ranks > 1), "labels are told by a checksum"
 
 
+@pytest.mark.slow
 def test_one_label_for_all_tokens_takes_bounded_time():
     """In two passes of at most a window of tokens, and of windows, one after the other."""
     case = replace(plan.A, tokens=131072, width=2048, vocab=8192)

@@ -44,6 +44,7 @@ def test_a_rank_that_comes_too_late_is_told_as_are_those_that_have_waited():
     assert again.broadcast(torch.full((2,), float(rank))).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_meetings_at_one_port_may_be_of_other_sizes_and_may_fail():
     port, rank = shared_port(), dist.get_rank()

@@ -17,6 +17,7 @@ from megatron_ext.head import Entropy, LmHead, LogProbs
 from tests.dtensor.models import VOCAB, batch, check_gradients, error, loss_and_gradients, make
 from tests.dtensor.test_causal_lm import largest_logits
 from tests.dtensor.test_fused_loss import mine
+from tests.marks import slow
 from tests.ranks import ranks
 
 
@@ -61,7 +62,7 @@ def merged(model):
     model.merge_adapter()
 
 
-@pytest.mark.parametrize("change", [None, off, merged], ids=["on", "off", "merged"])
+@pytest.mark.parametrize("change", [None, *slow(off, merged)], ids=["on", "off", "merged"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_of_the_model(name, change):
     model = MODELS[name]()

@@ -17,6 +17,7 @@ from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.next_token import next_tokens
 from tests.dtensor.models import VOCAB, check_gradients, drawn, error, make, meshes, parallelize, reference
+from tests.marks import slow
 from tests.operators import Largest
 from tests.ranks import ranks
 
@@ -169,7 +170,7 @@ def test_no_logits_are_held():
     assert found.size >= 128 * VOCAB // 2
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
 @ranks(2)
 def test_log_probs_from_sharded_logits(sequence_parallel):
     """The vocabulary is odd, and its shards uneven; gradients of every parameter come through the logits."""

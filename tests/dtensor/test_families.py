@@ -16,7 +16,7 @@ LAYOUTS = {
     "ep2": {"tp": 2, "expert_parallel": True},
     "ep2_sp": {"tp": 2, "expert_parallel": True, "sequence_parallel": True, "checkpointing": True},
 }
-QUICK = {("olmo2", "tp2_sp"), ("phi3", "tp2"), ("gpt_oss", "ep2_sp"), ("gpt_oss", "cp2_packed"), ("nemotron", "tp2_sp")}
+QUICK = {("olmo2", "tp2_sp"), ("gpt_oss", "ep2_sp"), ("gpt_oss", "cp2_packed")}
 
 
 def cells(layouts):

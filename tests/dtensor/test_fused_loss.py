@@ -32,6 +32,7 @@ from tests.dtensor.models import (
 )
 from tests.dtensor.models import parallelize as sharded
 from tests.dtensor.test_causal_lm import Squared, adapted, largest_logits
+from tests.marks import slow
 from tests.ranks import ranks
 
 KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
@@ -194,7 +195,7 @@ def test_data_parallel(wrap):
     check_gradients(model, true)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
 @ranks(2)
 def test_tensor_parallel(sequence_parallel):
     given, model = batch(2, 10), make("gemma2", tied=True)

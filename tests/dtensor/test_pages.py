@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ def test_trainer_and_lora(tmp_path):
     assert all(p.grad is None or p.grad.isfinite().all() for p in trained)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_fsdp2():
     tokens, plain = tokens_of(), make("llama")

@@ -35,6 +35,7 @@ from tests.dtensor.models import (
     parallelize,
     reference,
 )
+from tests.marks import slow
 from tests.ranks import ranks
 
 
@@ -283,7 +284,7 @@ def test_plans_by_name():
     assert len(functions) == 5
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
 @ranks(2)
 def test_mixed_precision(sequence_parallel):
     """bf16 matmuls without autocast, fp32 master weights, gradients and results; as near as one process in bf16 is."""
@@ -323,7 +324,7 @@ def test_cpu_offload():
     assert get_grad_norm(model.parameters(), dp_cp.get_group()) == pytest.approx(norm / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("tied, tp", [(False, 2), (True, 2), (True, 1)])
+@pytest.mark.parametrize("tied, tp", [(True, 2), *slow((False, 2), (True, 1))])
 @ranks(2)
 def test_from_the_meta_device(tied, tp):
     """Empty models on all ranks, weights from rank 0 alone; tied ones are one parameter again, and stay so."""

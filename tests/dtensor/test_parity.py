@@ -28,13 +28,9 @@ QUICK = {
     ("llama", "dp2", False),
     ("llama", "tp2_sp", True),
     ("llama", "cp2", False),
-    ("qwen2", "tp2_sp", False),
-    ("qwen2", "cp2", True),
     ("qwen3", "tp2", False),
-    ("qwen3", "tp2_sp", False),
     ("gemma3", "tp2_sp", True),
     ("gemma3", "cp2_packed", False),
-    ("gemma3_multimodal", "tp2_sp", True),
 }
 
 

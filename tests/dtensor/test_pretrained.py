@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ext.dtensor import causal_lm_loss, from_pretrained, parallelize, save_pretrained
 from tests.dtensor.models import FAMILIES, MIXTURES, STACKED, VOCAB, error, make
+from tests.marks import slow
 from tests.ranks import ranks, shared_folder
 
 # The name of the argument up to transformers 4.55, and since.
@@ -32,8 +33,8 @@ def same_weights(folder, kind, tied):
     return again
 
 
-CASES = [("llama", True, {"tp": 2}), ("qwen3", False, {"dp": 2}), ("phi3", False, {"tp": 2})]
-CASES += [("qwen3_moe", False, {"tp": 2})] if STACKED else []
+CASES = [("llama", True, {"tp": 2}), ("qwen3", False, {"dp": 2}), *slow(("phi3", False, {"tp": 2}))]
+CASES += slow(("qwen3_moe", False, {"tp": 2})) if STACKED else []
 LARGE = [
     ("gemma3", True, {"dp": 2, "tp": 2}),
     ("mixtral", False, {"dp": 2, "tp": 2}),

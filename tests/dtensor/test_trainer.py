@@ -12,6 +12,7 @@ from megatron_ext.dtensor import use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from tests.dtensor.models import VOCAB, error, make
 from tests.dtensor.test_causal_lm import largest_logits
+from tests.marks import quick_if
 from tests.programs import python
 
 ROWS = 12
@@ -76,7 +77,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_if(("accumulation", "lora_of_all").__contains__, WAYS))
 def test_one_line_before_the_trainer(way, tmp_path):
     adapt = lora if "lora" in way else (lambda model: model)
     expected = train(adapt(make("llama", tied=True)), tmp_path, **WAYS[way])

@@ -2,6 +2,7 @@
 
 import types
 
+import pytest
 import torch
 
 from tests.examples import EXAMPLES  # noqa: F401  so that checkpoint.py is found
@@ -63,6 +64,7 @@ def assert_goes_on(folder, spec=None, tracker=False, **overrides):
     assert other[SAVED_AT:] != rest, "another seed gives another dropout"
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_on_local_layers(tmp_path):
     assert_goes_on(tmp_path)

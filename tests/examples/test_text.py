@@ -9,6 +9,7 @@ def files():
     return [str(text.Path(text.__file__).parents[1] / "LICENSE")]
 
 
+@pytest.mark.slow
 def test_documents_are_pythons_own_or_the_users(files):
     own = text.documents()
     assert any("The assignment statement" in document or "Assignment statements" in document for document in own)

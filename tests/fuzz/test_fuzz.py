@@ -12,7 +12,7 @@ SEED = int(os.environ.get("FUZZ_SEED", time.time()))
 
 
 @ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("seed, first, cases", [pytest.param(0, 0, 150, id="few")])
+@pytest.mark.parametrize("seed, first, cases", [pytest.param(0, 0, 100, id="few")])
 def test_a_few(seed, first, cases):
     run(seed, first, cases)
 

@@ -5,6 +5,7 @@ import torch
 
 from tests.head.as_on_cuda import cuda_branches
 from tests.head.problems import OPTIONS, Problem, error
+from tests.marks import slow
 
 
 @pytest.fixture(autouse=True)
@@ -13,9 +14,7 @@ def _as_on_cuda():
         yield
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32, torch.float16)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_values_and_gradients(options, dtype):
     """As tests/head/test_gpu.py has it."""

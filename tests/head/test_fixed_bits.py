@@ -13,6 +13,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead
 from megatron_ext.head.fixed_bits import products
+from tests.marks import slow
 from tests.ranks import ranks
 
 TOKENS, WIDTH, VOCAB = 330, 40, 203  # 203: the last eighth, of 26 columns, ends 5 columns before the others
@@ -75,9 +76,9 @@ def test_the_same_bits_for_other_tokens_chunks_and_caches(bits, dtype, threads):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=["fp64", "fp32", "fp16", "bf16"]
+    "dtype", [torch.float32, *slow(torch.float64, torch.float16, torch.bfloat16)], ids=["fp32", "fp64", "fp16", "bf16"]
 )
-@pytest.mark.parametrize("width", [5, 17, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 7, 9, 33, 65))])
+@pytest.mark.parametrize("width", [5, *slow(1, 3, 7, 9, 17, 33, 65)])
 def test_products_whose_rows_a_library_adds_in_other_orders(width, dtype):
     """Of few columns, or of a number that fills no register: where equal rows of one product may differ."""
     draws = torch.Generator().manual_seed(width)
@@ -93,7 +94,7 @@ def test_products_whose_rows_a_library_adds_in_other_orders(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("inner, columns", [(13, 43), (7, 36), (40, 11), (3, 5)])
+@pytest.mark.parametrize("inner, columns", [(13, 43), (3, 5), *slow((7, 36), (40, 11))])
 def test_a_rows_place_does_not_change_its_product(inner, columns, dtype):
     """Where a library adds in another order in every second row, one number of several hundred shows it."""
     draws = torch.Generator().manual_seed(1)
@@ -115,7 +116,7 @@ def test_what_fast_gives_does_depend_on_other_tokens(dtype):
         assert not torch.equal(torch.cat(alone), results[1][:50])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64, torch.bfloat16)], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("bits", MODES)
 def test_values_are_as_near_the_truth_as_fast_ones(bits, dtype):
     hidden, weight, bias, labels = problem(dtype)
@@ -144,7 +145,9 @@ def shard_of(x, width):
 
 @ranks(2, 4)
 @pytest.mark.parametrize(
-    "layout, dtype", [("replicated", torch.bfloat16), ("sequence", torch.float32)], ids=["bf16", "fp32 in slices"]
+    "layout, dtype",
+    [*slow(("replicated", torch.bfloat16)), ("sequence", torch.float32)],
+    ids=["bf16", "fp32 in slices"],
 )
 def test_the_same_bits_on_any_number_of_ranks(layout, dtype):
     the_same_bits_on_ranks(layout, dtype)

@@ -9,6 +9,7 @@ from megatron_ext import VocabShard, head
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, LoRA
 from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, problem, same, shard_of
+from tests.marks import quick_if, slow
 from tests.ranks import ranks
 
 TOKENS = 264
@@ -44,6 +45,7 @@ def kept_ids(ids):
 
 
 NAMES = list(read_outs(None, torch.zeros(1, 1), None))
+MANY = ("top-k beside a loss", "kept ids", "all at once")  # what these do is in most of the others
 
 
 class Problem:
@@ -89,7 +91,7 @@ class Problem:
 
 @ROUNDED
 @pytest.mark.parametrize("bits", MODES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_if(MANY.__contains__, NAMES))
 def test_the_same_bits_for_other_tokens_and_chunks(name, bits, dtype):
     given = Problem(dtype)
     for options in ({}, {**BENT, "biased": True}):
@@ -101,7 +103,7 @@ def test_the_same_bits_for_other_tokens_and_chunks(name, bits, dtype):
             same([x[some] for x in found], given.read(name, bits, some, **options)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.float64, torch.bfloat16)], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("bits", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_as_near_the_truth_as_fast_ones(name, bits, dtype):
@@ -122,7 +124,7 @@ def test_values_are_as_near_the_truth_as_fast_ones(name, bits, dtype):
 
 @ranks(2, 4)
 @ROUNDED
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_if(MANY.__contains__, NAMES))
 def test_the_same_bits_on_any_number_of_ranks(name, dtype):
     the_same_bits_on_ranks(name, dtype)
 
@@ -158,7 +160,7 @@ def adapters(dtype, rows=slice(None)):
 
 @ROUNDED
 @pytest.mark.parametrize("bits", MODES)
-@pytest.mark.parametrize("name", ["squares", "forward KL", "top-k"])
+@pytest.mark.parametrize("name", ["forward KL", *slow("squares", "top-k")])
 def test_lora_has_the_same_bits(name, bits, dtype):
     """Of the head and of a teacher: results, dx, and the gradients of weight, B and A."""
     given = Problem(dtype)
@@ -211,7 +213,7 @@ def test_lora_on_any_number_of_ranks(layout, losses):
     torch.testing.assert_close(da, grads[3])
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 9, 21])
+@pytest.mark.parametrize("size", [2, 9, *slow(1, 7, 21)])
 def test_a_vocabulary_whose_last_eighths_have_no_columns(size):
     """On one rank, beside fp64, and with as many columns of padding as eight equal parts need."""
     draws = torch.Generator().manual_seed(0)

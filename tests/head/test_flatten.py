@@ -9,6 +9,7 @@ from megatron_ext.distributed.groups import UNSHARDED, group_rank, group_size
 from megatron_ext.head import gather_log_probs, kl_divergence, sampled_log_probs, vocab_parallel_log_softmax, vocab_topk
 from megatron_ext.head.engine import flatten
 from tests.head.problems import Problem
+from tests.marks import slow
 from tests.ranks import ranks
 
 VIEWS = {
@@ -60,8 +61,8 @@ def pulled(call, make, labels, grad):
 
 @pytest.mark.parametrize(
     "few",
-    [pytest.param(0, marks=pytest.mark.slow), 40, 1 << 20],
-    ids=["run by run", "some together", "all together"],
+    [40, *slow(0, 1 << 20)],
+    ids=["some together", "run by run", "all together"],
 )
 @pytest.mark.parametrize("view", VIEWS)
 def test_values_and_gradients(view, few, monkeypatch):

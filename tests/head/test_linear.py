@@ -8,6 +8,7 @@ from megatron_ext import linear_cross_entropy
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
 from tests.head.problems import OPTIONS, Problem, error
+from tests.marks import quick_if, slow
 from tests.ranks import ranks
 
 LAYOUTS = ["replicated", "sequence"]
@@ -37,7 +38,7 @@ def compare(what, options, layout, cases):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", quick_if({"plain", "softcap", "all"}.__contains__, OPTIONS))
 @pytest.mark.parametrize("what", ["loss", "log_probs"])
 def test_values_and_gradients(what, options, layout):
     """Every option alone and all together equal the unsharded truth, at any cache and chunk count."""
@@ -67,7 +68,7 @@ def within(got, truth, plain, dtype):
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("options", ["all", *slow("plain")])
 def test_precision_of_every_option(options, dtype):
     """Losses and gradients err no more than those of unfused PyTorch in the same dtype over the same ranks."""
     group = dist.group.WORLD

@@ -8,10 +8,11 @@ from megatron_ext.head import LmHead
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from tests.head.as_on_cuda import cuda_branches
 from tests.head.rounded_logits import BENT, BF16, assert_near, computed, problem, reference
+from tests.marks import slow
 from tests.ranks import ranks
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [BF16, *slow(torch.float16)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("more", [{}, BENT], ids=["plain", "bent"])
 @pytest.mark.parametrize("bits", ["fast", "batch", "tensor_parallel"])
 def test_on_a_cpu(bits, more, dtype):

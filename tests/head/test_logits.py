@@ -7,6 +7,7 @@ from megatron_ext import VocabShard, reference, token_entropy, token_log_probs, 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
 from tests.head.problems import OPTIONS, Problem, error
+from tests.marks import quick_if
 from tests.ranks import ranks
 
 
@@ -19,7 +20,7 @@ def logits_of(problem, group, dtype=torch.float64):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", quick_if({"plain", "softcap", "all"}.__contains__, OPTIONS))
 def test_values_and_gradients(options):
     group = dist.group.WORLD
     problem = Problem(options=OPTIONS[options])

@@ -130,6 +130,7 @@ def test_where_hooks_hand_back_another_object(call, how):
     assert error(hidden.grad, dx) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["cross entropy", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_compiled(call):
     """A compiled backward can set no attribute, so forward tells Megatron already: else it would add the dummy."""

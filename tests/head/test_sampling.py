@@ -23,6 +23,7 @@ from megatron_ext.head import (
 )
 from megatron_ext.head.readouts import top_k_filter, top_p_filter
 from tests.head.problems import error
+from tests.marks import slow
 from tests.ranks import ranks
 
 FILTERS = [(5, 1.0), (5, 0.6), (40, 0.9), (1, 1.0), (None, 0.6), (-1, 0.97), (None, 1e-6), (None, 1.0)]
@@ -51,7 +52,7 @@ def truth(z, labels, top_k, top_p, upstream, size=None):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, *slow(True)])
 def test_from_logits(tied):
     group = dist.group.WORLD
     width = 40 // group_size(group)

@@ -13,6 +13,7 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import LmHead, js_divergence, linear_js_divergence
 from megatron_ext.losses import DistillationLoss, TopKDistillationLoss
 from tests.losses.problems import TEMPERATURE, V, drawn
+from tests.marks import slow
 from tests.ranks import ranks
 
 T, D, K = 8, 5, 4
@@ -112,7 +113,7 @@ def test_top_k():
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("ids_of", ["teacher", "student"])
+@pytest.mark.parametrize("ids_of", ["teacher", *slow("student")])
 def test_top_k_of_either_side_with_a_bucket_and_without(ids_of):
     """From the hidden states of both, chunked, in slices; most of the vocabulary outside."""
     student, teacher, mask = heads()

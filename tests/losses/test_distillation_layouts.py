@@ -125,6 +125,7 @@ def check_all(packed: bool, layout: dict[str, Any]) -> None:
             check(grid, problem(packed), kind, layout)
 
 
+@pytest.mark.slow
 @ranks(2, 4)
 def test_packed_slices_in_chunks_at_every_arrangement():
     check_all(True, LAYOUTS[0])

@@ -9,6 +9,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.sequence.attention import CAUSAL, Packing
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
 from tests.gpt import loss_and_grads, model_parallel, own_part, seed_ranks, tiny_batches, tiny_config, tiny_gpt
+from tests.marks import quick_if, slow
 from tests.ranks import ranks
 from tests.sequence.visible import documents_seen
 
@@ -105,7 +106,7 @@ def test_equals_megatron(case):
 
 @ranks(1)
 @by_case
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", *slow("bfloat16", "float16")])
 def test_dropout_is_megatrons_bit_for_bit(case, dtype):
     kind = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(dtype, {})
     with model_parallel():
@@ -286,7 +287,7 @@ def test_packed_documents_equal_single_ones(overrides):
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)])
 def test_tensor_parallel_ranks_draw_as_in_megatron(sequence_parallel):
     with model_parallel(tp=2):
         stock, ours = kinds(attention_dropout=0.5, sequence_parallel=sequence_parallel, num_query_groups=2)
@@ -307,7 +308,7 @@ def part_of_batch(x):
 
 
 @ranks(2, 4)
-@by_case
+@pytest.mark.parametrize("case", quick_if(("causal", "documents", "padding", "window", "grouped").__contains__, CASES))
 def test_context_parallel_equals_megatron_on_one_rank(case):
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(cp=size):

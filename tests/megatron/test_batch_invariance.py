@@ -151,6 +151,7 @@ def test_free_memory_does_not_change_repeated_runs():
         assert len(found) == 1
 
 
+@pytest.mark.slow
 @ranks(1)
 @pytest.mark.parametrize("spec", [None, gpt_layer_spec], ids=["Megatron's layers", "ours"])
 def test_a_whole_model_keeps_a_rows_bits(spec):

@@ -14,6 +14,7 @@ from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.operators import Largest
 from tests.ranks import ranks
@@ -104,6 +105,7 @@ def test_models_with_different_settings_live_side_by_side():
             torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_the_patched_forward_is_a_function_too():
     with model_parallel(tp=2):
@@ -131,7 +133,7 @@ def test_that_function_passes_on_all_it_is_given():
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_without_labels_nothing_changes(sequence_parallel):
     with model_parallel(tp=2), torch.no_grad():
         model = one_gpt(sequence_parallel=sequence_parallel)
@@ -173,7 +175,7 @@ def test_masked_labels_give_nothing():
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_loss_mask_of_multi_token_prediction(sequence_parallel):
     with model_parallel(tp=2):
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -291,7 +293,7 @@ def test_combined_1f1b_calls_postprocess_alone():
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
     vocab_size, size = 1024, 8
     with model_parallel(tp=2):

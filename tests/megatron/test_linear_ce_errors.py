@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import VOCAB, model_parallel
+from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patch, patched, run
 from tests.programs import python
 from tests.ranks import ranks
@@ -175,14 +176,10 @@ def mxfp8_layer(model):
 @pytest.mark.parametrize(
     "change",
     [
-        custom_layer,
         layer_with_an_adapter,
-        layer_with_hooks,
-        instance_forward,
         custom_loss,
         function_layer,
-        rounded_logits,
-        mxfp8_layer,
+        *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, mxfp8_layer),
     ],
 )
 def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
@@ -315,7 +312,7 @@ def compare_later(model, fewer_collectives, **kwargs):
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_scaled_logits_and_unknown_arguments(sequence_parallel):
     with model_parallel(tp=2):
         model = later_gpt(sequence_parallel=sequence_parallel)

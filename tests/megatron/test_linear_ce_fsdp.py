@@ -19,6 +19,7 @@ from tests.gpt import (
     tiny_gpt,
     train_step,
 )
+from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
 from tests.ranks import ranks
@@ -55,7 +56,7 @@ def averaged(grads: dict) -> dict:
 
 
 @ranks(2)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [False, *slow(True)], ids=["untied", "tied"])
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=SLOW)], ids=["resharded", "kept"])
 @pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=SLOW)])
 def test_fsdp2(build, tied, reshard):
@@ -82,7 +83,7 @@ def test_fsdp2(build, tied, reshard):
 
 
 @ranks(2)
-@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
+@pytest.mark.parametrize("reshard", [True, *slow(False)], ids=["resharded", "kept"])
 def test_whoever_asks_for_logits_under_fsdp2_gets_them(reshard):
     """A hook that keeps the mean of the logits; the warning names this file."""
     with model_parallel():

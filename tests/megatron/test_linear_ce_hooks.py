@@ -187,6 +187,7 @@ def test_the_loss_of_detached_logits_has_no_gradient():
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_collective_reads_the_logits():
     """Megatron's gather is an autograd function that gives logits to C++ as they are."""

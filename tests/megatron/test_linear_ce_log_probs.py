@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
@@ -30,7 +31,7 @@ def test_one_rank():
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_two_ranks(sequence_parallel):
     values_and_gradients(2, sequence_parallel)
 
@@ -108,7 +109,7 @@ def test_packed_documents_do_not_see_each_other():
 
 
 @ranks(2)
-@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("packed", [True, *slow(False)], ids=["packed", "whole"])
 def test_context_parallel(packed):
     """Labels as this rank's part or whole; the log-probabilities are those of the whole sequence, on every rank."""
     starts = (0, 4, 16) if packed else (0, 16)
@@ -166,7 +167,7 @@ def test_a_label_that_one_context_parallel_rank_holds(layers):
 
 
 @ranks(2)
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("masked", [True, *slow(False)], ids=["masked", "all"])
 def test_multi_token_prediction_predicts_the_same_tokens(masked):
     """As if Megatron were called with shifted labels and the mask that belongs to them."""
     with model_parallel(tp=2):

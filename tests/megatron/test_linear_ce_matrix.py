@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpt import loss_and_grads, model_parallel, seed_ranks, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.megatron.patching import assert_same, patched
 from tests.ranks import ranks
 
@@ -71,7 +72,7 @@ def test_tp1(tied):
 
 @ranks(2)
 @TIED
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_tp2(tied, sequence_parallel):
     compare({"tp": 2}, tied=tied, sequence_parallel=sequence_parallel)
 
@@ -83,7 +84,7 @@ def test_virtual_pipeline(tied):
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 def test_multi_token_prediction(sequence_parallel):
     compare({"tp": 2}, sequence_parallel=sequence_parallel, mtp_num_layers=2)
 

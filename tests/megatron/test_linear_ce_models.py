@@ -9,6 +9,7 @@ import torch
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from tests.gpt import causal_mask, model_parallel, tiny_batches, train_steps
+from tests.marks import slow
 from tests.megatron import language_models, multimodal_models
 from tests.megatron.patching import ROUNDING, SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
@@ -74,7 +75,7 @@ TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 
 @ranks(2)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
 @TIED
 def test_hybrid(tied, sequence_parallel):
     with model_parallel(tp=2):
@@ -126,6 +127,7 @@ def test_a_loss_that_megatron_binds_once():
         assert vars(model) == own
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_classes_made_after_the_patch():
     with model_parallel(), patched(chunk_size=3):

@@ -14,6 +14,7 @@ from megatron_ext.megatron.spec_head import with_fused_head
 from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
 from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
@@ -60,7 +61,7 @@ def reads_shape(module, args, outputs):
 
 
 @ranks(2)
-@pytest.mark.parametrize("build", [one_gpt, pytest.param(tiny_hybrid, marks=pytest.mark.slow), mup_gpt])
+@pytest.mark.parametrize("build", [mup_gpt, *slow(one_gpt, tiny_hybrid)])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.meter import measure
 from tests.gpt import model_parallel
+from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
@@ -15,7 +16,7 @@ MASK[1, 5:] = 0.5
 IN_A_SLICE = 7
 
 
-@pytest.mark.parametrize("skip", [True, IN_A_SLICE])
+@pytest.mark.parametrize("skip", [IN_A_SLICE, *slow(True)])
 @pytest.mark.parametrize("mtp", [None, 2], ids=["plain", "mtp"])
 @ranks(2)
 def test_losses_and_gradients_are_stocks(mtp, skip):

@@ -20,15 +20,16 @@ from tests.gpt import (
     tiny_config,
     tiny_gpt,
 )
+from tests.marks import slow
 from tests.megatron.test_pipeline_vocabulary import MTP, VARIABLE, shared
 from tests.ranks import ranks
 
 
 @ranks(2)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1, *slow(0)])
 @pytest.mark.parametrize(
     "micro_batch,settings",
-    [(0, {}), *(pytest.param(3, case, marks=pytest.mark.slow) for case in (MTP, {**MTP, **VARIABLE}))],
+    [(0, {}), *slow((3, MTP), (3, {**MTP, **VARIABLE}))],
     ids=["first", "mtp", "mtp-variable"],
 )
 def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
@@ -86,6 +87,7 @@ def test_labels_outside_of_the_vocabulary_are_reported_on_all():
             run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_other_labels_of_multi_token_prediction_are_reported_on_all():
     from megatron_ext.megatron.pipeline import multi_token_stage
@@ -116,7 +118,10 @@ def _sizes_of_the_schedule(**changed):
 @ranks(2)
 @pytest.mark.parametrize(
     "changed,named",
-    [({"num_microbatches": 2}, "num_microbatches, the order of passes"), ({"micro_batch_size": 1}, "micro_batch_size")],
+    [
+        *slow(({"num_microbatches": 2}, "num_microbatches, the order of passes")),
+        ({"micro_batch_size": 1}, "micro_batch_size"),
+    ],
     ids=["micro-batches", "micro-batch-size"],
 )
 def test_stages_that_would_send_in_other_orders_are_told(changed, named):

@@ -240,6 +240,7 @@ def test_padding_beyond_the_rows():
         same(call(room + multiple, 0)[0], row)  # and any other one
 
 
+@pytest.mark.slow
 @ranks(2, rules="gloo")  # its group takes fake tensors
 def test_nothing_waits_for_the_device():
     """On fake tensors whoever reads a value fails: cu_seqlens may lie on a GPU."""

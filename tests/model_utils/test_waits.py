@@ -24,6 +24,7 @@ from megatron_ext.model_utils import (
     get_next_token_logprobs_from_logits,
 )
 from megatron_ext.sequence import targets, zigzag
+from tests.marks import slow
 from tests.waits import NoWait
 
 
@@ -129,7 +130,9 @@ CALLS = {
 
 
 # Autocast, which the linear head looks at, has no meta device.
-@pytest.mark.parametrize("name, ranks", [(n, r) for n in CALLS for r in (1, 2) if r == 2 or "hidden" not in n])
+@pytest.mark.parametrize(
+    "name, ranks", [*((n, 2) for n in CALLS), *slow(*((n, 1) for n in CALLS if "hidden" not in n))]
+)
 def test_nothing_waits(name, ranks, monkeypatch):
     with device_of(ranks) as (device, group):
         on_gpus(monkeypatch)

@@ -5,12 +5,13 @@ import torch
 import torch.distributed as dist
 
 from tests.gpt import model_parallel, tiny_batches
+from tests.marks import slow
 from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, te_spec
 from tests.ranks import ranks
 
 
 @ranks(2)
-@pytest.mark.parametrize("how", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("how", ["p2p", *slow("all_gather", "a2a")])
 @pytest.mark.parametrize(
     "overrides", [pytest.param({}, marks=pytest.mark.slow), {"num_query_groups": 2}], ids=["mha", "gqa"]
 )

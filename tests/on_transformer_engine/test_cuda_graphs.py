@@ -137,6 +137,7 @@ def test_a_graph_of_each_layer(way):
     assert_same_steps(stock, eager, losses=1e-5, norms=5e-3)
 
 
+@pytest.mark.slow
 @ranks(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_graphs_made_by_transformer_engine(way):

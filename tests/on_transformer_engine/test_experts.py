@@ -3,6 +3,7 @@
 import pytest
 
 from tests.gpt import EXPERTS
+from tests.marks import slow
 from tests.on_transformer_engine.models import assert_te_is_local
 from tests.ranks import ranks
 
@@ -30,10 +31,10 @@ def test_one_rank(only_te):
 @pytest.mark.parametrize(
     "router",
     [
-        {"moe_router_score_function": "sigmoid"},
+        *slow({"moe_router_score_function": "sigmoid"}),
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         {"moe_router_pre_softmax": True, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
-        {"moe_router_topk_scaling_factor": 2.5, "moe_router_pre_softmax": True},
+        *slow({"moe_router_topk_scaling_factor": 2.5, "moe_router_pre_softmax": True}),
     ],
     ids=["sigmoid", "bias", "groups", "scaled"],
 )

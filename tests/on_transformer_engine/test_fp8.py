@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpt import model_parallel, tiny_batches
+from tests.marks import quick_if
 from tests.on_transformer_engine.models import ENGINE, losses_and_norms, te_spec
 from tests.ranks import ranks
 
@@ -17,7 +18,7 @@ def trained(**overrides):
 
 
 @ranks(1)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", quick_if(("delayed", "mxfp8").__contains__, RECIPES))
 def test_recipes_train(recipe):
     with model_parallel():
         exact = trained()

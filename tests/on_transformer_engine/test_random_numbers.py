@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.gpt import model_parallel, ours_everywhere, seed_ranks, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.on_transformer_engine.models import ENGINE, plain_loss, te_spec
 from tests.ranks import ranks
 
@@ -51,7 +52,7 @@ ATTENTION = {"recompute_granularity": "selective", "recompute_modules": ["core_a
 
 
 @ranks(1)
-@pytest.mark.parametrize("how", [FULL, ATTENTION], ids=["full", "attention"])
+@pytest.mark.parametrize("how", [ATTENTION, *slow(FULL)], ids=["attention", "full"])
 def test_recomputed_activations_have_the_same_dropout(how):
     with any_tracker():
         kept, recomputed = loss_and_grads(False), loss_and_grads(False, **how)
@@ -60,7 +61,7 @@ def test_recomputed_activations_have_the_same_dropout(how):
 
 
 @ranks(1)
-@pytest.mark.parametrize("how", [FULL, ATTENTION], ids=["full", "attention"])
+@pytest.mark.parametrize("how", [ATTENTION, *slow(FULL)], ids=["attention", "full"])
 def test_on_transformer_engines_tracker_ours_recompute_the_same_dropout(how):
     """Megatron's own recomputation keeps references to this tracker's streams, which have moved on by then."""
     with any_tracker(), ours_everywhere():

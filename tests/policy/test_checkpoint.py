@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.checkpoint import atomic_folders, sharded_files
 from megatron_ext.policy.checkpoint import worker_state as state_module
+from tests.marks import slow
 from tests.policy.problems import held_by, largest_error, shard, tiny_batch, tiny_config, tiny_model, unchanged, whole
 from tests.policy.test_tensor_index import change_index, sign
 from tests.ranks import ranks, shared_folder
@@ -71,6 +72,7 @@ def test_saved_on_four_ranks_continues_in_another_layout(first, second):
     check_continues(layouts[first], layouts[second])
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_constructor_takes_a_checkpoint():
     _, paths = new_checkpoint()
@@ -104,6 +106,7 @@ def damage(folder, how):
         shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_save_before_the_first_step_changes_nothing():
     _, paths = new_checkpoint()
@@ -119,7 +122,7 @@ def test_a_save_before_the_first_step_changes_nothing():
 
 WEIGHTS = ["truncated", "one bit", "file gone", "facts gone", "index cut", "no folder"]
 OPTIMIZER = ["one bit", "one digit", "no folder"]
-QUICK = [("weights", "facts gone"), ("optimizer", "one bit")]
+QUICK = [("weights", "facts gone")]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def another_schedule(worker):
     worker.scheduler = torch.optim.lr_scheduler.ConstantLR(worker.optimizer)
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [False, *slow(True)])
 @ranks(1)
 def test_another_optimizer_is_refused_before_anything_is_read(trained):
     _, paths = new_checkpoint()
@@ -316,7 +319,7 @@ MULTI_STEP = {"name": "torch.optim.lr_scheduler.MultiStepLR", "kwargs": {"milest
 IN_SEQUENCE = [{**SCHEDULER, "kwargs": {"total_iters": 1}}, {"milestones": [1]}, MULTI_STEP]
 
 
-@pytest.mark.parametrize("scheduler", [MULTI_STEP, IN_SEQUENCE], ids=["alone", "in a sequence"])
+@pytest.mark.parametrize("scheduler", [MULTI_STEP, *slow(IN_SEQUENCE)], ids=["alone", "in a sequence"])
 @ranks(1)
 def test_the_learning_rate_decays_after_a_resume_as_without(scheduler):
     def rates(worker):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.policy import BatchedDataDict, ClippedPGLoss, DTensorPolicyWorker, NLLLoss
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from tests.marks import slow
 from tests.policy.problems import (
     VOCAB,
     largest_error,
@@ -117,7 +118,9 @@ class Returns:
                 "a string": (loss, {"x": "much"})}[self.what]  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["None", "the loss alone", "a list", "a number", "no metrics", "a vector", "a string"])
+@pytest.mark.parametrize(
+    "what", ["None", "a vector", *slow("the loss alone", "a list", "a number", "no metrics", "a string")]
+)
 @ranks(2)
 def test_what_a_loss_must_return_is_told_in_a_sentence(what):
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
@@ -128,7 +131,7 @@ def test_what_a_loss_must_return_is_told_in_a_sentence(what):
     worker.train(shard(tiny_batch(), worker), NLLLoss())
 
 
-@pytest.mark.parametrize("how", ["nan", "inf", "raises"])
+@pytest.mark.parametrize("how", ["nan", *slow("inf", "raises")])
 @ranks(2)
 def test_a_loss_that_is_none_changes_nothing(how):
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
@@ -178,6 +181,7 @@ def test_a_model_that_rank_0_cannot_load_is_an_error_on_all():
         DTensorPolicyWorker(tiny_config(str(folder)), init_reference_model=False)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_tokenizer_that_is_not_there_is_an_error_before_anything_is_written():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)

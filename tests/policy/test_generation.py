@@ -11,6 +11,7 @@ from megatron_ext import reference
 from megatron_ext.policy import BatchedDataDict, DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+from tests.marks import slow
 from tests.policy.problems import VOCAB, plain_model, shard, tiny_batch, tiny_config, tiny_model
 from tests.policy.test_megatron_worker import model_config
 from tests.ranks import ranks
@@ -38,7 +39,7 @@ def scored(config, output, temperature, top_k, top_p):
     return found
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp"])
+@pytest.mark.parametrize("layout", ["tp", *slow("dp")])
 @ranks(2)
 def test_sampled_and_scored_log_probs_agree(layout):
     config = tiny_config(tp=2 if layout == "tp" else 1, generation=FILTERED)

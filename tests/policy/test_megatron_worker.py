@@ -7,6 +7,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Q
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
 from tests.dtensor.models import SIZES
+from tests.marks import slow
 from tests.policy.problems import (
     batching,
     ended,
@@ -88,7 +89,7 @@ def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), layers=2,
             assert largest_error(exported(worker), true_weights) < 3e-5, cut
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp_sp", pytest.param("cp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["tp_sp", *slow("dp", "cp")])
 @ranks(2)
 def test_log_probs_and_training(layout):
     check(layout)
@@ -114,6 +115,7 @@ def test_four_ranks(layout, kinds):
     check(layout, "qwen3", kinds=kinds)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_pipeline():
     check("pp", tied=True, kinds=["packed"])
@@ -134,6 +136,7 @@ def test_pipelines_beside_other_parallelism(layout, kinds):
     check(layout, "qwen2", kinds=kinds)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_experts():
     check("ep", "qwen3_moe", kinds=["fixed"])
@@ -154,6 +157,7 @@ def test_experts_beside_other_parallelism(layout, kind, cut):
     check(layout, kind, kinds=[cut])
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_reference_checkpoint_and_refit():
     saved_at_one_layout_and_continued_at_another("tp", "dp", model_config())
@@ -198,6 +202,7 @@ def saved_at_one_layout_and_continued_at_another(before_at, after_at, model):
         torch.testing.assert_close([worker.train(mine, NLLLoss())["global_loss"] for _ in range(2)], goes_on)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_temperature_and_precision():
     data = tiny_batch()

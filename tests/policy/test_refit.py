@@ -21,6 +21,7 @@ from megatron_ext.policy.refit import weight_transfer
 from megatron_ext.policy.refit.shared_memory import SharedBlock, map_block
 from megatron_ext.policy.refit.weight_transfer import buckets, require_same_buckets, send_weights
 from tests.held_port import shared_port
+from tests.marks import slow
 from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import TIMEOUT_S, ranks
 
@@ -55,7 +56,7 @@ def groups_of(sizes, budget):
     return found
 
 
-@pytest.mark.parametrize("tied, tp", [(False, 2), (True, 1)])
+@pytest.mark.parametrize("tied, tp", [(True, 1), *slow((False, 2))])
 @ranks(2)
 def test_shared_memory(tied, tp):
     """Rank 0 shares; rank 1, another process, reads."""
@@ -95,7 +96,7 @@ def test_shared_memory(tied, tp):
     worker.train(shard(tiny_batch(), worker), NLLLoss())
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", *slow("bfloat16")])
 @ranks(2)
 def test_collective(precision):
     """A thread of rank 1 is the generator: it meets rank 0 in a group that the trainer's world knows nothing of."""
@@ -130,6 +131,7 @@ def test_collective(precision):
     worker.shutdown()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_generator_that_comes_too_late_needs_a_new_group():
     """All are told: the policy's other rank by the first. At the same port they meet again, and nothing was lost."""

@@ -104,6 +104,7 @@ def gpt2():
     return GPT2Config(**sizes, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, options",
     [

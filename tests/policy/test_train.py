@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
+from tests.marks import slow
 from tests.policy.problems import (
     batching,
     counts_for,
@@ -66,7 +67,7 @@ def test_one_rank():
     check({}, CUTS)
 
 
-@pytest.mark.parametrize("layout, rows", [pytest.param("dp", 1, marks=pytest.mark.slow), ("tp", 4), ("cp", 2)])
+@pytest.mark.parametrize("layout, rows", [("tp", 4), *slow(("dp", 1), ("cp", 2))])
 @ranks(2)
 def test_two_ranks(layout, rows):
     """Every kind of micro-batches in every layout; of every fixed size in one."""
@@ -81,13 +82,15 @@ def test_four_ranks(layout):
     check(LAYOUTS[layout], [("dynamic", 2), ("packed", 2)] if layout == "tp" else FEW)
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), DPOLossFn(sft_loss_weight=0.1), ClippedPGLoss(token_level_loss=False)])
+@pytest.mark.parametrize(
+    "loss_fn", [DPOLossFn(sft_loss_weight=0.1), *slow(NLLLoss(), ClippedPGLoss(token_level_loss=False))]
+)
 @ranks(2)
 def test_losses_add_up_over_ranks_and_micro_batches(loss_fn):
     check(LAYOUTS["dp"], [("fixed", 2), ("packed", 2)], loss_fn)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, *slow(2)])
 @ranks(2)
 def test_tied_embeddings(tp):
     check({"tp": tp}, [("fixed", 2)], NLLLoss(), tiny_model(tie_word_embeddings=True), rows=24)

@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.sequence.cp_utils import _shard_thd_chunk_for_te, make_cp_batch_for_te
+from tests.marks import slow
 from tests.sequence.batches import SENTINEL, expected_line, packed_batch
 
 PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
@@ -39,7 +40,7 @@ def packs(draw, multiple):
     return filled
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *slow(1, 4)])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_each_rank_gets_its_chunks_of_every_document(size, data):

@@ -108,7 +108,7 @@ def test_side_work_keeps_what_it_reads(log, reads):
     "sizes,settings",
     [
         pytest.param((2, 1, 3), {"mtp_num_layers": 1}, id="mtp"),
-        pytest.param((2, 2, 4), {}, id="interleaved"),
+        pytest.param((2, 2, 4), {}, id="interleaved", marks=pytest.mark.slow),
         pytest.param((2, 1, 3), {"forward_only": True}, id="forward-only"),
     ],
 )

@@ -176,7 +176,14 @@ def only_the_host_waits(work, *_):
 
 
 # What the others show too, in another layout.
-LONG = ("loss-sequence", "loss-bits-sequence", "read-outs-sequence", "read-outs-of-logits")
+LONG = (
+    "loss-sequence",
+    "loss-bits",
+    "layers-sequence",
+    "loss-bits-sequence",
+    "read-outs-sequence",
+    "read-outs-of-logits",
+)
 
 
 @ranks(2)

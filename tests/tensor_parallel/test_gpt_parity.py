@@ -67,7 +67,7 @@ def test_one_rank():
         pytest.param(FULL, id="full", marks=pytest.mark.slow),
         pytest.param(SEQUENCE | FULL, id="sequence-full", marks=pytest.mark.slow),
         pytest.param({"tied": False}, id="untied", marks=pytest.mark.slow),
-        pytest.param(ON_DEVICE | {"tied": False}, id="on-device"),
+        pytest.param(ON_DEVICE | {"tied": False}, id="on-device", marks=pytest.mark.slow),
     ],
 )
 def test_tensor_parallel_2(options):

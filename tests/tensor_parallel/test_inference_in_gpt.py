@@ -5,6 +5,7 @@ import torch
 
 from megatron_ext.distributed.counting import count_collectives
 from tests.gpt import SEQUENCE, causal_mask, model_parallel, tiny_batches, tiny_gpt
+from tests.marks import slow
 from tests.ranks import ranks
 
 LAYERS = 2
@@ -52,7 +53,7 @@ def logits(spec, **options):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [True, *slow(False)])
 def test_logits_of_plain_layers(fused):
     from megatron_ext.megatron.layer_specs import gpt_block_spec
 

@@ -15,6 +15,7 @@ from megatron_ext.tensor_parallel._layers.initialization import (
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron_ext.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from tests.gpt import model_parallel
+from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker
 from tests.tensor_parallel.sharded import Config, world
@@ -103,7 +104,7 @@ def test_the_tracker_of_megatron_where_only_that_was_seeded(is_expert):
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("on_cpu", [True, False])
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("stride", [2, *slow(1)])
 def test_megatrons_own_weights(stride, on_cpu):
     """To the bit; and random numbers go on alike, each rank's own and those of all."""
     with model_parallel(tp=dist.get_world_size()), no_tracker():

@@ -247,6 +247,7 @@ def test_what_does_not_fit_is_refused():
             mappings.reduce_from_tensor_model_parallel_region(x, alone)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_compiles_without_graph_breaks():
     group, rank = dist.group.WORLD, dist.get_rank()

@@ -15,6 +15,7 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import mappings, random
 from megatron_ext.tensor_parallel.random import checkpoint
 from tests.gpt import model_parallel
+from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker, seeded
 from tests.tensor_parallel.sharded import numbers, world
@@ -425,7 +426,7 @@ def test_without_a_tracker_none_is_made():
 
 
 @ranks(2)
-@pytest.mark.parametrize("leaf", [True, False])
+@pytest.mark.parametrize("leaf", [True, *slow(False)])
 def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
     """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole."""
     with model_parallel(tp=2):

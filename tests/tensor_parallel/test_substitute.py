@@ -91,6 +91,7 @@ def test_refuses_while_megatrons_layers_are_in_use():
         assert all(type(m).__module__.startswith("megatron.") for m in chunks[0].modules() if "Linear" in str(type(m)))
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_models_that_cannot_run_again_are_not_in_use():
     """Gone but for Megatron's hooks, which keep their memory; or there, but without the groups that they ran on."""
@@ -186,6 +187,7 @@ assert megatron_ext.restore_tensor_parallel() is None
     )
 
 
+@pytest.mark.slow
 def test_lives_with_torch_alone_until_it_is_asked_for():
     in_a_new_process(
         """
