@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# Modules are compiled when they are first imported, a tenth of what is installed, and kept even where
+# PYTHONDONTWRITEBYTECODE is set: else each process of the tests would compile torch anew.
+INSTALL := install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # Test files run side by side in this many processes, each with test ranks of its own.
 WORKERS ?= 2
 # A test is repeated once, and counted as "rerun", where gloo could not connect the ranks' sockets: some sandboxes' networks
@@ -46,11 +50,11 @@ $(VENV)/.ready: requirements-dev.txt setup.py
 	@echo "$(VENV) is made first: about 2 minutes, once. 1 of 4: an empty environment of $(PYTHON)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "2 of 4: torch, the largest download"
-	@$(PIP) install --quiet $$(grep '^torch==' requirements-dev.txt)
+	@$(PIP) $(INSTALL) $$(grep '^torch==' requirements-dev.txt)
 	@echo "3 of 4: the $$(grep -c '==' requirements-dev.txt) packages of requirements-dev.txt: Megatron-Core, transformers, Ray and what they need"
-	@$(PIP) install --quiet -r requirements-dev.txt
+	@$(PIP) $(INSTALL) -r requirements-dev.txt
 	@echo "4 of 4: megatron_ext itself, as it lies here"
-	@$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@$(PIP) $(INSTALL) --no-build-isolation --no-deps -e .
 	@echo "$(VENV) is ready"
 	@touch $@
 
@@ -94,7 +98,7 @@ ON_ENGINE := .venvs/$(ENGINE)/bin/python $(PYTEST) tests/on_transformer_engine
 # replace them.
 .venvs/%/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install --quiet --no-deps $(shell echo $* | sed 's/-\([^-]*\)$$/==\1/') $(WITH_$*)
+	$(PIP) --python $(@D)/bin/python $(INSTALL) --no-deps $(shell echo $* | sed 's/-\([^-]*\)$$/==\1/') $(WITH_$*)
 	$(or $(FROM_$*),$(VENV))/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
 	@touch $@
@@ -127,7 +131,7 @@ test-versions: $(MEGATRONS:%=.venvs/%/.ready) $(TRANSFORMERS:%=.venvs/%/.ready) 
 WITH_torch-2.10.0 := 'numpy<2.4'
 .venvs/torch-%/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install --quiet torch==$* $(WITH_torch-$*)
+	$(PIP) --python $(@D)/bin/python $(INSTALL) torch==$* $(WITH_torch-$*)
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/the_rest.pth
 	@touch $@
@@ -143,7 +147,7 @@ test-torch: told-TORCH .venvs/torch-$(TORCH)/.ready  ## the quick tests with ano
 SOURCE := .venvs/source
 $(SOURCE)/.ready: $(VENV)/.ready
 	$(PY) -m venv --clear --without-pip $(@D)
-	$(PIP) --python $(@D)/bin/python install --quiet --no-deps pybind11==3.1.0 \
+	$(PIP) --python $(@D)/bin/python $(INSTALL) --no-deps pybind11==3.1.0 \
 		pytest-asyncio==1.5.0 pytest-mock==3.17.0 mock==5.2.0 omegaconf==2.4.0 pyzmq==27.3.0 tensorboard==2.21.0 absl-py==2.5.1
 	site=$$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
 	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
@@ -216,7 +220,7 @@ bench-gpu: $(VENV)/.ready  ## the same at full size on one CUDA device, Liger an
 # The site's tools read the sources without importing them, so their environment needs neither torch nor .venv.
 .venvs/docs/.ready: requirements-docs.txt
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	$(@D)/bin/python -m pip --disable-pip-version-check $(INSTALL) -r $<
 	@touch $@
 
 docs: .venvs/docs/.ready  ## the documentation site, in site/index.html; a broken link or reference fails
@@ -225,19 +229,19 @@ docs: .venvs/docs/.ready  ## the documentation site, in site/index.html; a broke
 # Wheel and sdist are built with the pinned setuptools, and tried where nothing but torch is installed.
 .venvs/dist/.ready: requirements-dev.txt
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet build==1.6.1 \
+	$(@D)/bin/python -m pip --disable-pip-version-check $(INSTALL) build==1.6.1 \
 		$$(grep -E '^(setuptools|wheel)==' requirements-dev.txt)
 	@touch $@
 
 .venvs/torch-alone/.ready: requirements-dev.txt
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet $$(grep '^torch==' requirements-dev.txt)
+	$(@D)/bin/python -m pip --disable-pip-version-check $(INSTALL) $$(grep '^torch==' requirements-dev.txt)
 	@touch $@
 
 dist: .venvs/dist/.ready .venvs/torch-alone/.ready  ## sdist and wheel in dist/, installed beside torch alone and tried
 	rm -rf dist build
 	.venvs/dist/bin/python -m build --no-isolation
-	.venvs/torch-alone/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps dist/*.whl
+	.venvs/torch-alone/bin/python -m pip --disable-pip-version-check $(INSTALL) --force-reinstall --no-deps dist/*.whl
 	cd dist && ../.venvs/torch-alone/bin/python -P -m megatron_ext.doctor
 	cd dist && ../.venvs/torch-alone/bin/python -P ../tests/installed_wheel.py
 
