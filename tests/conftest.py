@@ -93,7 +93,7 @@ def _as_users_run(request):
 
         with rehearsal(**rehearsed.kwargs):
             yield
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
 
 
 def pytest_unconfigure(config):

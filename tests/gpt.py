@@ -14,6 +14,7 @@ import multiprocessing
 import weakref
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
 
@@ -84,8 +85,14 @@ def model_parallel(
             # DTensor's shardings name groups, and the next test's have the same names.
             for clear in _CLEARS:
                 clear()
-            for group in set(dist.distributed_c10d._world.pg_map) - groups:  # Megatron only forgets its groups
+            made = list(set(dist.distributed_c10d._world.pg_map) - groups)  # Megatron only forgets its groups
+            for group in made:
                 dist.destroy_process_group(group)
+            # gloo ends a group with the last reference to it, and waits for its threads: all at once.
+            group = None
+            with ThreadPoolExecutor(max(1, len(made))) as pool:
+                for _ in range(len(made)):
+                    pool.submit(made.__delitem__, -1)
 
 
 def seed_ranks(seed: int = 123) -> None:
