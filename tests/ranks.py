@@ -69,7 +69,7 @@ def prepare_process() -> None:
 
     round_to_bfloat16()
     torch.set_num_threads(1)  # the ranks share a few cores; more threads only get in each other's way
-    torch.set_deterministic_debug_mode("warn")  # also fills torch.empty with NaN; the other name imports torch._inductor
+    torch.set_deterministic_debug_mode("warn")  # fills torch.empty with NaN, too; imports less than its namesake
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
