@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.head.validation.readable_values import fault_within, has_values
 
 _REFUSAL = "_megatron_ext_refusal"
 _TELLS = "_megatron_ext_tells_of_token_ids"
@@ -35,19 +35,8 @@ def token_id_fault(rows: int, tokens: Tensor) -> ValueError | None:
 
     torch's own sentence names neither the id nor the rule, and a sharded embedding makes zeros of such ids.
     """
-    if tokens.numel() == 0 or not has_values(tokens):
-        return None
-    smallest, largest = tokens.aminmax()
-    found = "" if tokens.is_cuda else f" ({smallest.item()} to {largest.item()})"
-    try:
-        raise_if(
-            (smallest < 0) | (largest >= rows),
-            f"input_ids are outside of the vocabulary{found}: ids must lie in [0, {rows}), the rows of the model's "
-            f"embedding; use the tokenizer that belongs to the model, and a real token for padding",
-        )
-    except ValueError as fault:
-        return fault
-    return None
+    fix = ", a row of the model's embedding; use the tokenizer that belongs to the model, and a real token for padding"
+    return fault_within("input_ids", tokens, rows, fix)
 
 
 def tells_of_token_ids(embedding: nn.Module) -> bool:

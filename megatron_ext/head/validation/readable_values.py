@@ -82,6 +82,15 @@ def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: i
     )
 
 
+def fault_within(argument: str, ids: Tensor, size: int, fix: str = "") -> ValueError | None:
+    """What `check_within` finds, for a rank that tells the others of it before all of them raise it."""
+    try:
+        check_within(argument, ids, size, fix)
+    except OutsideVocabulary as fault:
+        return ValueError(str(fault))
+    return None
+
+
 def raise_if(wrong: Tensor, message: str, error: type[ValueError] = ValueError) -> None:
     """The same of what is `wrong`, with a launch more on CUDA."""
     raise_unless(~wrong, message, error)

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.validation.readable_values import OutsideVocabulary, check_within, on_host
+from megatron_ext.head.validation.readable_values import fault_within, on_host
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
@@ -166,8 +166,4 @@ def token_id_fault(ids: Tensor, size: int) -> ValueError | None:
         raise ValueError(
             f"input_ is {kind}: it must be a tensor that holds token ids, int64 or int32; cast it with .long()"
         )
-    try:
-        check_within("input_", ids, size, " of all ranks; check the tokenizer, or pass a larger num_embeddings")
-    except OutsideVocabulary as fault:
-        return ValueError(str(fault))
-    return None
+    return fault_within("input_", ids, size, " of all ranks; check the tokenizer, or pass a larger num_embeddings")
