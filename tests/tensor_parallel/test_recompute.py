@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import mappings, random
 from megatron_ext.tensor_parallel.random import checkpoint
 from tests.gpt import model_parallel
@@ -455,3 +456,21 @@ def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
         expected = 2 * whole.detach()
         expected[:2] += 1
         assert torch.equal(whole.grad, expected)
+
+
+def test_numbers_of_the_host_are_drawn_again_beside_an_emulated_device():
+    """Hidden states of the emulated device say that they are on the CPU, and what is drawn for them is the host's."""
+    seen = []
+
+    def drop(x):
+        seen.append(torch.randint(3, x.shape, device=x.device))
+        return x * seen[-1]
+
+    x = torch.randn(64, requires_grad=True)
+    with megatron_on_cpu(), seeded(3):
+        checkpoint(drop, False, x).sum().backward()
+        following = torch.randint(3, x.shape, device=x.device)
+    first, again = seen
+    assert torch.equal(first, again)
+    assert not torch.equal(first, following)
+    torch.testing.assert_close(x.grad, first.to(x.dtype))

@@ -130,7 +130,8 @@ class RandomMoment:
     def __init__(self, devices: Iterable[torch.device] = ()):
         self._devices = [device for device in devices if device.type == "cuda"]
         self._tracker = Process.tracker
-        generators = [torch.default_generator, *map(generator_of, self._devices)]
+        # As torch.get_rng_state has it: with a device emulated, the host's, which is no longer torch.default_generator.
+        generators = [torch.random.default_generator, *map(generator_of, self._devices)]
         if self._tracker is not None:
             self._streams = self._tracker.moment()
             by_tracker = generator_of(self._tracker.device)
