@@ -47,7 +47,7 @@ told-%:
 
 # torch goes first: packages that depend on it must find the pinned build and not fetch another one.
 $(VENV)/.ready: requirements-dev.txt setup.py
-	@echo "$(VENV) is made first: about 2 minutes, once. 1 of 4: an empty environment of $(PYTHON)"
+	@echo "$(VENV) is made first: a minute or two, once. 1 of 4: an empty environment of $(PYTHON)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "2 of 4: torch, the largest download"
 	@$(PIP) $(INSTALL) $$(grep '^torch==' requirements-dev.txt)
