@@ -175,7 +175,7 @@ def only_the_host_waits(work, *_):
     return True
 
 
-# What the others show too, in another layout.
+# What the others show too, in another layout or with bits that are fixed.
 LONG = (
     "loss-sequence",
     "loss-bits",
