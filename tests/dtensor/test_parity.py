@@ -28,14 +28,17 @@ QUICK = {
     ("llama", "dp2", False),
     ("llama", "tp2_sp", True),
     ("llama", "cp2", False),
+    ("qwen2", "cp2", True),
     ("qwen3", "tp2", False),
     ("gemma3", "tp2_sp", True),
     ("gemma3", "cp2_packed", False),
+    ("gemma3_multimodal", "tp2_sp", True),
 }
+BOTH_WAYS = {("qwen3", "tp2_sp", False)}  # tied and untied
 
 
 def _cells(layouts, marks):
-    """Every model in every layout, by turns tied and untied, and what is quick beside these."""
+    """Every model in every layout, by turns tied and untied, what is quick beside these, and some both ways."""
     by_turns = {(name, layout, (i + j) % 2 == 1) for i, name in enumerate(NAMES) for j, layout in enumerate(layouts)}
     return [
         pytest.param(
@@ -44,7 +47,7 @@ def _cells(layouts, marks):
             id=f"{cell[0]}-{cell[1]}-{'tied' if cell[2] else 'untied'}",
         )
         for cell in itertools.product(NAMES, layouts, (False, True))
-        if cell in by_turns | QUICK
+        if cell in by_turns | QUICK | BOTH_WAYS
     ]
 
 
