@@ -103,6 +103,7 @@ class LmHead:
             option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
         _check_logits(self)
+        argument_checks.check_one_piece(self.weight)
         group = tensor_parallel_group(self.tp_group)
         if group is None and self.tp_group is None and self.vocab is None:
             argument_checks.check_whole(self.weight)

@@ -83,13 +83,6 @@ def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
 
 def _check(model: Any) -> ModelCheck:
     has_output_layer = patch_points.output_layer(model) is not None
-    why_not = None
-    if has_output_layer:
-        why_not = patch_points.why_not_fused(model)
-        try:
-            patch_points.check_supported(model)
-        except ValueError as refusal:
-            why_not = str(refusal)
     homes = Counter(
         type(layer).__module__.split(".")[0] for layer in model.modules() if type(layer).__name__ in _LAYERS
     )
@@ -97,7 +90,7 @@ def _check(model: Any) -> ModelCheck:
         model=name_of(model),
         has_output_layer=has_output_layer,
         losses=1 + patch_points.multi_token_layers(model),
-        why_not=why_not,
+        why_not=patch_points.why_not_fused(model) if has_output_layer else None,
         layers=homes,
     )
 

@@ -163,6 +163,16 @@ def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard
     return vocab
 
 
+def check_one_piece(weight: Any) -> None:
+    """Raises ValueError for a weight that generalized tensor parallelism cuts once more."""
+    if getattr(weight, "is_distributed_weight", False):
+        raise ValueError(
+            f"weight is a piece {tuple(weight.shape)} of this rank's shard, cut over {weight.gtp_remat_size} ranks by "
+            f"generalized tensor parallelism: it must be the shard [V/R, D]; set the size of generalized tensor "
+            f"parallelism to 1, or take logits from the layer"
+        )
+
+
 def check_whole(weight: Any) -> None:
     """Raises ValueError where no group was given, several ranks run, and the weight says that it is a shard of rows.
 

@@ -33,9 +33,8 @@ def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
     """Whether the model keeps Megatron's own loss, which a warning says once.
 
     Raises:
-        ValueError: it does, and `settings` ask for another loss or other bits; or neither loss would be right.
+        ValueError: it does, and `settings` ask for another loss or other bits.
     """
-    patch_points.check_supported(model)
     reason, counters = patch_points.why_not_fused(model), counters_of(model)
     counters.left_to_megatron = reason
     if reason is None:

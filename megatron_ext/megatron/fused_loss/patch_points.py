@@ -144,6 +144,11 @@ def why_not_linear(layer: Any) -> str | None:
             f"its output layer is a {MXFP8_HEAD}, which multiplies in MXFP8 (fp8_output_proj), and the fused head "
             f"multiplies in the dtype of the hidden states; for the fused head set fp8_output_proj=False"
         )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return (
+            "generalized tensor parallelism cuts its output layer's weight over ranks that the fused head does not "
+            "gather from; for the fused head set the size of generalized tensor parallelism to 1"
+        )
     rounded, operands = getattr(layer, "output_dtype", None), layer_dtype(layer)
     if rounded not in (None, operands, torch.float32):
         return (
@@ -164,19 +169,3 @@ def layer_dtype(layer: Any) -> torch.dtype | None:
     """The dtype that an output layer multiplies in, by its own weight or, where it borrows one, by its config."""
     weight = getattr(layer, "weight", None)
     return getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
-
-
-def check_supported(model: Any) -> None:
-    """What the fused head would compute wrongly.
-
-    Raises:
-        ValueError: the output layer's weight is sharded by generalized tensor parallelism.
-    """
-    layer = output_layer(model)
-    size = getattr(layer, "gtp_remat_size", 1)
-    if size > 1:
-        raise ValueError(
-            f"the output layer of {type(model).__name__} has gtp_remat_size {size}: its weight is cut over ranks that "
-            f"the fused head does not gather from; train without generalized tensor parallelism "
-            f"(gtp_remat_size 1), or take the fused head out (unpatch_gpt_model_forward_for_linear_ce_fusion)"
-        )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
+from megatron_ext.tensor_parallel._layers.distributed_weights import shape_of_shard
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
@@ -44,11 +45,14 @@ class ColumnParallelLinear(ParallelLayer):
         name: Kept as the layer's attribute `name`, for who logs by it.
         output_dtype: dtype of the output; None: that of the matmul. float32 keeps the sums of 16-bit products.
         pg_collection: An object with process groups; read is `gtp_remat` (of experts `expt_gtp_remat`), Megatron's own
-            where it has none.
+            where it has none, and `dp_cp` (`expt_dp`). Over more than one rank of `gtp_remat` the weight is cut once
+            more, by generalized tensor parallelism: an all-gather in forward and in backward, and a reduce-scatter of
+            its gradient into `main_grad`.
 
     Raises:
         ValueError: `output_size` doesn't divide by R, several ranks run and the group cannot be known, sizes are no
-            whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one rank.
+            whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one rank
+            and Megatron-Core has none.
     """
 
     sharded_axes: ClassVar = {"weight": 0, "bias": 0}
@@ -77,7 +81,7 @@ class ColumnParallelLinear(ParallelLayer):
         pg_collection: Any = None,
     ):
         super().__init__()
-        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert, pg_collection)
+        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name, self.output_dtype = name, output_dtype
         self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = self._share("output_size", output_size)
@@ -99,6 +103,7 @@ class ColumnParallelLinear(ParallelLayer):
         self._make_bias(bias, self.output_size_per_partition)
         if bias:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:
@@ -145,9 +150,9 @@ class ColumnParallelLinear(ParallelLayer):
             )
         expected = (self.output_size_per_partition, self.input_size)
         check_tensor("weight", own)
-        if own.shape != expected:
+        if own.shape != expected and shape_of_shard(own) != expected:
             raise ValueError(
-                f"weight is {tuple(own.shape)}: it must be {expected}, this rank's shard of "
+                f"weight is {shape_of_shard(own)}: it must be {expected}, this rank's shard of "
                 f"[{self.output_size}, {self.input_size}]; pass the shard, not the full weight"
             )
         self._mark_for_offloading(input_)

@@ -34,8 +34,8 @@ class InferenceLinear(ParallelLayer):
         name, pg_collection: as of `ColumnParallelLinear`.
 
     Raises:
-        ValueError: the weight is to be cut, absent, or an expert's; or generalized tensor parallelism has more than one
-            rank.
+        ValueError: the weight is to be cut by tensor parallelism, absent, or an expert's; or generalized tensor
+            parallelism has more than one rank and Megatron-Core has none.
     """
 
     sequence_parallel = False
@@ -70,13 +70,14 @@ class InferenceLinear(ParallelLayer):
         ):
             if value:
                 raise ValueError(f"{argument} is True: this layer has a weight that all ranks share; pass False")
-        self._read_config(config, require_tensor_parallel_group(tp_group), False, pg_collection)
+        self._read_config(config, require_tensor_parallel_group(tp_group), False)
         self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
         self.path = "collectives"
         self.weight = self._new_parameter(config, output_size, input_size)
         if option(config, "perform_initialization", True):
             self._initialize(init_method)
         self._make_bias(bias, output_size)
+        self._cut_weight_once_more(pg_collection)
         for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
             parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()

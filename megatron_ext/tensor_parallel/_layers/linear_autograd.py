@@ -45,6 +45,7 @@ from megatron_ext.head.batch_invariance import is_on, product, say_once
 from megatron_ext.head.engine.autograd import differentiable_once, without_autocast
 from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
 from megatron_ext.head.validation.readable_values import check_plain
+from megatron_ext.tensor_parallel._layers import distributed_weights
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, add_to_main_grad
 
 ActivationLayout = Literal["replicated", "sequence", "sharded"]
@@ -75,6 +76,7 @@ class Plan(NamedTuple):
         invariant: a token's output has the same bits whatever other tokens there are: `batch_invariant_mode`. The sum
             over more than two ranks is then an all-to-all, and for a "replicated" output an all-gather, whose parts are
             added in one order: an all-reduce promises none.
+        in_pieces: the weight is one that generalized tensor parallelism cuts once more (`distributed_weights`).
     """
 
     group: Group = None
@@ -86,6 +88,7 @@ class Plan(NamedTuple):
     frozen: bool = False
     symmetric: bool = False
     invariant: bool = False
+    in_pieces: bool = False
 
     def in_mode(self, config: Any = None) -> "Plan":
         """This one, or where `batch_invariant_mode` is on the one that keeps what it promises."""
@@ -144,7 +147,9 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
 
     Args:
         x: `[..., D]`, any number of leading dimensions (at least one where a layout is "sequence").
-        weight: `[N, D]` this rank's shard, of the dtype and device of `x` (under autocast, of any dtype).
+        weight: `[N, D]` this rank's shard, of the dtype and device of `x` (under autocast, of any dtype). Where
+            generalized tensor parallelism cuts it once more it is gathered forward and backward, and its gradient goes
+            to `main_grad` (see `distributed_weights`).
         bias: `[N]`, added after the output is reduced.
 
     Returns:
@@ -156,6 +161,13 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) 
     """
     check_tensor("input", x)
     check_tensor("weight", weight)
+    if distributed_weights.is_distributed(weight):
+        if plan.deferral is not None:
+            raise ValueError(
+                "weight gradients are deferred (grad_output_buffer), and generalized tensor parallelism shares out the "
+                "weight: its gradient is reduced when it is made; turn defer_embedding_wgrad_compute off"
+            )
+        plan = plan._replace(fuse_main_grad=False, in_pieces=True)
     if plan.fuse_main_grad:
         main_grad.promise(weight)
     return ParallelLinear.apply(x, weight, bias, plan)
@@ -183,11 +195,12 @@ class ParallelLinear(torch.autograd.Function):
         ctx.plan, ctx.dtype, ctx.x_shape, ctx.x_dtype = plan, dtype, x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Hooks on saved tensors (offloading) hand back another object, without the parameter's attributes.
-        ctx.parameter = weight if plan.fuse_main_grad else None
+        ctx.parameter = weight if plan.fuse_main_grad or plan.in_pieces else None
 
         early_bias = bias if plan.output == "sharded" else None
         with without_autocast(x):
-            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(weight, dtype).t()
+            shard = distributed_weights.gather_in_forward(weight) if plan.in_pieces else weight
+            x_tD, w_DN = kept.reshape(-1, x.shape[-1]), _cast(shard, dtype).t()
             if plan.input == "sequence":
                 y_tN, _ = _gather_and_multiply(x_tD, w_DN, plan, early_bias)
             elif plan.symmetric and plan.output == "sequence":
@@ -197,7 +210,7 @@ class ParallelLinear(torch.autograd.Function):
             if bias is not None and early_bias is None:
                 y_tN.add_(bias)
         # As matmul does it: not a view for autograd, so that callers may change the output in place.
-        return _unsafe_view(y_tN, plan.output_shape(x.shape, weight.shape[0]))
+        return _unsafe_view(y_tN, plan.output_shape(x.shape, shard.shape[0]))
 
     @staticmethod
     @differentiable_once
@@ -206,6 +219,8 @@ class ParallelLinear(torch.autograd.Function):
         plan: Plan = ctx.plan
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         needs_w = needs_w and not plan.frozen
+        if plan.in_pieces and needs_w:
+            distributed_weights.check_main_grad(ctx.parameter)
         if plan.fuse_main_grad and needs_w:
             main_grad.buffer_of(ctx.parameter)  # raises where it is missing, before anything is communicated
 
@@ -225,7 +240,8 @@ class ParallelLinear(torch.autograd.Function):
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
-                w_ND = _cast(weight, ctx.dtype)
+                shard = distributed_weights.gather_in_backward(ctx.parameter) if plan.in_pieces else weight
+                w_ND = _cast(shard, ctx.dtype)
                 if plan.output == "sequence":
                     dx_TD, dy_TN = _gather_and_multiply(dy_tN, w_ND, plan)
                     reducing = plan.start_reduce_dgrad(dx_TD)
@@ -238,7 +254,9 @@ class ParallelLinear(torch.autograd.Function):
 
             if gathering is not None:
                 x_TD = gathering.wait()
-                if plan.fuse_main_grad:
+                if plan.in_pieces:
+                    dw = distributed_weights.reduce_gradient(ctx.parameter, dy_TN, x_TD)
+                elif plan.fuse_main_grad:
                     add_to_main_grad(ctx.parameter, dy_TN, x_TD)
                 else:
                     dw = _cast(cpu_products.mm(dy_TN.t(), x_TD), weight.dtype)
@@ -308,10 +326,11 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: torch.dtype) -> None:
-    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+    shape = distributed_weights.shape_of_shard(weight) if plan.in_pieces else weight.shape
+    if len(shape) != 2 or x.dim() == 0 or x.shape[-1] != shape[1]:
         raise ValueError(
-            f"input is {tuple(x.shape)} and weight {tuple(weight.shape)}: a linear layer takes [..., D] and [N, D]; "
-            f"pass an input whose last dimension is {weight.shape[-1]} (this rank's share of the features if they are "
+            f"input is {tuple(x.shape)} and weight {tuple(shape)}: a linear layer takes [..., D] and [N, D]; "
+            f"pass an input whose last dimension is {shape[-1]} (this rank's share of the features if they are "
             f"split over the ranks)"
         )
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -323,8 +342,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, dtype: to
             raise ValueError(
                 f"{name} is {tensor.dtype}, input {x.dtype}: both must have one dtype; cast one, or use torch.autocast"
             )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias is {tuple(bias.shape)}: it must be [{weight.shape[0]}], one number an output")
+    if bias is not None and bias.shape != shape[:1]:
+        raise ValueError(f"bias is {tuple(bias.shape)}: it must be [{shape[0]}], one number an output")
     ranks = group_size(plan.group)
     if ranks > 1 and "sequence" in (plan.input, plan.output):
         if x.dim() == 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral
+from megatron_ext.tensor_parallel._layers.distributed_weights import piece_of
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, parallel_linear
 
 
@@ -46,7 +47,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
             deferred embedding gradient does; the caller keeps the inputs. None: nothing is deferred.
         wgrad_deferral_limit: How many of them it may hold; 0 or None: any number.
         tp_group: The ranks that share the weight; None: Megatron's tensor-parallel group.
-        gtp_remat_size: Ranks over which generalized tensor parallelism shares out the weight once more: 1.
+        gtp_remat_size: Ranks over which generalized tensor parallelism shares out the weight once more.
         output_dtype: dtype of the result; None: the matmul's. float32 for 16-bit inputs keeps the full sums (on CUDA by
             one matmul with fp32 output; elsewhere the operands are converted first). Gradients flow in the input's.
         async_grad_allreduce: An old name of `allreduce_dgrad`, without effect, as in Megatron.
@@ -56,13 +57,13 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     Raises:
         ValueError: as `parallel_linear`; `allreduce_dgrad` and `sequence_parallel` are both set; or `gtp_remat_size` is
-            above 1.
+            not that of the weight.
     """
     if not isinstance(gtp_remat_size, int):  # (async_grad_allreduce, tp_group): the order up to 0.16
         tp_group, gtp_remat_size = gtp_remat_size, 1
     if isinstance(tp_group, bool):
         tp_group = None
-    _refuse_generalized_tensor_parallelism(gtp_remat_size)
+    _check_pieces(weight, gtp_remat_size)
     buffer = grad_output_buffer
     plan = _plan(
         tp_group,
@@ -104,16 +105,17 @@ def linear_with_frozen_weight(
                 f"linear_with_grad_accumulation_and_async_allreduce"
             )
     if not isinstance(gtp_remat_size, bool | None):  # else it is async_grad_allreduce: the order up to 0.16
-        _refuse_generalized_tensor_parallelism(gtp_remat_size)
+        _check_pieces(weight, gtp_remat_size)
     plan = _plan(tp_group, allreduce_dgrad, sequence_parallel, frozen=True, output_dtype=output_dtype)
     return parallel_linear(input, weight, bias, plan)
 
 
-def _refuse_generalized_tensor_parallelism(size: int) -> None:
-    if size > 1:
+def _check_pieces(weight: Tensor, size: int) -> None:
+    pieces = piece_of(weight)[1]
+    if size != pieces:
         raise ValueError(
-            f"gtp_remat_size is {size}: the weight must be this rank's whole tensor-parallel shard; gather it over the "
-            f"{size} ranks and pass 1, or use Megatron's own Transformer Engine layers"
+            f"gtp_remat_size is {size}, and generalized tensor parallelism has cut the weight into {pieces} pieces: "
+            f"pass {pieces}, or the weight that Megatron's wrap_module_params_gtp made over {size} ranks"
         )
 
 

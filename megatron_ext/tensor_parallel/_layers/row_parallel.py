@@ -39,7 +39,8 @@ class RowParallelLinear(ParallelLayer):
     Raises:
         ValueError: `input_size` doesn't divide by R, several ranks run and the group cannot be known,
             `config.sequence_parallel` is set for an input that is not parallel, sizes are no whole numbers,
-            `init_method` or `config` is none, or generalized tensor parallelism has more than one rank.
+            `init_method` or `config` is none, or generalized tensor parallelism has more than one rank and
+            Megatron-Core has none.
     """
 
     sharded_axes: ClassVar = {"weight": 1}
@@ -63,7 +64,7 @@ class RowParallelLinear(ParallelLayer):
         pg_collection: Any = None,
     ):
         super().__init__()
-        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert, pg_collection)
+        self._read_config(config, require_tensor_parallel_group(tp_group, expert=is_expert), is_expert)
         self.name = name
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = self._share("input_size", input_size)
@@ -84,6 +85,7 @@ class RowParallelLinear(ParallelLayer):
             # expert's layer that adds its bias itself sees all tokens.
             added_to_all = self.explicit_expert_comm and not skip_bias_add
             self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
+        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:

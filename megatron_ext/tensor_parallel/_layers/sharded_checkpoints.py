@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, data_parallel_group, group_rank, group_size
+from megatron_ext.tensor_parallel._layers.distributed_weights import copies_of_piece, is_distributed, piece_of
 
 Offsets = Iterable[tuple[int, int, int]]  # (axis, this piece, number of pieces), of axes that lie before the tensor's
 
@@ -40,16 +41,21 @@ def sharded_tensor(
     sharded_offsets: Offsets,
     tp_group: Group,
     metadata: Mapping[str, Any] | None,
+    *,
+    copy: tuple[int, int] = (0, 1),
     **options: Any,
 ) -> Any:
     """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies.
 
     A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); its local part is taken.
+    So was a weight under generalized tensor parallelism. What is not cut by it is copied over its ranks: `copy` is
+    which copy this is, and of how many.
     """
     rank, ranks = group_rank(tp_group), group_size(tp_group)
-    if axis is None:
-        return sharded_pieces(tensor, key, {}, sharded_offsets, metadata, copy=rank, **options)
-    return sharded_pieces(tensor, key, {axis: (rank, ranks)}, sharded_offsets, metadata, **options)
+    number, copies = (0, 1) if is_distributed(tensor) else copy
+    pieces = {} if axis is None else {axis: (rank, ranks)}
+    number += rank * copies if axis is None else 0
+    return sharded_pieces(tensor, key, pieces, sharded_offsets, metadata, copy=number, **options)
 
 
 def sharded_pieces(
@@ -72,23 +78,40 @@ def sharded_pieces(
     pieces = dict(pieces)
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
-        position, number = pieces.get(0, (0, 1))
-        pieces[0] = (position * group_size(copies) + group_rank(copies), number * group_size(copies))
+        pieces[0] = _cut_once_more(pieces, group_rank(copies), group_size(copies))
         replica_id = (0, copy, 0)
+    elif is_distributed(tensor):
+        pieces[0] = _cut_once_more(pieces, *piece_of(tensor))
+        replica_id = (0, copy, group_rank(copies_of_piece(tensor)))
+        if getattr(tensor, "pad_length", 0):
+            options["allow_shape_mismatch"] = True
     own = [(dim + len(offsets), *piece) for dim, piece in pieces.items()]
     return _mapping().ShardedTensor.from_rank_offsets(
         key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **options
     )
 
 
+def _cut_once_more(pieces: Mapping[int, tuple[int, int]], rank: int, ranks: int) -> tuple[int, int]:
+    """Which piece along dimension 0, and of how many, where each of `pieces` there is cut over `ranks` ranks."""
+    position, number = pieces.get(0, (0, 1))
+    return position * ranks + rank, number * ranks
+
+
 def sharded_object(
-    value: Any, key: str, sharded_offsets: Offsets, tp_group: Group, metadata: Mapping[str, Any] | None
+    value: Any,
+    key: str,
+    sharded_offsets: Offsets,
+    tp_group: Group,
+    metadata: Mapping[str, Any] | None,
+    *,
+    copy: tuple[int, int] = (0, 1),
 ) -> Any:
-    """Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy."""
+    """Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy; `copy`: `sharded_tensor`."""
     offsets = sorted(sharded_offsets)
     shape = tuple(pieces for _, _, pieces in offsets) or (1,)
     position = tuple(piece for _, piece, _ in offsets) or (0,)
-    replica_id = (0, group_rank(tp_group), group_rank(_copies(metadata)))
+    number, copies = copy
+    replica_id = (0, group_rank(tp_group) * copies + number, group_rank(_copies(metadata)))
     return _mapping().ShardedObject(key, value, shape, position, replica_id)
 
 
@@ -102,10 +125,11 @@ def sharded_linear(
 ) -> dict[str, Any]:
     """Every entry of a layer's `state`, those in `axes` cut along that axis; extra state as an object."""
     shards = {}
+    copy = piece_of(state.get("weight"))
     for name, value in state.items():
         key = f"{prefix}{name}"
         if name.endswith("_extra_state"):
-            shards[key] = sharded_object(value, key, sharded_offsets, tp_group, metadata)
+            shards[key] = sharded_object(value, key, sharded_offsets, tp_group, metadata, copy=copy)
         else:
-            shards[key] = sharded_tensor(value, key, axes.get(name), sharded_offsets, tp_group, metadata)
+            shards[key] = sharded_tensor(value, key, axes.get(name), sharded_offsets, tp_group, metadata, copy=copy)
     return shards

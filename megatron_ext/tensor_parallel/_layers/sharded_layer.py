@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from megatron_ext.distributed.groups import Group, generalized_tensor_parallel_group, group_rank, group_size
 from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
+from megatron_ext.tensor_parallel._layers.distributed_weights import cut_weight
 from megatron_ext.tensor_parallel._layers.initialization import (
     InitMethod,
     device_for_parameters,
@@ -52,21 +53,18 @@ class ShardedLayer(torch.nn.Module):
     """A layer with a weight that is cut over `tp_group`.
 
     Attributes:
-        gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more; always 1.
+        gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more.
     """
 
     tp_group: Group
     weight: Tensor | None
     gtp_remat_size = 1
 
-    def _refuse_generalized_tensor_parallelism(self, pg_collection: Any, *, is_expert: bool = False) -> None:
-        ranks = group_size(generalized_tensor_parallel_group(pg_collection, expert=is_expert))
-        if ranks > 1:
-            raise ValueError(
-                f"generalized tensor parallelism shares each weight out over {ranks} ranks, and {type(self).__name__} "
-                f"of megatron_ext holds whole shards; set its size to 1, or build the model with Megatron's own "
-                f"Transformer Engine layers"
-            )
+    def _cut_weight_once_more(self, pg_collection: Any, *, is_expert: bool = False, sent_ahead: bool = True) -> None:
+        """Where there is generalized tensor parallelism, keep this rank's piece of the weight (see `cut_weight`)."""
+        group = generalized_tensor_parallel_group(pg_collection, expert=is_expert)
+        replicas = getattr(pg_collection, "expt_dp" if is_expert else "dp_cp", None)
+        self.gtp_remat_size = cut_weight(self, group, replicas, sent_ahead)
 
     def make_weight(
         self,
@@ -133,8 +131,7 @@ class ParallelLayer(ShardedLayer):
     sharded_axes: ClassVar[Mapping[str, int]] = {}
     sequence_parallel: bool
 
-    def _read_config(self, config: Any, group: Group, is_expert: bool, pg_collection: Any) -> None:
-        self._refuse_generalized_tensor_parallelism(pg_collection, is_expert=is_expert)
+    def _read_config(self, config: Any, group: Group, is_expert: bool) -> None:
         check_config(config)
         self.config = config
         self.tp_group = group
@@ -235,6 +232,7 @@ class ParallelLayer(ShardedLayer):
             wgrad_deferral_limit=None,
             tp_group=plan.group,
             **({} if plan.output_dtype is None else {"output_dtype": plan.output_dtype}),
+            **({} if self.gtp_remat_size == 1 else {"gtp_remat_size": self.gtp_remat_size}),
         )
         if plan.output == "sharded":
             return output

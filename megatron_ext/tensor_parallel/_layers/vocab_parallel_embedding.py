@@ -10,6 +10,7 @@ from megatron_ext.distributed.groups import Group, group_size, require_tensor_pa
 from megatron_ext.distributed.sizes import check_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.readable_values import fault_within, on_host
+from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lookup
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
 from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
@@ -52,7 +53,7 @@ class VocabParallelEmbedding(ShardedLayer):
     Raises:
         ValueError: `num_embeddings` doesn't divide by R, several ranks run and the group cannot be known, sizes are
             no whole numbers, `init_method` or `config` is none, or generalized tensor parallelism has more than one
-            rank.
+            rank and Megatron-Core has none.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class VocabParallelEmbedding(ShardedLayer):
         pg_collection: Any = None,
     ):
         super().__init__()
-        self._refuse_generalized_tensor_parallelism(pg_collection)
         self.tp_group = require_tensor_parallel_group(tp_group)
         check_size("num_embeddings", num_embeddings, 1)
         check_size("embedding_dim", embedding_dim)
@@ -85,6 +85,7 @@ class VocabParallelEmbedding(ShardedLayer):
         self.vocab = VocabShard.equal(self.num_embeddings_per_partition, self.tp_group)
         self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
         self.make_weight(self.num_embeddings_per_partition, embedding_dim, 0, config=config, init_method=init_method)
+        self._cut_weight_once_more(pg_collection, sent_ahead=False)  # the first of the model
 
     def forward(self, input_: Tensor) -> Tensor:
         """The embeddings of token ids.
@@ -100,8 +101,8 @@ class VocabParallelEmbedding(ShardedLayer):
                 it would stall the device, a device-side assert on that rank.
         """
         fault = token_id_fault(input_, self.num_embeddings)
-        weight = self.weight
-        assert weight is not None
+        assert self.weight is not None
+        weight = table_of_lookup(self.weight)
         alone = group_size(self.tp_group) == 1
         if fault is not None and alone:
             raise fault

@@ -1,0 +1,117 @@
+"""Weights that generalized tensor parallelism cuts once more, over ranks that share nothing else of the layer's work.
+
+Between the products every rank holds a piece of its tensor-parallel shard: the whole shard is gathered for a product,
+and a gradient of it is reduce-scattered into the pieces' `main_grad`. Megatron-Core (from 0.19 on, with Transformer
+Engine) has the parameter that does so, with buffers that it uses again, prefetches and CUDA graphs. It follows
+Transformer Engine's protocol of distributed weights, by which the layers here speak with it.
+
+Legend: N rows of the whole shard, D columns, T tokens.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext import main_grad
+from megatron_ext.distributed.groups import Group, group_rank, group_size, parallel_state
+from megatron_ext.tensor_parallel import gtp_api
+
+
+def is_distributed(weight: Any) -> bool:
+    """Whether a rank holds a piece of its shard only, by Transformer Engine's protocol."""
+    return getattr(weight, "is_distributed_weight", False)
+
+
+def cut_weight(layer: Any, group: Group, replicas: Group, sent_ahead: bool) -> int:
+    """Make the weight of a layer one of which each rank of `group` holds a piece; return the number of pieces.
+
+    Args:
+        replicas: The ranks that hold copies of this rank's piece, for checkpoints; None: Megatron's data-parallel ranks
+            outside of `group`.
+        sent_ahead: The product before this layer's starts its all-gather.
+
+    Raises:
+        ValueError: several ranks are to share the weight, and this Megatron-Core cannot let them.
+    """
+    ranks = group_size(group)
+    if ranks == 1 or layer.weight is None:
+        return ranks
+    if not gtp_api.HAVE_GTP:
+        raise ValueError(
+            f"generalized tensor parallelism shares each weight out over {ranks} ranks, which takes Megatron-Core 0.19 "
+            f"or newer with Transformer Engine 2.20; set its size to 1, or install them"
+        )
+    gtp_api.wrap_module_params_gtp(layer, ["weight"], group)
+    layer.weight._need_weight_prefetch = sent_ahead
+    if replicas is not None:
+        layer.weight.gtp_replica_group = replicas
+    return ranks
+
+
+def shape_of_shard(weight: Any) -> tuple[int, ...]:
+    """The shape of this rank's whole shard; that of the weight unless it is distributed."""
+    if not is_distributed(weight):
+        return tuple(weight.shape)
+    return (weight.shape[0] * weight.gtp_remat_size - weight.pad_length, *weight.shape[1:])
+
+
+def gather_in_forward(weight: Any) -> Tensor:
+    """This rank's whole shard of a distributed weight, which autograd does not know as part of the weight.
+
+    Communicates: an all-gather, which may have been sent ahead. The shard lies in a buffer that other weights use
+    later: whoever needs it in backward calls `gather_in_backward`.
+    """
+    return weight.materialize_group_for_forward()
+
+
+def gather_in_backward(weight: Any) -> Tensor:
+    """As `gather_in_forward`, in backward."""
+    return weight.materialize_group_for_backward()
+
+
+def check_main_grad(weight: Any) -> None:
+    """Raises ValueError unless a distributed weight has the buffer that its gradient goes to."""
+    if getattr(weight, "main_grad", None) is None:
+        raise ValueError(
+            "weight.main_grad is missing, and the gradient of a weight under generalized tensor parallelism goes there "
+            "alone; wrap the model in Megatron's DistributedDataParallel"
+        )
+
+
+def reduce_gradient(weight: Any, dy_TN: Tensor, x_TD: Tensor) -> Tensor | None:
+    """Add `dy.T @ x` of all ranks to the pieces' `main_grad`; what backward returns for the weight.
+
+    The product has the dtype of `main_grad`. Communicates: a reduce-scatter, which may end after the backward of
+    weights before; then None is returned.
+    """
+    dw_ND = weight.grad_buffer().zero_()
+    main_grad.add_product(dw_ND, dy_TN, x_TD)
+    return weight.finalize_group_grads(dw_ND)
+
+
+def table_of_lookup(weight: Any) -> Tensor:
+    """This rank's whole table for a lookup, with its gradient; the weight unless it is distributed.
+
+    Communicates: an all-gather forward, a reduce-scatter backward.
+    """
+    if not is_distributed(weight):
+        return weight
+    return gtp_api.GTPEmbeddingWeight.apply(weight)
+
+
+def copies_of_piece(weight: Any) -> Group:
+    """The ranks that hold copies of this rank's piece of a distributed weight."""
+    own = getattr(weight, "gtp_replica_group", None)
+    if own is not None:
+        return own
+    state = parallel_state()
+    if state is None:
+        return None
+    if not getattr(weight, "allreduce", True):
+        return state.get_expert_data_parallel_group(with_gtp_remat=False)
+    return state.get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
+
+
+def piece_of(weight: Any) -> tuple[int, int]:
+    """Which piece of its shard this rank holds of a distributed weight, and of how many; (0, 1) of any other."""
+    return (group_rank(weight.group), group_size(weight.group)) if is_distributed(weight) else (0, 1)
