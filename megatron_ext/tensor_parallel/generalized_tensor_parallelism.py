@@ -1,9 +1,8 @@
 """Generalized tensor parallelism, by the name of Megatron's module, and Megatron's own.
 
-It shares each weight of Transformer Engine's layers out once more and gathers it before use. Transformer Engine does
-the work and Megatron has the code, from 0.19 on: the names of this module, `gtp_api`, `gtp_cuda_graphs` and
-`gtp_symmetric_memory` are those of the Megatron-Core that is installed. Our layers hold whole shards and refuse a size
-above 1.
+It shares each weight out once more and gathers it before use. Megatron has the code, from 0.19 on with Transformer
+Engine: the names of this module, `gtp_api`, `gtp_cuda_graphs` and `gtp_symmetric_memory` are those of the
+Megatron-Core that is installed. Our layers ask its parameters for whole shards (`_layers/distributed_weights.py`).
 """
 
 import importlib

@@ -166,6 +166,11 @@ def rounded_logits(model):
     return r"rounds logits to torch.bfloat16 .logit_dtype.*set logit_dtype to None or float32"
 
 
+def weight_in_pieces(model):
+    model.output_layer.gtp_remat_size = 2
+    return "generalized tensor parallelism cuts its output layer's weight.*to 1"
+
+
 def mxfp8_layer(model):
     """Which names a softcap, as the advice for linear layers of one's own has it: that must not bring it in."""
     model.output_layer.__class__ = type("TELMHeadColumnParallelLinear", (type(model.output_layer),), {"softcap": None})
@@ -179,7 +184,7 @@ def mxfp8_layer(model):
         layer_with_an_adapter,
         custom_loss,
         function_layer,
-        *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, mxfp8_layer),
+        *slow(custom_layer, layer_with_hooks, instance_forward, rounded_logits, weight_in_pieces, mxfp8_layer),
     ],
 )
 def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):

@@ -6,6 +6,7 @@ import torch
 
 from megatron_ext.sequence.zigzag import thd_partition_indices
 from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
+from megatron_ext.tensor_parallel.random import CheckpointWithoutOutput
 from tests.gpt import model_parallel, ours_everywhere
 from tests.ranks import ranks
 
@@ -73,6 +74,27 @@ def test_settings_of_fp8_are_found_where_they_live_now():
             pass
         with recompute.second():
             pass
+
+
+@ranks(1)
+def test_transformer_engine_is_told_of_recomputations_without_fp8():
+    """By the same name; Megatron's generalized tensor parallelism asks for it, to prefetch weights in that order."""
+    from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
+
+    def told(fp8, runs):
+        def function(x):
+            runs.append(in_fp8_activation_recompute_phase())
+            return x.sin()
+
+        recompute = CheckpointWithoutOutput(fp8)
+        x = torch.ones(3, requires_grad=True)
+        result = recompute.checkpoint(function, x).exp()
+        recompute.discard_output_and_register_recompute(result)
+        result.sum().backward()
+        return runs
+
+    assert told(False, []) == [False, True]
+    assert told(None, []) == [False, False]
 
 
 @ranks(1)

@@ -17,11 +17,6 @@ CONFIG = types.SimpleNamespace(params_dtype=torch.float32, use_cpu_initializatio
 LINEAR = {"init_method": torch.nn.init.normal_, "skip_bias_add": False, "is_expert": False}
 COLUMN = LINEAR | {"config": CONFIG, "bias": True, "gather_output": False}
 ROW = LINEAR | {"config": CONFIG, "bias": True, "input_is_parallel": True}
-GENERALIZED = (
-    lambda **groups: layers.ColumnParallelLinear(8, 4, **COLUMN, **groups),
-    lambda **groups: layers.RowParallelLinear(8, 4, **ROW, **groups),
-    lambda **groups: layers.VocabParallelEmbedding(8, 4, init_method=torch.nn.init.normal_, config=CONFIG, **groups),
-)
 
 
 def alone():
@@ -30,22 +25,8 @@ def alone():
 
 
 @ranks(2)
-def test_generalized_tensor_parallelism_above_one_rank_is_refused():
-    own = alone()
-    for build in GENERALIZED:
-        with pytest.raises(ValueError, match=r"shares each weight out over 2 ranks.*set its size to 1, or build"):
-            build(tp_group=own, pg_collection=types.SimpleNamespace(gtp_remat=dist.group.WORLD))
-        assert build(tp_group=own, pg_collection=types.SimpleNamespace(gtp_remat=own)).gtp_remat_size == 1  # the advice
-    layer = layers.ColumnParallelLinear(8, 4, **COLUMN, tp_group=own, name="fc1")
-    assert layer.name == "fc1"
-
-
-def test_linear_functions_refuse_a_weight_that_is_cut_once_more():
-    x, w = torch.randn(3, 4), torch.randn(5, 4)
-    for function in (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight):
-        with pytest.raises(ValueError, match=r"gtp_remat_size is 2: .*gather it over the 2 ranks and pass 1"):
-            function(x, w, None, False, False, False, gtp_remat_size=2)
-        torch.testing.assert_close(function(x, w, None, False, False, False, gtp_remat_size=1), x @ w.T)
+def test_a_layer_keeps_its_name():
+    assert layers.ColumnParallelLinear(8, 4, **COLUMN, tp_group=alone(), name="fc1").name == "fc1"
 
 
 @pytest.mark.parametrize("gather", [False, True])

@@ -189,7 +189,7 @@ def page():
         rows.append(f"| `{name}` | {history(name)} | {f'`{names[name]}`' if names[name] else ''} | {ours}{reason} |")
     for part in GENERALIZED:
         since = "0.20" if part in ("gtp_cuda_graphs", "gtp_symmetric_memory") else "0.19"
-        rows.append(f"| `{part}` | {since} | all its names | Megatron's own; our layers refuse a size above 1 |")
+        rows.append(f"| `{part}` | {since} | all its names | Megatron's own; our layers gather its parameters |")
     return (
         f"# megatron_ext.tensor_parallel against Megatron-Core {TESTED[0]} to {TESTED[-1]}\n\n"
         "Written by tests/tensor_parallel/test_signatures.py. The signature is that of the newest version that has\n"

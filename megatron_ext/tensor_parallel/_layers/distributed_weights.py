@@ -85,6 +85,8 @@ def reduce_gradient(weight: Any, dy_TN: Tensor, x_TD: Tensor) -> Tensor | None:
     weights before; then None is returned.
     """
     dw_ND = weight.grad_buffer().zero_()
+    if not dy_TN.is_cuda:  # which has products of 16 bits with sums of 32
+        dy_TN, x_TD = dy_TN.to(dw_ND.dtype), x_TD.to(dw_ND.dtype)
     main_grad.add_product(dw_ND, dy_TN, x_TD)
     return weight.finalize_group_grads(dw_ND)
 

@@ -30,6 +30,11 @@ def have_transformer_engine() -> bool:
     return find_spec("transformer_engine") is not None
 
 
+def is_loaded() -> bool:
+    """Whether its layers are imported."""
+    return sys.modules.get("transformer_engine.pytorch.distributed") is not None
+
+
 def transformer_engine(module: str, needed_for: str) -> ModuleType:
     """`transformer_engine.pytorch.<module>`.
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import cuda_graph_phase
-from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
+from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute, is_loaded
 from megatron_ext.tensor_parallel._recompute.replay_forward import (
     FlatCall,
     Rerun,
@@ -78,7 +78,9 @@ class CheckpointWithoutOutput:
     """One call of a function whose output is freed after use and recomputed for the backward.
 
     Args:
-        fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid").
+        fp8: Whether the function uses Transformer Engine's fp8 (any true value, such as Megatron's "hybrid"). Where
+            Transformer Engine is loaded it is told of both runs in any case but None, as by Megatron's own: its name
+            says fp8, and Megatron's generalized tensor parallelism asks it too.
         ckpt_manager: A manager that discards this call's outputs together with those of others. None: this object does.
         retain_input_tensors: Accepted and not needed: an output that shares memory with an input always stays.
 
@@ -92,7 +94,7 @@ class CheckpointWithoutOutput:
         ckpt_manager: "CheckpointWithoutOutputManager | None" = None,
         retain_input_tensors: bool = False,
     ):
-        self.fp8 = bool(fp8)
+        self.fp8 = bool(fp8) or (fp8 is not None and is_loaded())
         self.ckpt_manager, self.retain_input_tensors = ckpt_manager, retain_input_tensors
         self.ctx: Any = None  # of the call that was made and not yet discarded
         self.outputs: tuple[Tensor, ...] | None = None  # of that call
