@@ -64,15 +64,21 @@ class PassCoefficients(NamedTuple):
     offset: Tensor | None
 
 
-def coefficients(stats: Statistics, kept_T: Tensor, basis: Basis, temperature: float) -> Coefficients:
-    """What the gradients of `basis` mean for the logits before the softcap. `kept_T`: bool, tokens with a gradient."""
-    dtype, left_out_T = stats.log_sum.dtype, ~kept_T
+def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float) -> Coefficients:
+    """What the gradients of `basis` mean for the logits before the softcap.
+
+    `kept_T`: bool, tokens with a gradient; None: all.
+    """
+    dtype, left_out_T = stats.log_sum.dtype, None if kept_T is None else ~kept_T
+
+    def kept(x_T: Tensor) -> Tensor:
+        return x_T if left_out_T is None else x_T.masked_fill(left_out_T, 0.0)
 
     def pulled(grad_T: Tensor) -> Tensor:
         g_T = grad_T.to(dtype)
-        return (g_T if temperature == 1.0 else g_T * (1.0 / temperature)).masked_fill(left_out_T, 0.0)
+        return kept(g_T if temperature == 1.0 else g_T * (1.0 / temperature))
 
-    log_p = log_prob(stats).masked_fill(left_out_T, 0.0)
+    log_p = kept(log_prob(stats))
     a = target = None
     if basis.log_prob is not None:
         a = -pulled(basis.log_prob)
@@ -89,10 +95,10 @@ def coefficients(stats: Statistics, kept_T: Tensor, basis: Basis, temperature: f
     if basis.entropy is not None:
         assert stats.expected is not None
         c = -pulled(basis.entropy)
-        away = (stats.target - stats.expected).clamp(min=-1e4).masked_fill(left_out_T, 0.0)  # p_y is 0 further away
+        away = kept((stats.target - stats.expected).clamp(min=-1e4))  # p_y is 0 further away
         target = target + c * log_p.exp() * away
     # Above 0 only where this shard has no finite logit: its shift is 0 then, and its probabilities are 0 anyway.
-    alpha = (stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp().masked_fill(left_out_T, 0.0)
+    alpha = kept((stats.shift - stats.largest - stats.log_sum).clamp(max=0).exp())
     return Coefficients(a, c, d, target, alpha)
 
 

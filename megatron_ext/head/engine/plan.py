@@ -37,7 +37,7 @@ class Plan:
         needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
         teachers: of each read-out which logits are its teacher's: a place behind those that are read; None: none.
         target_T: the column of each label whose logit the shared pass reads, -1 where this rank has none.
-        kept_T: bool, the tokens that may have a gradient through the softmax.
+        kept_T: bool, the tokens that may have a gradient through the softmax; None: all.
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
         all_tokens: how many tokens all ranks know of, if some were left out, at `places_T` of which these are.
@@ -69,10 +69,14 @@ class Plan:
         self.places_T: Tensor | None = None
         self.held: torch.dtype | None = None
         labels = next((r for r in self.readouts if r.reads_labels), None)
-        if labels is None or labels.labels_T is None or labels.counts_T is None:
+        if labels is None or labels.labels_T is None:
             self.target_T = torch.full((tokens,), -1, device=device)
+        elif labels.counts_T is None and call.vocab.counted == call.vocab.size:
+            self.target_T = labels.labels_T.clone()  # which the caller may write before backward
         else:
-            own_T = call.vocab.owns(labels.labels_T) & labels.counts_T
+            own_T = call.vocab.owns(labels.labels_T)
+            if labels.counts_T is not None:
+                own_T = own_T & labels.counts_T
             column_T = labels.labels_T - call.vocab.start if call.vocab.start else labels.labels_T
             self.target_T = column_T.masked_fill(~own_T, -1)
         self.ids = self._ids()
@@ -88,7 +92,7 @@ class Plan:
             **unusual,
             **(options or {}),
         }
-        self.kept_T = self._kept(tokens, device)
+        self.kept_T = self._kept()
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
         self.leaf_count = leaf_count(self.call) if self.needs_logits else 1
@@ -118,19 +122,19 @@ class Plan:
         each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
         return agreement.in_words(self._more_words | each)
 
-    def _kept(self, tokens: int, device: torch.device) -> Tensor:
+    def _kept(self) -> Tensor | None:
         kept_T = None
         for r in self.readouts:
             if r.softmax and r.differentiable:
                 if r.counts_T is None:
-                    return torch.ones(tokens, dtype=torch.bool, device=device)
+                    return None
                 kept_T = r.counts_T if kept_T is None or kept_T is r.counts_T else kept_T | r.counts_T
-        return torch.ones(tokens, dtype=torch.bool, device=device) if kept_T is None else kept_T
+        return kept_T
 
     def tensors(self) -> list[Tensor]:
         """Those that backward and a later step of forward read."""
-        ids = [x for r in self.readouts for x in (r.labels_T, r.counts_T) if x is not None]
-        return [self.target_T, self.kept_T, self.asked, *ids]
+        given = [self.kept_T, *(x for r in self.readouts for x in (r.labels_T, r.counts_T))]
+        return [self.target_T, self.asked, *(x for x in given if x is not None)]
 
     def choose_columns(self) -> None:
         """Has only those logits made that any read-out reads, if they are at most half of this rank's.

@@ -26,6 +26,7 @@ class OfLabels(ReadOut):
     """
 
     reads_labels = True
+    all_count = False  # as `check` has seen, where it can see labels
 
     def __init__(self, labels: Tensor, ignore_index: int = -100):
         option_checks.check_ignore_index(ignore_index)
@@ -33,13 +34,15 @@ class OfLabels(ReadOut):
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = flat(self.labels).long()
-        self.counts_T = self.labels_T != self.ignore_index
+        self.counts_T = None if self.all_count and self.softmax else self.labels_T != self.ignore_index
 
     def per_token(self) -> tuple[str, Tensor]:
         return "labels", self.labels
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        check = argument_checks.check_labels
+        def check(*arguments: Any) -> None:
+            self.all_count = argument_checks.check_labels(*arguments)
+
         return argument_checks.size_fault(vocab, check, self.labels, self.ignore_index, size=size, group=group)
 
 
@@ -63,7 +66,7 @@ class IsArgmax(OfLabels):
     differentiable = False
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return [stats.hits & self.counts_T], []
+        return [stats.hits if self.counts_T is None else stats.hits & self.counts_T], []
 
 
 class CrossEntropy(OfLabels):

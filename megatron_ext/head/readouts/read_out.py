@@ -35,6 +35,10 @@ Found = tuple[list[Tensor], list[Tensor]]
 Flatten = Callable[[Tensor], Tensor]
 
 
+# Attributes that are no options: they follow from labels, of which each rank says more than what these hold.
+_OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later")
+
+
 class AtColumns(NamedTuple):
     """A gradient of a few logits of each token, added to what the others give.
 
@@ -140,7 +144,7 @@ class ReadOut:
     def options(self) -> dict[str, Any]:
         """Its numbers and names: all ranks must pass the same."""
         plain = int | float | str | bool | None
-        own = {name: getattr(self, name) for name in sorted(self._names) if name != "labels"}
+        own = {name: getattr(self, name) for name in sorted(self._names) if name not in _OF_THE_CALL}
         return {name: x for name, x in own.items() if isinstance(x, plain)}
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:

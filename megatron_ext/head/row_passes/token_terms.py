@@ -36,11 +36,11 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> 
     return statistics.combine(stats_RKT, own_KT, call, shift_T)
 
 
-def token_gradient(stats: Statistics, kept_T: Tensor, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
+def token_gradient(stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
     """The parts of the gradient, in the dtype of the passes.
 
     Args:
-        kept_T: bool, the tokens that have a gradient.
+        kept_T: bool, the tokens that have a gradient; None: all.
         target_T: the label's column, -1 if not this rank's.
         basis: the gradients of what was read out.
     """

@@ -77,18 +77,18 @@ def check_counts(counts: Any, leading: torch.Size) -> None:
         )
 
 
-def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> None:
+def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -> bool:
     """Raises ValueError unless `labels` are integers in `[0, size)` or `ignore_index`; see `check_within`.
 
-    `hint`: see `size_fault`.
+    `hint`: see `size_fault`. Returns whether all were seen to count.
     """
     check_integers(labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index{hint}"
-    check_within("labels", labels, size, fix, spared=ignore_index)
+    return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
 
 
 def size_fault(
-    vocab: VocabShard | None, check: Callable[..., None], *arguments: Any, size: int, group: Group
+    vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, size: int, group: Group
 ) -> ValueError | None:
     """What `check(*arguments, size, hint)` finds; the hint says it where a group may have been forgotten.
 

@@ -54,32 +54,33 @@ def raise_unless(right: Tensor, message: str, error: type[ValueError] = ValueErr
         raise error(message)
 
 
-def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: int | None = None) -> None:
+def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: int | None = None) -> bool:
     """Raises OutsideVocabulary unless each of the integers `ids` is in [0, size) or `spared`; `fix` ends its sentence.
 
     They are read on real CPU tensors; on CUDA it is a device-side assertion without a host sync, and while compiling or
-    on fake tensors they are not looked at.
+    on fake tensors they are not looked at. Returns whether all were seen to be in [0, size).
     """
     if not has_values(ids):
-        return
+        return False
     if not ids.is_cuda:
         if not ids.numel():
-            return
+            return True
         lowest, highest = ids.aminmax()
         if lowest.item() >= 0 and highest.item() < size:
-            return
+            return True
     wide = ids.long()  # a narrow integer would wrap the size
     right = (wide >= 0) & (wide < size)
     if spared is not None:
         right |= wide == spared
     if not ids.is_cuda and right.all():
-        return
+        return False
     found = "one outside" if ids.is_cuda else f"{ids[~right][:1].tolist()}, outside"
     raise_unless(
         right.all(),
         f"{argument} holds {found} [0, {size}): each must be a token id of the vocabulary{fix}",
         OutsideVocabulary,
     )
+    return False
 
 
 def fault_within(argument: str, ids: Tensor, size: int, fix: str = "") -> ValueError | None:
