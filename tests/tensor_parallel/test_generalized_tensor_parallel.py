@@ -216,6 +216,20 @@ def test_checkpoints_know_the_pieces():
 
 @ranks(2)
 @with_megatrons_module
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1)], ids=str)
+def test_experts_in_more_or_fewer_pieces_than_dense_layers_have_their_own_data_parallel_group(sizes):
+    names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+    config = types.SimpleNamespace(**vars(CONFIG), **dict(zip(names, sizes, strict=True)))
+    own = alone()
+    groups = types.SimpleNamespace(gtp_remat=own, expt_gtp_remat=dist.group.WORLD if sizes[1] > 1 else own)
+    options = COLUMN | {"config": config, "is_expert": True}
+    layer = layers.ColumnParallelLinear(6, 10, **options, tp_group=own, pg_collection=groups)
+    assert layer.gtp_remat_size == sizes[1]
+    assert [parameter.allreduce for parameter in layer.parameters()] == [sizes[0] == sizes[1]] * 2
+
+
+@ranks(2)
+@with_megatrons_module
 def test_what_does_not_fit_is_refused():
     own = alone()
     layer = build("column", own, dist.group.WORLD)

@@ -193,10 +193,12 @@ class ParallelLayer(ShardedLayer):
         """`allreduce=False` has experts' gradients summed over the ranks that hold the same part of the same experts.
 
         Those are others than the dense layers' data-parallel ranks where ranks hold other experts (expert parallelism),
-        and where experts are cut into more or fewer parts than dense layers are.
+        and where experts are cut into more or fewer parts than dense layers are, by generalized tensor parallelism too.
         """
         dense = option(self.config, "tensor_model_parallel_size", 1)
         cut_alike = option(self.config, "expert_tensor_parallel_size") in (None, dense)
+        pieces = [option(self.config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_")]
+        cut_alike = cut_alike and pieces[0] == pieces[1]
         elsewhere = self.is_expert and (self.expert_parallel or not cut_alike)
         for parameter in self.parameters(recurse=False):
             parameter.allreduce = not elsewhere  # type: ignore[attr-defined]
