@@ -444,6 +444,18 @@ def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
         assert_equal([out.detach(), given.grad, other.grad], expected)
 
 
+@ranks(1)
+def test_a_distributed_argument_of_one_rank_becomes_flat():
+    with model_parallel():
+        x = numbers(3, 4, seed=1).requires_grad_()
+        expected = grads_of(x.sin, x)
+        x.grad = None
+        out = checkpoint(torch.sin, True, x)
+        assert x.shape == (12,)
+        out.sum().backward()
+        assert_equal([out.detach(), x.grad], expected)
+
+
 @ranks(2)
 def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
     with model_parallel(tp=2):

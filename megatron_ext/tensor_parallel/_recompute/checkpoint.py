@@ -75,10 +75,11 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.rerun = Rerun(run_function, args)
         results = ctx.rerun.first(ctx, args)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        ctx.group = require_tensor_parallel_group() if distribute_saved_activations else None
-        if group_size(ctx.group) > 1:
-            whole, ctx.distributed_shape = tensors[0], tensors[0].shape
-            tensors[0] = split_tensor_into_1d_equal_chunks(whole.detach(), new_buffer=True, tp_group=ctx.group)
+        ctx.distributed_shape = None
+        if distribute_saved_activations:
+            ctx.group, whole, ctx.distributed_shape = require_tensor_parallel_group(), tensors[0], tensors[0].shape
+            several = group_size(ctx.group) > 1
+            tensors[0] = split_tensor_into_1d_equal_chunks(whole.detach(), new_buffer=several, tp_group=ctx.group)
             if not whole._is_view() and all(tensor is not whole for tensor in tensors[1:]):
                 whole.data = tensors[0]
                 ctx.cut_leaf = whole if whole.is_leaf else None
@@ -90,7 +91,7 @@ class CheckpointFunction(torch.autograd.Function):
         """Run it again with a graph, and go back through that. `args`: the gradients of its results."""
         check_backward_call()
         tensors = list(ctx.saved_tensors)
-        if group_size(ctx.group) > 1:
+        if ctx.distributed_shape is not None:
             shape = ctx.distributed_shape
             tensors[0] = gather_split_1d_tensor(tensors[0], tp_group=ctx.group)[: shape.numel()].view(shape)
             if getattr(ctx, "cut_leaf", None) is not None:  # whose gradient must have its shape
