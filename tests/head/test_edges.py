@@ -331,6 +331,20 @@ def test_weight_gradient_does_not_depend_on_the_chunks():
     assert all(e < 1.05 * min(errors) for e in errors)
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_hits_are_the_callers_to_write(ignored):
+    """Before backward too, whether or not every label counts."""
+    logits, labels = torch.randn(4, 5, requires_grad=True), torch.tensor([1, 0, 2, 4])
+    if ignored:
+        labels[3] = -100
+    log_probs, hits = token_log_probs(logits, labels, return_hits=True)
+    hits &= torch.tensor([True, False, True, False])
+    log_probs.sum().backward()
+    twin = logits.detach().requires_grad_()
+    (-torch.nn.functional.cross_entropy(twin, labels, reduction="sum")).backward()
+    torch.testing.assert_close(logits.grad, twin.grad)
+
+
 def test_hits_take_the_lowest_id_among_equals():
     z = torch.tensor([[1.0, 3.0, 3.0], [3.0, 3.0, 3.0], [0.0, 1.0, 2.0]])
     _, hits = token_log_probs(z, torch.tensor([1, 1, 2]), return_hits=True)

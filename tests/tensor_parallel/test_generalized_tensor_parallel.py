@@ -260,3 +260,22 @@ def test_what_does_not_fit_is_refused():
             build(kind, own, dist.group.WORLD)
         assert build(kind, own, own).gtp_remat_size == 1  # the advice
     assert copy.deepcopy(build("column", own, own)).gtp_remat_size == 1
+
+
+@ranks(2)
+@with_megatrons_module
+def test_what_would_be_silently_wrong_is_refused():
+    own = alone()
+    layer, other = build("column", own, dist.group.WORLD), build("embedding", own, dist.group.WORLD)
+    x = torch.randn(3, 6)
+    with pytest.raises(ValueError, match=r"weight is a piece \(8, 6\) .*share_embeddings_and_output_weights=False"):
+        layer(x, weight=other.weight)
+    with pytest.raises(ValueError, match="cannot be copied; build a second layer"):
+        copy.deepcopy(layer)
+    third = dist.new_group([0]), dist.new_group([1])
+    layer.weight.group = third[dist.get_rank()]  # of several ranks that share no weight
+    with pytest.raises(ValueError, match="pg_collection has gtp_remat and neither dp_cp nor"):
+        layer.sharded_state_dict(metadata={"dp_cp_group": own})
+    for kind in ("column", "row", "whole"):
+        names = [name for name, _ in build(kind, own, dist.group.WORLD).named_parameters()]
+        assert names == ["weight", "bias"], "an optimizer's state goes by the order"

@@ -66,7 +66,7 @@ class IsArgmax(OfLabels):
     differentiable = False
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        return [stats.hits if self.counts_T is None else stats.hits & self.counts_T], []
+        return [stats.hits.clone() if self.counts_T is None else stats.hits & self.counts_T], []
 
 
 class CrossEntropy(OfLabels):

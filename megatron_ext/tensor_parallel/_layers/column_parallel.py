@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import Deferral, drain_embedding_wgrad_compute
-from megatron_ext.tensor_parallel._layers.distributed_weights import shape_of_shard
+from megatron_ext.tensor_parallel._layers.distributed_weights import is_distributed, shape_of_shard
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
@@ -100,10 +100,10 @@ class ColumnParallelLinear(ParallelLayer):
         else:
             rows = self.output_size_per_partition
             self._make_own_weight(rows, input_size, 0, init_method, stride, keep_master_weight_for_test)
+        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._make_bias(bias, self.output_size_per_partition)
         if bias:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
-        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:
@@ -150,9 +150,15 @@ class ColumnParallelLinear(ParallelLayer):
             )
         expected = (self.output_size_per_partition, self.input_size)
         check_tensor("weight", own)
-        if own.shape != expected and shape_of_shard(own) != expected:
+        if weight is not None and is_distributed(weight):
             raise ValueError(
-                f"weight is {shape_of_shard(own)}: it must be {expected}, this rank's shard of "
+                f"weight is a piece {tuple(weight.shape)} of a weight that generalized tensor parallelism cuts once "
+                f"more: it must be the layer's own one then; untie embedding and output layer "
+                f"(share_embeddings_and_output_weights=False)"
+            )
+        if (shape := own.shape if self.gtp_remat_size == 1 else shape_of_shard(own)) != expected:
+            raise ValueError(
+                f"weight is {tuple(shape)}: it must be {expected}, this rank's shard of "
                 f"[{self.output_size}, {self.input_size}]; pass the shard, not the full weight"
             )
         self._mark_for_offloading(input_)

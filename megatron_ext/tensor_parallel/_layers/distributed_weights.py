@@ -10,6 +10,7 @@ Legend: N rows of the whole shard, D columns, T tokens.
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import main_grad
@@ -102,13 +103,23 @@ def table_of_lookup(weight: Any) -> Tensor:
 
 
 def copies_of_piece(weight: Any) -> Group:
-    """The ranks that hold copies of this rank's piece of a distributed weight."""
+    """The ranks that hold copies of this rank's piece of a distributed weight.
+
+    Raises:
+        ValueError: they are unknown, and there are several ranks.
+    """
     own = getattr(weight, "gtp_replica_group", None)
     if own is not None:
         return own
     state = parallel_state()
-    if state is None:
+    if state is None and group_size(weight.group) == dist.get_world_size():
         return None
+    if state is None:
+        raise ValueError(
+            "pg_collection has gtp_remat and neither dp_cp nor, of experts, expt_dp, and Megatron's parallel_state is "
+            "not initialised: which ranks hold copies of a piece is unknown, and one of them writes it; pass them in "
+            "pg_collection when the layer is built"
+        )
     if not getattr(weight, "allreduce", True):
         return state.get_expert_data_parallel_group(with_gtp_remat=False)
     return state.get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)

@@ -76,8 +76,8 @@ class InferenceLinear(ParallelLayer):
         self.weight = self._new_parameter(config, output_size, input_size)
         if option(config, "perform_initialization", True):
             self._initialize(init_method)
-        self._make_bias(bias, output_size)
         self._cut_weight_once_more(pg_collection)
+        self._make_bias(bias, output_size)
         for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
             parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()

@@ -79,13 +79,13 @@ class RowParallelLinear(ParallelLayer):
         self._choose_path()
         columns = self.input_size_per_partition
         self._make_own_weight(output_size, columns, 1, init_method, stride, keep_master_weight_for_test)
+        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._make_bias(bias, output_size)
         if bias:
             # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks. An
             # expert's layer that adds its bias itself sees all tokens.
             added_to_all = self.explicit_expert_comm and not skip_bias_add
             self.bias.sequence_parallel = self.sequence_parallel and not added_to_all  # type: ignore[attr-defined]
-        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:

@@ -103,7 +103,16 @@ class ShardedLayer(torch.nn.Module):
         return Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedLayer":
-        """A copy with parameters of its own, attributes and all, that lives on the same ranks."""
+        """A copy with parameters of its own, attributes and all, that lives on the same ranks.
+
+        Raises:
+            ValueError: generalized tensor parallelism cuts the weight, which Megatron has in the order of its gathers.
+        """
+        if self.gtp_remat_size > 1:
+            raise ValueError(
+                f"{type(self).__name__} has a weight that generalized tensor parallelism cuts over "
+                f"{self.gtp_remat_size} ranks: it cannot be copied; build a second layer and load this one's state_dict"
+            )
         if self.tp_group is not None:
             memo[id(self.tp_group)] = self.tp_group
         clone = self.__class__.__new__(self.__class__)
