@@ -57,11 +57,17 @@ class Coefficients(NamedTuple):
 
 
 class PassCoefficients(NamedTuple):
-    """What `row_gradient` takes, in its dtype: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
+    """What `row_gradient` takes: `exp(u) (scale + slope u) + offset`, u = z - this shard's maximum."""
 
     scale: Tensor
     slope: Tensor | None
     offset: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "PassCoefficients":
+        """Rounded to the dtype of the pass."""
+        scale, slope, offset = (None if x is None else x.to(dtype) for x in self)
+        assert scale is not None
+        return PassCoefficients(scale, slope, offset)
 
 
 def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, temperature: float) -> Coefficients:
@@ -102,23 +108,18 @@ def coefficients(stats: Statistics, kept_T: Tensor | None, basis: Basis, tempera
     return Coefficients(a, c, d, target, alpha)
 
 
-def target_bend(stats: Statistics) -> Tensor | float:
-    """The softcap's slope at the label's logit, where this shard owns it."""
-    return 1.0 if stats.bend is None else stats.bend
+def bent_at_target(x_T: Tensor, stats: Statistics) -> Tensor:
+    """`x` times the softcap's slope at the label's logit, where this shard owns it."""
+    return x_T if stats.bend is None else x_T * stats.bend
 
 
 def pass_coefficients(stats: Statistics, coef: Coefficients, unit_T: Tensor | None = None) -> PassCoefficients:
-    """`coef` as `row_gradient` wants it, divided by `unit_T` if given."""
+    """`coef` as `row_gradient` wants it, in fp64; divided by `unit_T` if given."""
     a, c, d, _, alpha = coef
     if unit_T is not None:
         a, c, d = a / unit_T, None if c is None else c / unit_T, None if d is None else d / unit_T
-    dtype, scale, slope = stats.shift.dtype, alpha * a, None
-    if c is not None:
-        scale, slope = alpha * (a + c * below_expected(stats, alpha)), (alpha * c).to(dtype)
-    return PassCoefficients(scale.to(dtype), slope, None if d is None else d.to(dtype))
-
-
-def below_expected(stats: Statistics, alpha_T: Tensor) -> Tensor:
-    """`shift - E_p[z]`, 0 where this shard has no probability."""
+    if c is None:
+        return PassCoefficients(alpha * a, None, d)
     assert stats.expected is not None
-    return (stats.shift - stats.largest - stats.expected).where(alpha_T > 0, 0.0)
+    below_expected = (stats.shift - stats.largest - stats.expected).where(alpha > 0, 0.0)  # 0 without probability here
+    return PassCoefficients(alpha * (a + c * below_expected), alpha * c, d)

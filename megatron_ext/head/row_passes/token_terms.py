@@ -51,12 +51,13 @@ def token_gradient(stats: Statistics, kept_T: Tensor | None, target_T: Tensor, b
     target, through = coef.target, None
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
-        target = target * logit_gradient.target_bend(stats)
+        target = logit_gradient.bent_at_target(target, stats)
     # G's entries stay near probabilities, which 16 bits hold whatever the loss scale; where a rules, a certain token's
     # is 1, which no rounding touches.
     others = [x.abs() / 256 for x in (coef.c, through) if x is not None]
     unit = torch.stack([coef.a.abs(), *others]).amax(0)
     inside = logit_gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
+    inside = inside.to(stats.shift.dtype)
     return _rounded(
         inside, unit, stats.shift, target.masked_fill(elsewhere_T, 0.0), coef.d if through is None else None
     )

@@ -60,13 +60,9 @@ class ChunkGradient:
             basis = plan.basis(stats, saved, grads)
             if any(grad_T is not None for grad_T in basis):
                 coef = logit_gradient.coefficients(stats, plan.kept_T, basis, plan.call.temperature)
-                passed = logit_gradient.pass_coefficients(stats, coef)
-                value = (coef.target if coef.d is None else coef.target + coef.d) * logit_gradient.target_bend(stats)
-                scale, slope = coef.alpha * coef.a, None
-                if coef.c is not None:
-                    slope = coef.alpha * coef.c
-                    scale = scale + slope * logit_gradient.below_expected(stats, coef.alpha)
-                self.softmax = _Softmax(passed, value.to(stats.shift.dtype), scale, slope)
+                exact, dtype = logit_gradient.pass_coefficients(stats, coef), stats.shift.dtype
+                value = logit_gradient.bent_at_target(coef.target if coef.d is None else coef.target + coef.d, stats)
+                self.softmax = _Softmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
         """Write that of the tokens `rows`."""
