@@ -10,6 +10,7 @@ Legend: T tokens, D hidden size, V rows of this rank's weight (or of a block of 
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
@@ -78,11 +79,13 @@ def finish_dx(
     """
     value_T1, target_T = value_T.unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
-        dx_TD = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows)
-        dx_TD.addcmul_(part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1))
+        dx_TD, out = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows), part_of(out_TD, rows)
+        product, scale_T1 = part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1)
+        dx_TD = torch.addcmul(dx_TD, product, scale_T1, out=out if out.dtype == dx_TD.dtype else dx_TD)
         if offset_T is not None and common_D is not None:
             dx_TD.addcmul_(part_of(offset_T, rows).unsqueeze(1), common_D)
-        part_of(out_TD, rows).copy_(dx_TD)
+        if dx_TD is not out:
+            out.copy_(dx_TD)
 
 
 def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor | None]:
