@@ -112,9 +112,9 @@ def _whole(**groups):
     return InferenceLinear(6, 10, parallel_mode="duplicated", **options, **groups)
 
 
-def build(kind, tp_group, gtp):
+def build(kind, tp_group, gtp, **groups):
     torch.manual_seed(3)
-    return LAYERS[kind](tp_group=tp_group, pg_collection=types.SimpleNamespace(gtp_remat=gtp))
+    return LAYERS[kind](tp_group=tp_group, pg_collection=types.SimpleNamespace(gtp_remat=gtp, **groups))
 
 
 def batch_of(kind, rank):
@@ -133,6 +133,7 @@ def test_a_layer_in_pieces_computes_what_the_whole_one_does(kind):
     layer, whole = build(kind, own, dist.group.WORLD), build(kind, own, own)
     assert (layer.gtp_remat_size, whole.gtp_remat_size) == (2, 1)
     assert layer.weight.shape == (8, 6)  # of 10 rows, padded to 16
+    assert layer.weight._need_weight_prefetch == (kind != "embedding")  # which no product is before
     truth = 0
     for step in range(2):
         for other in range(2):
@@ -168,6 +169,20 @@ def test_a_frozen_weight_in_pieces_is_gathered_again_for_the_input():
     assert not layer.weight.main_grad.any()
 
 
+@ranks(2)
+@with_megatrons_module
+def test_a_gradient_of_16_bit_products_is_summed_and_sent_in_the_dtype_of_main_grad():
+    rank, own = dist.get_rank(), alone()
+    layer = build("column", own, dist.group.WORLD).bfloat16()
+    layer.weight.main_grad = torch.zeros(8, 6)
+    xs = [batch_of("column", other).bfloat16() for other in range(2)]
+    dy = torch.randn(3, 2, 10, generator=torch.Generator().manual_seed(9)).bfloat16()
+    layer(xs[rank])[0].backward(dy)
+    truth = sum(dy.flatten(0, 1).double().T @ x.flatten(0, 1).double() for x in xs)
+    pieces = F.pad(truth, (0, 0, 0, 6)).chunk(2)
+    torch.testing.assert_close(layer.weight.main_grad.double(), pieces[rank], rtol=1e-5, atol=1e-5)
+
+
 @ranks(4)
 @with_megatrons_module
 def test_pieces_of_tensor_parallel_shards():
@@ -201,9 +216,7 @@ def test_checkpoints_know_the_pieces():
     from megatron.core.dist_checkpointing import mapping  # noqa: F401
 
     rank, own = dist.get_rank(), alone()
-    layer, table = build("column", own, dist.group.WORLD), build("embedding", own, dist.group.WORLD)
-    for one in (layer, table):
-        one.weight.gtp_replica_group = own
+    layer, table = (build(kind, own, dist.group.WORLD, dp_cp=own) for kind in ("column", "embedding"))
     shards = layer.sharded_state_dict("fc.", metadata={"dp_cp_group": own})
     shards |= table.sharded_state_dict("table.", metadata={"dp_cp_group": own})
     for key in ("fc.weight", "table.weight"):
@@ -221,10 +234,12 @@ def test_experts_in_more_or_fewer_pieces_than_dense_layers_have_their_own_data_p
     names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
     config = types.SimpleNamespace(**vars(CONFIG), **dict(zip(names, sizes, strict=True)))
     own = alone()
-    groups = types.SimpleNamespace(gtp_remat=own, expt_gtp_remat=dist.group.WORLD if sizes[1] > 1 else own)
+    pieces = dist.group.WORLD if sizes[1] > 1 else own
+    groups = types.SimpleNamespace(gtp_remat=own, expt_gtp_remat=pieces, dp_cp=None, expt_dp=own)
     options = COLUMN | {"config": config, "is_expert": True}
     layer = layers.ColumnParallelLinear(6, 10, **options, tp_group=own, pg_collection=groups)
     assert layer.gtp_remat_size == sizes[1]
+    assert getattr(layer.weight, "gtp_replica_group", own) is own
     assert [parameter.allreduce for parameter in layer.parameters()] == [sizes[0] == sizes[1]] * 2
 
 

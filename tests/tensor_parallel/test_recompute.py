@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import mappings, random
 from megatron_ext.tensor_parallel.random import checkpoint
-from tests.gpt import model_parallel
-from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker, seeded
 from tests.tensor_parallel.sharded import numbers, world
@@ -115,45 +112,6 @@ def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
     assert not random.is_checkpointing()
     kept = plain[0].count_nonzero() / plain[0].numel()
     assert 0.5 < kept < 0.98, "dropout was on"
-
-
-@ranks(1, 2, 4)
-def test_distributed_activations_of_any_shape():
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with model_parallel(tp=size), seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0):
-        weight = torch.nn.Parameter(numbers(5, 5, seed=1))
-        for shape in ((3, 5), (7, 1, 5), (5,), (0, 5), (4, 4, 5)):
-            x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
-            original = x.detach().clone()
-
-            def run(distribute, x=x, scale=scale):
-                if distribute is None:
-                    return F.dropout(torch.tanh(x @ weight), 0.3) * scale
-                return checkpoint(lambda x, s: F.dropout(torch.tanh(x @ weight), 0.3) * s, distribute, x, scale)
-
-            results = []
-            for distribute in (None, True):
-                torch.manual_seed(5)
-                results.append(grads_of(lambda: run(distribute), x, scale, weight))  # noqa: B023
-            assert_equal(results[1], results[0])
-            assert torch.equal(x, original), "the caller's tensor is the caller's"
-
-            with count_collectives() as forward, saved_tensors() as saved:
-                out = run(True)
-            with count_collectives() as backward:
-                out.sum().backward(retain_graph=True)
-                out.sum().backward()
-            assert not forward
-            assert sum(backward.values()) == (2 if size > 1 else 0), backward
-            assert saved[0].numel() == -(-x.numel() // size), "only this rank's part is kept"
-            assert size == 1 or x.numel() == 0 or saved[0].untyped_storage().data_ptr() != x.data_ptr()
-
-
-def test_what_cannot_be_distributed_is_refused():
-    with pytest.raises(ValueError, match="first argument is missing"):
-        checkpoint(lambda: None, True)
-    with pytest.raises(ValueError, match="first argument is <class 'list'>"):
-        checkpoint(lambda x: x, True, [torch.ones(2)])
 
 
 def test_autocast_is_entered_again():
@@ -424,50 +382,6 @@ def test_without_a_tracker_none_is_made():
         x = numbers(3, seed=0).requires_grad_()
         checkpoint(lambda x: F.dropout(x, 0.5), False, x).sum().backward()
         assert random._CUDA_RNG_STATE_TRACKER is None
-
-
-@ranks(2)
-@pytest.mark.parametrize("leaf", [True, *slow(False)])
-def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
-    """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole."""
-    with model_parallel(tp=2):
-        given = numbers(3, 4, seed=1).requires_grad_()
-        other = numbers(3, 4, seed=2).requires_grad_()
-        expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
-        given.grad = other.grad = None
-        x = given if leaf else given.exp()
-        part = x.detach().flatten().chunk(2)[world().rank()].clone()
-        out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
-        assert torch.equal(x.detach(), part)
-        assert x.untyped_storage().nbytes() == part.nbytes
-        out.sum().backward()
-        assert_equal([out.detach(), given.grad, other.grad], expected)
-
-
-@ranks(1)
-def test_a_distributed_argument_of_one_rank_becomes_flat():
-    with model_parallel():
-        x = numbers(3, 4, seed=1).requires_grad_()
-        expected = grads_of(x.sin, x)
-        x.grad = None
-        out = checkpoint(torch.sin, True, x)
-        assert x.shape == (12,)
-        out.sum().backward()
-        assert_equal([out.detach(), x.grad], expected)
-
-
-@ranks(2)
-def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
-    with model_parallel(tp=2):
-        whole = numbers(3, 4, seed=1).requires_grad_()
-        view = whole[:2]
-        twice = checkpoint(lambda x, y: x * y, True, whole, whole)
-        same = checkpoint(lambda x: x, True, view)
-        assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
-        (twice.sum() + same.sum()).backward()
-        expected = 2 * whole.detach()
-        expected[:2] += 1
-        assert torch.equal(whole.grad, expected)
 
 
 def test_numbers_of_the_host_are_drawn_again_beside_an_emulated_device():

@@ -1,0 +1,97 @@
+"""checkpoint() that keeps this rank's part of its first argument: `distribute_saved_activations`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.tensor_parallel.random import checkpoint
+from tests.gpt import model_parallel
+from tests.marks import slow
+from tests.ranks import ranks
+from tests.tensor_parallel.rng import seeded
+from tests.tensor_parallel.sharded import numbers, world
+from tests.tensor_parallel.test_recompute import assert_equal, grads_of, saved_tensors
+
+
+@ranks(1, 2, 4)
+def test_distributed_activations_of_any_shape():
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    with model_parallel(tp=size), seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0):
+        weight = torch.nn.Parameter(numbers(5, 5, seed=1))
+        for shape in ((3, 5), (7, 1, 5), (5,), (0, 5), (4, 4, 5)):
+            x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
+            original = x.detach().clone()
+
+            def run(distribute, x=x, scale=scale):
+                if distribute is None:
+                    return F.dropout(torch.tanh(x @ weight), 0.3) * scale
+                return checkpoint(lambda x, s: F.dropout(torch.tanh(x @ weight), 0.3) * s, distribute, x, scale)
+
+            results = []
+            for distribute in (None, True):
+                torch.manual_seed(5)
+                results.append(grads_of(lambda: run(distribute), x, scale, weight))  # noqa: B023
+            assert_equal(results[1], results[0])
+            assert torch.equal(x, original), "the caller's tensor is the caller's"
+
+            with count_collectives() as forward, saved_tensors() as saved:
+                out = run(True)
+            with count_collectives() as backward:
+                out.sum().backward(retain_graph=True)
+                out.sum().backward()
+            assert not forward
+            assert sum(backward.values()) == (2 if size > 1 else 0), backward
+            assert saved[0].numel() == -(-x.numel() // size), "only this rank's part is kept"
+            assert size == 1 or x.numel() == 0 or saved[0].untyped_storage().data_ptr() != x.data_ptr()
+
+
+def test_what_cannot_be_distributed_is_refused():
+    with pytest.raises(ValueError, match="first argument is missing"):
+        checkpoint(lambda: None, True)
+    with pytest.raises(ValueError, match="first argument is <class 'list'>"):
+        checkpoint(lambda x: x, True, [torch.ones(2)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("leaf", [True, *slow(False)])
+def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
+    """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole."""
+    with model_parallel(tp=2):
+        given = numbers(3, 4, seed=1).requires_grad_()
+        other = numbers(3, 4, seed=2).requires_grad_()
+        expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
+        given.grad = other.grad = None
+        x = given if leaf else given.exp()
+        part = x.detach().flatten().chunk(2)[world().rank()].clone()
+        out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
+        assert torch.equal(x.detach(), part)
+        assert x.untyped_storage().nbytes() == part.nbytes
+        out.sum().backward()
+        assert_equal([out.detach(), given.grad, other.grad], expected)
+
+
+@ranks(1)
+def test_a_distributed_argument_of_one_rank_becomes_flat():
+    with model_parallel():
+        x = numbers(3, 4, seed=1).requires_grad_()
+        expected = grads_of(x.sin, x)
+        x.grad = None
+        out = checkpoint(torch.sin, True, x)
+        assert x.shape == (12,)
+        out.sum().backward()
+        assert_equal([out.detach(), x.grad], expected)
+
+
+@ranks(2)
+def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
+    with model_parallel(tp=2):
+        whole = numbers(3, 4, seed=1).requires_grad_()
+        view = whole[:2]
+        twice = checkpoint(lambda x, y: x * y, True, whole, whole)
+        same = checkpoint(lambda x: x, True, view)
+        assert [t.shape for t in (whole, view, twice, same)] == [(3, 4), (2, 4), (3, 4), (2, 4)]
+        (twice.sum() + same.sum()).backward()
+        expected = 2 * whole.detach()
+        expected[:2] += 1
+        assert torch.equal(whole.grad, expected)
