@@ -45,7 +45,7 @@ def add_product(out_ND: Tensor, left_TN: Tensor, right_TD: Tensor) -> None:
     """
     if left_TN.dtype == out_ND.dtype:
         cpu_products.mm(left_TN.t(), right_TD, out_ND, added=out_ND)
-    elif left_TN.is_cuda and out_ND.dtype == torch.float32:
+    elif left_TN.is_cuda and left_TN.element_size() == 2 and out_ND.dtype == torch.float32:
         if torch.compiler.is_compiling() or (is_fake(out_ND) and not _FAKES_SUMS):
             out_ND.add_(torch.mm(left_TN.t(), right_TD, out_dtype=torch.float32))
         else:

@@ -35,7 +35,8 @@ def softcapped(z: Tensor) -> Tensor:
 CASES = [
     Case("nothing more", Tensor.float, {}),
     Case("a padded vocabulary", lambda z: z.float()[:, :2000], {"vocab": 2000}),
-    Case("temperature 0.7", lambda z: z.float() / 0.7, {"temperature": 0.7}),
+    # By a tensor, as engines divide: of a number torch multiplies by the inverse on CUDA.
+    Case("temperature 0.7", lambda z: z.float() / torch.full((), 0.7, device=z.device), {"temperature": 0.7}),
     Case("a softcap of 30, in fp32", lambda z: softcapped(z.float()), {"softcap": 30.0}, False),
     Case("a softcap of 30, in 16 bits", lambda z: softcapped(z).float(), {"softcap": 30.0}, False),
     Case("a scale of 0.3, in 16 bits", lambda z: (z * 0.3).float(), {"logit_scale": 0.3}, False),

@@ -21,11 +21,12 @@ from megatron_ext.head.row_passes.gpu_properties import (
     on_tensor_cores,
     product_seconds,
 )
+from megatron_ext.head.row_passes.side_by_side import Operand
 from megatron_ext.head.validation.readable_values import has_values
 
-# Logits of one chunk: on CUDA, where no product is part of it, few enough to stay near the L2 cache; on CPU fewer, as
-# long as the product has 256 rows, and those that are all kept take no memory of their own.
-_CHUNK = 1 << 24
+# Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
+# fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.
+_CHUNK, _CUDA_CHUNK = 1 << 24, 1 << 27
 _CPU_CHUNK, _CPU_CHUNK_ROWS = 1 << 22, 256
 _CPU_KEPT_CHUNK = 1 << 27
 _CPU_BLOCK_BYTES, _CPU_BLOCK_SHARE = 4 << 20, 32
@@ -54,9 +55,10 @@ class Product(NamedTuple):
         return seconds + _HIDDEN_TRAFFIC * nbytes / device.bytes_per_s
 
 
-def chunks(span: slice, chunk_tokens: int | None, columns: int) -> list[slice]:
+def chunks(span: slice, chunk_tokens: int | None, columns: int, on_gpu: bool) -> list[slice]:
     """`span` in pieces for passes over logits."""
-    return _stepped(span, chunk_tokens or _rounded(_CHUNK // max(columns, 1), 64))
+    most = _CUDA_CHUNK if on_gpu else _CHUNK
+    return _stepped(span, chunk_tokens or _rounded(most // max(columns, 1), 64))
 
 
 def product_chunks(
@@ -70,7 +72,7 @@ def product_chunks(
     tokens = span.stop - span.start
     if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
         if chunk_tokens or x_TD.is_cuda:
-            return chunks(span, chunk_tokens, columns)
+            return chunks(span, chunk_tokens, columns, x_TD.is_cuda)
         most = max(columns, 1)
         if kept:
             return _stepped(span, _rounded(_CPU_KEPT_CHUNK // most, 64))
@@ -141,7 +143,8 @@ def _block_count(device: Device, tokens: int, columns: int, width: int, fewest: 
             total += sum(product.seconds(device) for product in products)
         return total
 
-    return min((seconds(even_blocks(columns, n)), n) for n in range(fewest, 2 * fewest + 1))[1]
+    tried = [seconds(even_blocks(columns, n)) for n in range(fewest, 2 * fewest + 1)]
+    return fewest + tried.index(min(tried))
 
 
 def even_blocks(columns: int, number: int) -> list[slice]:
@@ -154,6 +157,12 @@ def even_blocks(columns: int, number: int) -> list[slice]:
 def block_room(tokens: int, columns: int, like: Tensor) -> int:
     """Bytes that a block's logits may take while it is recomputed."""
     return max(_CUDA_BLOCK_BYTES, tokens * columns * like.element_size() // _CUDA_BLOCK_SHARE)
+
+
+def summed_tokens(w_VD: Operand) -> int:
+    """Tokens of a chunk on CUDA where dW is summed chunk by chunk: so many that their logits in fp32 take half of a
+    16-bit weight's memory. The sums take twice of it, and are read and written for each chunk."""
+    return _rounded(w_VD.shape[1] // 4, TILE_M)
 
 
 class Tile(NamedTuple):

@@ -163,7 +163,7 @@ class Plan:
         """How all ranks must cut the tokens; None: as each likes."""
         found = None
         for r in self.readouts:
-            found = found or r.chunks(self.tokens)
+            found = found or r.chunks(self.tokens, self.target_T.is_cuda)
         if not found or not self.call.fixed:
             return found
         step = products.whole_blocks(found[0])

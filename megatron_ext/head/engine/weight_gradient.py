@@ -18,7 +18,8 @@ from megatron_ext import cpu_products, main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
 from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.row_passes.dispatch import add_label_rows
+from megatron_ext.head.row_passes.dispatch import add_label_rows, scale_rows
+from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
 from megatron_ext.head.row_passes.logit_passes import part_of
 from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.row_passes.token_terms import Gradient
@@ -103,7 +104,7 @@ class WeightGradient:
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            torch.mul(part_of(x_TD, rows), part_of(self._grad.scale, rows).unsqueeze(1), out=part_of(out_TD, rows))
+            scale_rows(part_of(out_TD, rows), part_of(x_TD, rows), part_of(self._grad.scale, rows))
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD
@@ -135,7 +136,7 @@ def _product(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, accumulate: bool) -> No
         main_grad.add_product(out_VD, g_TV, x_TD)
     elif out_VD.dtype == g_TV.dtype:
         torch.mm(g_TV.t(), x_TD, out=out_VD)
-    elif g_TV.is_cuda and out_VD.dtype == torch.float32:
+    elif on_tensor_cores(g_TV) and out_VD.dtype == torch.float32:
         torch.mm(g_TV.t(), x_TD, out_dtype=torch.float32, out=out_VD)
     else:
         out_VD.copy_(torch.mm(g_TV.t(), x_TD))

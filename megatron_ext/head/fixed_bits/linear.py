@@ -25,7 +25,7 @@ from megatron_ext.head.fixed_bits import engine_order, products
 from megatron_ext.head.fixed_bits.gradient import Gradient
 from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard
 from megatron_ext.head.fixed_bits.source import Source, part_kept
-from megatron_ext.head.row_passes.dispatch import row_statistics
+from megatron_ext.head.row_passes.dispatch import row_gradient, row_statistics
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
 
 
@@ -118,10 +118,12 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
     for rows in source.token_chunks(kept, room):
         for at, leaf in enumerate(source.leaves):
             z_tV, exp_tV = _logits(source, rows, at, kept[at])
-            target_t = leaf.columns(plan.target_T[rows])
+            target_t, shift_t = leaf.columns(plan.target_T[rows]), shift_LT[at, rows]
             own_Kt, bias_V = found[at][:, rows], source.biases[at]
             sums = call.sums(leaf.vocab.counted)
-            row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_LT[at, rows], bias_V, *sums)
+            row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_t, bias_V, *sums)
+            if source.on_gpu:
+                _keep(kept[at][rows], z_tV, target_t, shift_t, bias_V, leaf.vocab.counted, source)
             if engine_order.applies(call, source.x_TD):
                 engine_order.write_sums(z_tV, own_Kt, bias_V, leaf.vocab.counted, call)
             del z_tV, exp_tV  # before the next ones are made
@@ -129,17 +131,37 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
 
 
 def _logits(source: Source, rows: slice, at: int, kept_TV: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The logits of leaf `at`, and where their exponentials are to be kept. On a CPU these take the logits' place."""
+    """The logits of leaf `at`, and where their exponentials are to be kept. On a CPU these take the logits' place, on
+    CUDA `_keep` writes them."""
     whole = slice(0, source.leaves[at].width)
     if source.on_gpu:
-        z_tV = source.logits(rows, at, whole)
-        if source.keeps_exp:
-            return z_tV, kept_TV[rows]  # though it may have no column: what they are relative to follows from it
-        kept_TV[rows] = z_tV[:, : kept_TV.shape[1]]
-        return z_tV, None
+        return source.logits(rows, at, whole), None
     here = part_kept(kept_TV, rows, whole)
     z_tV = source.logits(rows, at, whole, source.room(rows, at, whole) if here is None else here)
     return z_tV, here if source.keeps_exp else None
+
+
+def _keep(
+    kept_tV: Tensor,
+    z_tV: Tensor,
+    target_t: Tensor,
+    shift_t: Tensor,
+    bias_V: Tensor | None,
+    counted: int,
+    source: Source,
+) -> None:
+    """Write what is kept of the first columns, by a launch of its own: a kernel that also stores exponentials has
+    other threads for its columns, which add in another order then."""
+    width, call = kept_tV.shape[1], source.call
+    if not width:
+        return
+    z_tV, bias_V = z_tV[:, :width], None if bias_V is None else bias_V[:width]
+    if not source.keeps_exp:
+        kept_tV.copy_(z_tV)
+        return
+    coefficients = (None,) * 4
+    bends = call.softcap, call.temperature
+    row_gradient(z_tV, False, target_t, shift_t, *coefficients, kept_tV, bias_V, min(counted, width), *bends)
 
 
 def _of_this_rank(stats_LKT: Tensor, plan: Plan) -> Tensor:

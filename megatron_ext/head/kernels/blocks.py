@@ -12,8 +12,11 @@ import torch
 Table = tuple[tuple[int, int, int], ...]
 GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
 FIXED_SUM = 1024  # numbers that a program adds to as many sums, whose order it then decides
-# Rows of hidden size, 8 elements a thread.
+NUCLEUS = 512  # logits at a time by 8 warps, each for eight sums in fp64 and in fp32: 48 registers of a thread
+# Rows of hidden size, 8 elements a thread; of the label's rows 16: a program waits for four loads one after the other,
+# and most have one row to add, so that fewer programs take less time.
 WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))
+LABEL_WIDTH: Table = (*WIDTH[:2], (2048, 2048, 4), (1 << 31, 4096, 8))
 
 # Widest row that is kept in registers; narrower with sums for smoothing, entropy or hits, a bias or a softcap, which
 # take more of them. Wider ones need 32 warps: an SM has registers for one such program, and waits for its row.

@@ -195,13 +195,13 @@ def add_label_rows(
         sorted_T, order_T = torch.sort(target_T.int(), stable=True)
         asked = torch.arange(rows + 1, device=out_VD.device, dtype=torch.int32) if every_row else sorted_T
         bounds = torch.searchsorted(sorted_T, asked, right=not every_row, out_int32=True)
-        x_TD, block_d, warps = rowwise(x_TD), *blocks.sizes(blocks.WIDTH, width, value_T.dtype == torch.float64)
+        x_TD, block_d, warps = rowwise(x_TD), *blocks.sizes(blocks.LABEL_WIDTH, width, value_T.dtype == torch.float64)
         value_T, windows, parts = value_T.contiguous(), triton.cdiv(tokens, _WINDOW), value_T
         sizes: dict[str, Any] = {
             "WINDOW": _WINDOW,
             "DTYPE": _sum_type(value_T),
             "BLOCK_D": block_d,
-            "AHEAD": 8,
+            "AHEAD": 4,
             "num_warps": warps,
         }
         in_parts = windows > 1 and not in_order
@@ -283,6 +283,12 @@ def finish_dx(
             run(out_TD[rows], rows)
             start = rows.stop
         out_TD[:_ASIDE] = aside_TD
+
+
+def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
+    """`out = scale * x`: dx of tokens without a label. See `megatron_ext.head.row_passes.label_terms.scale_rows`."""
+    nowhere_T = torch.full_like(scale_T, -1, dtype=torch.int64)
+    finish_dx(out_TD, rowwise(x_TD), scale_T, nowhere_T, scale_T, x_TD, None, None)
 
 
 _ASIDE = 64

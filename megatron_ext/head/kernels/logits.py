@@ -65,8 +65,16 @@ def transformed(row, z, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
     if HAS_TEMPERATURE:
-        z = z / temperature
+        z = over(z, temperature)
     return z
+
+
+@triton.jit
+def over(z, temperature):
+    """`z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units."""
+    if z.dtype == tl.float64:
+        return z / temperature
+    return tl.div_rn(z, temperature)
 
 
 @triton.jit

@@ -196,7 +196,7 @@ class ReadOut:
         numbers = [int(REFUSED)] * (1 + len(self.agreed()))
         agreement.gathered(numbers, "", [], self.call.group, device)
 
-    def chunks(self, tokens: int) -> list[slice] | None:
+    def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
         """How all ranks cut the tokens, where `in_step`; None: any way that they all share."""
         return None
 

@@ -24,8 +24,7 @@ from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.statistics import fingerprint
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
-from megatron_ext.head.row_passes.dispatch import row_gradient
-from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
+from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.vocabulary_order import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
@@ -62,14 +61,16 @@ class TopPFiltered(Filtered):
         vocab, rank = self.call.vocab, group_rank(self.call.group)
         return -(-vocab.start // rank) if rank else vocab.columns
 
-    def chunks(self, tokens: int) -> list[slice]:
+    def chunks(self, tokens: int, on_gpu: bool) -> list[slice] | None:
         """A single one only where the whole rows of all tokens are few, or no larger than a rank's part of a chunk
         whose size was asked for: the ranks share the work of several.
         """
         ranks, limit = self.call.ranks, self.call.chunk_tokens
-        found = chunk_sizes.chunks(slice(0, tokens), limit, self.width)
+        if ranks == 1:
+            return None
+        found = chunk_sizes.chunks(slice(0, tokens), limit, self.width, on_gpu)
         most = max(limit // ranks, 1) if limit else _TOO_FEW_TO_SHARE // max(ranks * self.width, 1)
-        if ranks > 1 and len(found) == 1 and tokens > max(most, 1):
+        if len(found) == 1 and tokens > max(most, 1):
             found = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
         return found
 
@@ -88,9 +89,7 @@ class TopPFiltered(Filtered):
         z_tV, labels_t = chunk.logits[0], self.labels_T[chunk.rows]
         chunk.stats_Kt.zero_()
         mine, z_uL = (slice(None), self._all_rows(z_tV)) if self._at_once else self._share_of_rows(z_tV)
-        labels_u, cuts_Ku = labels_t[mine], chunk.stats_Kt[:, mine]
-        for at in blocks(z_uL):
-            self._cut(z_uL[at, : self.call.vocab.size], labels_u[at], cuts_Ku[:, at])
+        self._cut(z_uL[:, : self.call.vocab.size], labels_t[mine], chunk.stats_Kt[:, mine])
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
         cuts_KT = own_KT
@@ -157,27 +156,14 @@ class TopPFiltered(Filtered):
         return torch.cat([torch.arange(n, device=device) // -(-n // self.call.ranks) for n in lengths])
 
     def _cut(self, z_uV: Tensor, labels_u: Tensor, cuts_Ku: Tensor) -> None:
-        falling = z_uV.sort(dim=-1, descending=True).values
-        scaled = self._scaled(falling, cuts_Ku.dtype)
-        peak_u1 = scaled[:, :1].clamp(min=torch.finfo(scaled.dtype).min)
-        exp = (scaled - peak_u1).exp_()
-        mass = prefix_sums(exp, torch.float64, self.multiply)  # over a whole vocabulary fp32 would lose digits
-        before = F.pad(mass[:, :-1], (1, 0))
-        inside = (before < self.top_p * mass[:, -1:]) & (exp > 0)
-        cut_u1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)
-        last_u1 = (falling >= cut_u1).sum(1, keepdim=True).clamp(min=1) - 1  # of all that equal the cut
-        sum_u1 = mass.gather(1, last_u1)
-        sum_u1 = sum_u1.masked_fill(sum_u1 == 0, 1.0)  # a row of -inf: its label has -inf, no gradient
-        z_u1 = z_uV.gather(1, labels_u.clamp(min=0).unsqueeze(1))
-        log_prob_u1 = self._scaled(z_u1, scaled.dtype).double() - peak_u1 - sum_u1.log()
-        there = (z_u1 >= cut_u1) & (z_u1 > -torch.inf)
-        cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u1[:, 0], peak_u1[:, 0], sum_u1[:, 0]
-        cuts_Ku[_LOG_PROB] = log_prob_u1.where(there, -torch.inf)[:, 0]
-        cuts_Ku[_ROUNDED] = (log_prob_u1[:, 0] - cuts_Ku[_LOG_PROB]).where(there[:, 0], 0.0)
-
-    def _scaled(self, z: Tensor, dtype: torch.dtype) -> Tensor:
-        """Over the temperature, rounded as in `pull`."""
-        return transformed(z, None, None, self.call.temperature, dtype)
+        cut_u, peak_u, sum_u = nucleus(z_uV, self.top_p, self.call.temperature, self.multiply)
+        z_u = z_uV.gather(1, labels_u.clamp(min=0).unsqueeze(1))[:, 0]
+        scaled_u = transformed(z_u, None, None, self.call.temperature, cuts_Ku.dtype)  # rounded as in `pull`
+        log_prob_u = scaled_u.double() - peak_u - sum_u.log()
+        there_u = (z_u >= cut_u) & (z_u > -torch.inf)
+        cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u, peak_u, sum_u
+        cuts_Ku[_LOG_PROB] = log_prob_u.where(there_u, -torch.inf)
+        cuts_Ku[_ROUNDED] = (log_prob_u - cuts_Ku[_LOG_PROB]).where(there_u, 0.0)
 
 
 def check_equal_shards(shards_R4: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, token_terms
+from megatron_ext.head.row_passes import nucleus as nucleus_pass
 from megatron_ext.head.validation.readable_values import has_values
 
 
@@ -42,6 +43,16 @@ def add_label_rows(out_VD: Tensor, *arguments: Any) -> None:
 def finish_dx(out_TD: Tensor, *arguments: Any) -> None:
     """See `label_terms.finish_dx`."""
     _run(label_terms, "finish_dx", out_TD, *arguments)
+
+
+def scale_rows(out_TD: Tensor, *arguments: Any) -> None:
+    """See `label_terms.scale_rows`."""
+    _run(label_terms, "scale_rows", out_TD, *arguments)
+
+
+def nucleus(z_TV: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """See `nucleus.nucleus`."""
+    return _side(z_TV, nucleus_pass).nucleus(z_TV, *arguments)
 
 
 def row_sums(x_TN: Tensor) -> Tensor:
@@ -120,3 +131,4 @@ _operator(logit_passes, "row_statistics", written=("stats_KT", "exp_TV", "shift_
 _operator(logit_passes, "row_gradient", written=("out_TV",))
 _operator(label_terms, "add_label_rows", written=("out_VD",))
 _operator(label_terms, "finish_dx", written=("out_TD",))
+_operator(label_terms, "scale_rows", written=("out_TD",))

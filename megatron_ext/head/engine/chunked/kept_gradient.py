@@ -37,7 +37,9 @@ class Kept:
     def chunks(self) -> list[slice]:
         """Of all tokens: none is of kept ones and others."""
         parts = slice(0, self.tokens), slice(self.tokens, self._plan.tokens)
-        options = self._plan.call.chunk_tokens, self._source.w_VD.shape[0], self._source.x_TD, 0
+        x_TD, w_VD = self._source.x_TD, self._source.w_VD
+        tokens = self._plan.call.chunk_tokens or (chunk_sizes.summed_tokens(w_VD) if x_TD.is_cuda else None)
+        options = tokens, w_VD.shape[0], x_TD, 0
         return [rows for part in parts for rows in chunk_sizes.product_chunks(part, *options)]
 
     def write(self, rows: slice, readout: Any, raw_tV: Any, logits: list[Tensor], stats_Kt: Tensor) -> None:

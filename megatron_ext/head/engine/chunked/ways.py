@@ -168,13 +168,19 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.Kept | None) -> list[slice]:
     if kept is not None:
         return kept.chunks()
-    return plan.chunks() or _row_chunks(plan, _leaf_spans(made)[-1].stop)
+    columns, source, call = _leaf_spans(made)[-1].stop, made[0][0], plan.call
+    if not source.x_TD.is_cuda or call.fixed:
+        return plan.chunks() or _row_chunks(plan, columns)
+    tokens = call.chunk_tokens or chunk_sizes.summed_tokens(source.w_VD)
+    return plan.chunks() or chunk_sizes.chunks(slice(0, plan.tokens), tokens, columns, True)
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
     if plan.call.fixed:
         return fixed_chunks(plan.call, plan.tokens, 0, columns)
-    return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns)
+    if plan.target_T.is_cuda and not plan.needs_logits and not plan.call.chunk_tokens:
+        return [slice(0, plan.tokens)]  # each pass is one launch, and nothing is made of a chunk
+    return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns, plan.target_T.is_cuda)
 
 
 def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:

@@ -48,10 +48,10 @@ class NormalisedSides(OfTwoSides):
         """The gradient of the student's logits, without the student's probability as a factor."""
         raise NotImplementedError
 
-    def chunks(self, tokens: int) -> list[slice]:
+    def chunks(self, tokens: int, on_gpu: bool) -> list[slice]:
         """By the width of an equal shard: all ranks must cut the tokens alike."""
         width = -(-self.call.vocab.size // self.call.ranks)
-        return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width)
+        return chunk_sizes.chunks(slice(0, tokens), self.call.chunk_tokens, width, on_gpu)
 
     def scan(self, chunk: Chunk) -> None:
         self.scan_leaves([self], [chunk])

@@ -1,0 +1,47 @@
+"""The nucleus of top-p sampling: how far down the logits of a token are kept, and what they add up to.
+
+`kernels/nucleus.py` has the same function in Triton, which does not sort. Legend: T tokens, V vocabulary columns.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
+from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.vocabulary_order import blocks
+
+
+def nucleus(
+    z_TV: Tensor, top_p: float, temperature: float, multiply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the smallest logit that is kept, `[T]` in their dtype; the largest over the temperature, `[T]` in
+    fp32 (fp64 for fp64), never below the least finite number; and the sum of the kept ones' exponentials relative to
+    it, `[T]` in fp64, 1 in a row of -inf.
+
+    Kept is each logit above which lies less probability than `top_p`, so that all equals of the last one are.
+
+    Args:
+        z_TV: whole rows of the vocabulary, any floating dtype.
+        top_p: in (0, 1].
+        multiply: what makes the products of prefix sums, where these are made by products.
+    """
+    dtype = accumulation_dtype(z_TV.dtype)
+    cut_T, peak_T = z_TV.new_empty(z_TV.shape[0]), z_TV.new_empty(z_TV.shape[0], dtype=dtype)
+    sum_T = peak_T.new_empty(peak_T.shape, dtype=torch.float64)
+    for at in blocks(z_TV):
+        falling = z_TV[at].sort(dim=-1, descending=True).values
+        scaled = transformed(falling, None, None, temperature, dtype)
+        peak_t1 = scaled[:, :1].clamp(min=torch.finfo(dtype).min)
+        exp = (scaled - peak_t1).exp_()
+        mass = prefix_sums(exp, torch.float64, multiply)  # over a whole vocabulary fp32 would lose digits
+        before = F.pad(mass[:, :-1], (1, 0))
+        inside = (before < top_p * mass[:, -1:]) & (exp > 0)
+        cut_t1 = falling.gather(1, inside.sum(1, keepdim=True).clamp(min=1) - 1)
+        last_t1 = (falling >= cut_t1).sum(1, keepdim=True).clamp(min=1) - 1  # of all that equal the cut
+        sum_t = mass.gather(1, last_t1)[:, 0]
+        cut_T[at], peak_T[at] = cut_t1[:, 0], peak_t1[:, 0]
+        sum_T[at] = sum_t.masked_fill(sum_t == 0, 1.0)
+    return cut_T, peak_T, sum_T
