@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_numerics, record
+from benchmarks import gpu_numerics, gpu_reads, record
 from benchmarks.cases import GPU_CASES, Case
 from benchmarks.implementations import Implementation, available, ours
 from benchmarks.measure import (
@@ -258,6 +258,8 @@ def main(out: Path | None, seconds: float, rehearse: bool, more: list[Implementa
                 impls = [impl for impl in [*impls, *(more or [])] if stage_of(impl) == stage]
                 run.case(case, group, impls, absent if stage == 2 else [])
             if stage == 1:
+                for case in cases:
+                    gpu_reads.measure(run, case, drawn(case))
                 gpu_numerics.measure(run, group, machine.device, rehearse)
     rows = record.read(out)
     print("\n" + record.table(row for row in rows if row.metric != NOT_MEASURED))

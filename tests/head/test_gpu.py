@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_ext import linear_cross_entropy, linear_log_probs, vocab_parallel_cross_entropy
+from megatron_ext.head import LmHead, Logits, Sampled, TopK
 from megatron_ext.head.engine import chunk_sizes
 from tests.devices import GPU
 from tests.head.problems import OPTIONS, Problem, error
@@ -255,6 +256,32 @@ def test_rows_wider_than_a_program(cache):
         far = (found.cpu().double() - expected).norm(dim=1)
         rows = expected.norm(dim=1) > 1e-3  # of dW those of words that have some probability
         assert (far[rows] < allowed * expected.norm(dim=1)[rows]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("of", ["hidden states", "logits"])
+def test_chosen_and_sampled(of, dtype):
+    """Top-k, top-p and their log-probabilities, whose kernels sort nothing, beside those in fp64 on the CPU."""
+    problem = Problem((6, 5) if ON_GPU else (5,), 8, 300 if ON_GPU else 70, dtype)
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    labels = (hidden.double() @ weight.double().t()).argmax(-1)
+    found = []
+    for device, to in ((GPU, dtype), ("cpu", torch.float64)):
+        leaves = [x.to(device, to).requires_grad_() for x in (hidden, weight)]
+        of_hidden = of == "hidden states"
+        source = LmHead(leaves[1]) if of_hidden else Logits((leaves[0] @ leaves[1].t()).to(dtype).to(to))
+        asked = TopK(5), Sampled(labels.to(device), top_k=7), Sampled(labels.to(device), top_p=0.8)
+        (values, ids), *sampled = source.read(*leaves[:of_hidden], *asked)
+        total = sum(
+            (x * torch.linspace(1, 2, x.numel(), device=device).view(x.shape)).sum() for x in (values, *sampled)
+        )
+        found.append([ids, values, *sampled, *torch.autograd.grad(total, leaves)])
+    (ids, *results, dx, dw), (true_ids, *truth, true_dx, true_dw) = found
+    assert ids.cpu().equal(true_ids)
+    for ours, true in zip(results, truth, strict=True):
+        torch.testing.assert_close(ours.detach().cpu().double(), true.detach(), rtol=1e-5, atol=1e-5)
+    for ours, true in ((dx, true_dx), (dw, true_dw)):
+        assert error(ours.cpu(), true) < (2**-7 if dtype == torch.bfloat16 else 1e-5) * 4
 
 
 def test_twins_agree():

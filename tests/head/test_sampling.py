@@ -22,6 +22,7 @@ from megatron_ext.head import (
     vocab_parallel_log_softmax,
 )
 from megatron_ext.head.readouts import top_k_filter, top_p_filter
+from megatron_ext.head.row_passes import selection
 from tests.head.problems import error
 from tests.marks import slow
 from tests.ranks import ranks
@@ -110,7 +111,8 @@ def test_ties_of_narrow_logits(dtype):
 @pytest.mark.parametrize("device", ["cpu", "as on a GPU"])
 def test_more_equals_than_k(device):
     """Far more columns than k equal the k-th, on some ranks or all: each is kept and has its share of the gradient."""
-    with mock.patch.object(top_k_filter, "_is_free_to_look", return_value=device == "cpu"):
+    looks = {"is_free_to_look": mock.Mock(return_value=device == "cpu")}
+    with mock.patch.multiple(top_k_filter, **looks), mock.patch.multiple(selection, **looks):
         check_more_equals_than_k()
 
 

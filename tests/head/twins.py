@@ -15,9 +15,13 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import logit_passes as twin
+from megatron_ext.head.kernels import nucleus as twin_nucleus
+from megatron_ext.head.kernels import selection as twin_selection
 from megatron_ext.head.kernels import token_terms as twin_tokens
 from megatron_ext.head.row_passes import label_terms as plain_terms
 from megatron_ext.head.row_passes import logit_passes as plain
+from megatron_ext.head.row_passes import nucleus as plain_nucleus
+from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes import token_terms as plain_tokens
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
@@ -170,6 +174,50 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], **tolerance(dtype))
     assert results[2].equal(results[3])
+    scaled = [x.new_empty(x.shape) for _ in range(2)]
+    for side, out in zip((plain_terms, twin_terms), scaled, strict=True):
+        side.scale_rows(out, x, scale)
+    assert scaled[1].equal(scaled[0])
+
+
+def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, temperature: float) -> None:
+    """Rows of -inf and with some, of equals, zeros of both signs, NaN and infinity; and rows that begin anywhere."""
+    generator = torch.Generator().manual_seed(columns)
+    z = (size * torch.randn(9, columns + 3, generator=generator)).to(device, dtype)
+    if columns > 20:
+        z[1], z[2, ::3], z[3] = -torch.inf, -torch.inf, 2.5
+        z[4, :columns:2], z[5, 3], z[5, 4], z[6, 7], z[7, 7] = 1.5, 0.0, -0.0, torch.nan, torch.inf
+    for top_p in (0.1, 0.9, 0.999):
+        for rows in (z[:, :columns].contiguous(), z[:, 3:]):
+            found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
+            (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
+            torch.testing.assert_close(twin_cut, cut, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(twin_peak, peak, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(twin_total, total, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
+    """Of many equal numbers, so that rows have more of the k-th than candidates, as many, and none."""
+    generator = torch.Generator().manual_seed(columns)
+    z = torch.randn(7, columns + 5, generator=generator).to(device, dtype)[:, :columns]
+    z[1], z[2] = 1.0, z[2].clamp(max=0.5)
+    z[3, -1], z[4] = torch.nan, -torch.inf
+    groups = columns // 64
+    maxima = [s.group_maxima(z, groups, 64) for s in (plain_selection, twin_selection)]
+    torch.testing.assert_close(maxima[1], maxima[0], rtol=0.0, atol=0.0, equal_nan=True)
+    k, candidates = min(5, columns), min(9, columns)
+    largest, places = z.nan_to_num(nan=7.0).topk(candidates, 1)
+    counts = [s.equal_counts(z.nan_to_num(nan=7.0), largest, k) for s in (plain_selection, twin_selection)]
+    assert counts[1].equal(counts[0])
+    value = torch.randn(7, generator=generator).to(device, dtype)
+    value[::3] = 0.0
+    besides = torch.cat([places, torch.full((7, 1), -1, device=device), torch.full((7, 1), columns, device=device)], 1)
+    begun = torch.randn(7, columns, generator=generator).to(device, dtype)
+    added = [begun.clone() for _ in range(2)]
+    for side, out in zip((plain_selection, twin_selection), added, strict=True):
+        side.add_at_equals(out, z, largest[:, k - 1].to(dtype), value, besides)
+    assert added[1].equal(added[0])
+    assert added[0].equal(begun) == (columns <= candidates)
 
 
 def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict, grads: list[str]) -> None:
@@ -250,6 +298,11 @@ def comparisons():
         (compare_token_terms, (dtype, ranks, call, grads))
         for dtype, ranks, (call, grads) in itertools.product((torch.float32, torch.float64), (1, 3), TOKEN_CALLS)
     ]
+    terms += [(compare_nucleus, (dtype, 41, 3.0, 0.7)) for dtype in DTYPES]
+    terms += [
+        (compare_nucleus, (torch.float32, *case)) for case in ((1, 1.0, 1.0), (1500, 1.0, 1.0), (3000, 40.0, 0.7))
+    ]
+    terms += [(compare_selection, case) for case in itertools.product(DTYPES, (1, 9, 130, 4500))]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]
     plainly, all_options = (False,) * 5, (True,) * 5
     sampled = [

@@ -16,7 +16,7 @@ from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
 
 

@@ -15,7 +15,7 @@ from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import row_statistics
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
+from megatron_ext.head.row_passes.dispatch import add_at_equals, equal_counts
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
-from megatron_ext.head.row_passes.vocabulary_order import blocks, largest_columns
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.head.row_passes.row_blocks import blocks
+from megatron_ext.head.row_passes.selection import is_free_to_look
+from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 
 # Rows: the label's logit, how many columns equal the k-th candidate, k candidates, and, which stay here, further
 # candidates and the columns of all.
@@ -88,7 +90,7 @@ class TopKFiltered(Filtered):
             stats_Kt[_VALUES : _VALUES + sent, at] = z_Ku[:sent]
             own_Kt[: found - sent, at] = z_Ku[sent:]
             columns_Kt[:found, at] = columns_uK.t().to(columns_Kt.dtype)
-            stats_Kt[_EQUAL, at] = _equal_to_kth(z_uV, z_uK, sent).to(stats_Kt.dtype)
+            stats_Kt[_EQUAL, at] = equal_counts(z_uV, z_uK, sent).to(stats_Kt.dtype)
             label_u1 = (labels_t[at] - vocab.start).where(own_u, 0).unsqueeze(1)
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
@@ -160,7 +162,7 @@ class TopKFiltered(Filtered):
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
         """On CPU, where it costs no wait to see that no token of the chunk has equals beyond its candidates: not."""
         tied_t = saved[4][rows]
-        return not _is_free_to_look(tied_t) or bool(tied_t.any())
+        return not is_free_to_look(tied_t) or bool(tied_t.any())
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
@@ -168,48 +170,15 @@ class TopKFiltered(Filtered):
         """Of tokens whose k-th logit has more equals here than candidates: theirs, found by reading the logits."""
         kth_t, tied_t = saved[3][rows], saved[4][rows]
         value_t = -self._counted(saved, rows, grad) * tied_t / self.call.temperature
-        tied = tied_t.nonzero()[:, 0] if _is_free_to_look(tied_t) else None
         columns_tK, counted = saved[2][rows], self.call.vocab.counted
         labels_t = self.labels_T[rows]
         besides_tK = torch.cat([columns_tK, (labels_t - self.call.vocab.start).unsqueeze(1)], 1)
         if first:
             out_tV.zero_()
-        _add_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK, tied)
+        kth_t, value_t = kth_t.to(logits[0].dtype), value_t.to(out_tV.dtype)
+        add_at_equals(out_tV[:, :counted], logits[0], kth_t, value_t, besides_tK)
 
     def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
         """The gradient, 0 for labels that are not kept or do not count; fp64."""
         counts_t = (saved[0][rows] > -torch.inf) & (self.labels_T[rows] != self.ignore_index)
         return grad[rows].double().where(counts_t, 0.0)
-
-
-def _add_equals(
-    out_tV: Tensor, z_tV: Tensor, kth_t: Tensor, value_t: Tensor, besides_tK: Tensor, tied: Tensor | None
-) -> None:
-    """Add a token's value at its columns that equal its k-th logit, `besides_tK` aside, which have theirs already."""
-    kth_t, value_t = kth_t.to(z_tV.dtype), value_t.to(out_tV.dtype)
-    z_tV = z_tV[:, : out_tV.shape[1]]
-    for at in blocks(z_tV) if tied is None else tied.split(64):
-        value_u1 = value_t[at].unsqueeze(1)
-        equal_uV = (z_tV[at] == kth_t[at].unsqueeze(1)) & (value_u1 != 0)
-        own_uK = (besides_tK[at] >= 0) & (besides_tK[at] < out_tV.shape[1])
-        there_uV = F.pad(equal_uV, (0, 1))  # one column more for what is not here
-        there_uV.scatter_(1, besides_tK[at].where(own_uK, out_tV.shape[1]), False)
-        out_tV[at] += value_u1.where(there_uV[:, :-1], 0.0)
-
-
-def _equal_to_kth(z_uV: Tensor, z_uK: Tensor, k: int) -> Tensor:
-    """How many columns of each row equal its k-th largest; `z_uK` at least the k largest."""
-    kth_u1 = z_uK[:, k - 1 : k]
-    count_u = (z_uK == kth_u1).sum(1)
-    if z_uK.shape[1] == z_uV.shape[1]:
-        return count_u
-    if not _is_free_to_look(z_uV):
-        return (z_uV == kth_u1).sum(1)
-    for rows in (z_uK[:, -1] == kth_u1[:, 0]).nonzero()[:, 0].split(64):
-        count_u[rows] = (z_uV[rows] == kth_u1[rows]).sum(1)
-    return count_u
-
-
-def _is_free_to_look(x: Tensor) -> bool:
-    """Whether a branch may depend on values without waiting for a device."""
-    return has_values(x) and not x.is_cuda

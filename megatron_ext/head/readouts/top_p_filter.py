@@ -26,7 +26,7 @@ from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
 from megatron_ext.head.validation.readable_values import raise_if
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, token_terms
+from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, selection, token_terms
 from megatron_ext.head.row_passes import nucleus as nucleus_pass
 from megatron_ext.head.validation.readable_values import has_values
 
@@ -53,6 +53,21 @@ def scale_rows(out_TD: Tensor, *arguments: Any) -> None:
 def nucleus(z_TV: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See `nucleus.nucleus`."""
     return _side(z_TV, nucleus_pass).nucleus(z_TV, *arguments)
+
+
+def group_maxima(z_TV: Tensor, *arguments: Any) -> Tensor:
+    """See `selection.group_maxima`."""
+    return _side(z_TV, selection).group_maxima(z_TV, *arguments)
+
+
+def equal_counts(z_TV: Tensor, *arguments: Any) -> Tensor:
+    """See `selection.equal_counts`."""
+    return _side(z_TV, selection).equal_counts(z_TV, *arguments)
+
+
+def add_at_equals(out_TV: Tensor, *arguments: Any) -> None:
+    """See `selection.add_at_equals`."""
+    _side(out_TV, selection).add_at_equals(out_TV, *arguments)
 
 
 def row_sums(x_TN: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 
 
 def nucleus(

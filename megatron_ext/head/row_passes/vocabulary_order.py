@@ -6,6 +6,8 @@ Legend: T tokens, N candidates.
 import torch
 from torch import Tensor
 
+from megatron_ext.head.row_passes.dispatch import group_maxima
+
 _GROUP = 64  # columns
 
 
@@ -21,7 +23,7 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     groups, rest = divmod(z_TV.shape[1], _GROUP)
     if groups < 2 * k:
         return _first(z_TV, torch.arange(z_TV.shape[1], device=z_TV.device), k, any_equals)
-    largest_TN = z_TV[:, : groups * _GROUP].unflatten(1, (groups, _GROUP)).amax(-1)
+    largest_TN = group_maxima(z_TV, groups, _GROUP)
     found_TK = largest_columns(largest_TN, k, any_equals)
     ids_TN = (found_TK.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=z_TV.device)).flatten(1)
     if rest:
@@ -42,13 +44,6 @@ def largest(z_TN: Tensor, ids_TN: Tensor, k: int) -> Tensor:
         order = z_TN.gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices[:, :k]
         return by_id.gather(-1, order)
     return _keys(z_TN, ids_TN).topk(k, -1).indices
-
-
-def blocks(z_TV: Tensor, more: float = 1) -> list[slice]:
-    """Rows to work on at a time with a few temporaries of their size, or of a `more`th of it: a small part of them."""
-    tokens, columns = z_TV.shape
-    step = max(1, int(more * (1 << (24 if z_TV.is_cuda else 16))) // max(columns, 1))
-    return [slice(at, min(at + step, tokens)) for at in range(0, tokens, step)]
 
 
 def _keys(z_TN: Tensor, ids_TN: Tensor) -> Tensor:

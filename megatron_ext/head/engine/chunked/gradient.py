@@ -17,7 +17,7 @@ from megatron_ext.head.readouts.read_out import AtColumns, AtPlaces
 from megatron_ext.head.row_passes.dispatch import row_gradient
 from megatron_ext.head.row_passes.fixed_order_sums import sums_of_equals
 from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 
 
 def logits_of_chunk(plan: Plan, made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:

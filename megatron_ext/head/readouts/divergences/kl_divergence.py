@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
-from megatron_ext.head.row_passes.vocabulary_order import blocks
+from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.option_checks import one_of
 
 Direction = Literal["forward", "reverse"]
