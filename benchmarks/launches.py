@@ -247,6 +247,10 @@ def _finish_dx(given: dict[str, Any]) -> Traffic:
     return _bytes(product_TD) + rows, _bytes(given["out_ptr"]), 0
 
 
+def _scale_rows(given: dict[str, Any]) -> Traffic:
+    return _bytes(given["x_ptr"]), _bytes(given["out_ptr"]), 0
+
+
 def _of_tokens(given: dict[str, Any]) -> Traffic:
     """A few numbers per token: all that it is given is read or written."""
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
@@ -261,6 +265,7 @@ KERNELS: dict[str, Callable[[dict[str, Any]], Traffic]] = {
     "_label_parts_kernel": _label_parts,
     "_label_rows_kernel": _label_rows,
     "_finish_dx_kernel": _finish_dx,
+    "_scale_rows_kernel": _scale_rows,
     "fixed_product_kernel": _fixed_product,
     "_combined_kernel": _of_tokens,
     "_token_gradient_kernel": _of_tokens,

@@ -119,7 +119,7 @@ def test_instructions_on_hopper(shard):
     found = by_name(launches(SHARDS[shard], cache=0.5))
     long_rows = blocks.whole_row(SHARDS[shard], SHARDS[shard], more=False, double=False) is None
     of_logits = {"row_gradient", "long_row" if long_rows else "whole_row"}
-    assert found.keys() == of_logits | {"label_rows", "finish_dx", "combined", "token_gradient"}
+    assert found.keys() == of_logits | {"label_rows", "finish_dx", "scale_rows", "combined", "token_gradient"}
     for launch in found.values():
         launch.check_spills()
         used = launch.resources()
@@ -174,6 +174,30 @@ def test_label_rows_on_hopper():
         launch.check_spills()
         assert 2 * 32 * launch.arguments["num_warps"] * launch.resources()["REG"] <= 65536, launch.name
         assert max(launch.loads()) == 16, launch.name
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_nucleus_on_hopper(dtype):
+    """Two programs an SM, nothing spilled, and so many instructions a logit and pass that its eleven passes take less
+    than a sort; what a top-k scans is loaded 16 bytes at a time where every row is read."""
+    from megatron_ext.head.kernels import nucleus, selection
+    from tests.head.as_on_cuda import cuda_branches
+    from tests.head.hopper import recorded
+
+    z = torch.zeros(4, 128256, dtype=dtype)
+    with cuda_branches(), recorded() as found:
+        nucleus.nucleus(z, 0.9, 1.0, torch.mm)
+        selection.group_maxima(z, 2004, 64)
+    for launch in found:
+        launch.check_spills()
+        assert 2 * 32 * launch.arguments["num_warps"] * launch.resources()["REG"] <= 65536, launch.name
+    of_pass = min(
+        len(loop) for loop in found[0].loops() if any("MUFU.EX2" in text for text in loop[-200:]) and len(loop) > 400
+    )
+    assert of_pass <= 45 * 8 * blocks.NUCLEUS / 256
+    assert max(found[1].loads()) == 16
 
 
 @compiled

@@ -1,4 +1,5 @@
-"""`add_label_rows` and `finish_dx` in Triton: arguments and results as in `megatron_ext.head.row_passes.label_terms`.
+"""`add_label_rows`, `finish_dx` and `scale_rows` in Triton, with the arguments and results of
+`megatron_ext.head.row_passes.label_terms`.
 
 Every number is summed by one program in an order that the labels decide, so results are the same bits from run to run,
 and nothing is read back to the host.
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
-from megatron_ext.head.kernels.logits import rowwise
+from megatron_ext.head.kernels.logits import rowwise, writable
 
 # Tokens that one program adds up one after the other. A label that more of them have is summed in two passes: at 128k
 # tokens of one label 256 in the first and 512 sums in the second.
@@ -171,6 +172,15 @@ def _finish_dx_kernel(
     tl.store(out_ptr, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _scale_rows_kernel(out_ptr, x_ptr, scale_ptr, out_stride, x_stride, width, BLOCK_D: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    scale = tl.load(scale_ptr + token)
+    x = tl.load(x_ptr + token * x_stride + columns, mask=columns < width, other=0.0).to(scale.dtype)
+    tl.store(out_ptr + token * out_stride + columns, (scale * x).to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
 def add_label_rows(
     out_VD: Tensor,
     x_TD: Tensor,
@@ -286,9 +296,22 @@ def finish_dx(
 
 
 def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
-    """`out = scale * x`: dx of tokens without a label. See `megatron_ext.head.row_passes.label_terms.scale_rows`."""
-    nowhere_T = torch.full_like(scale_T, -1, dtype=torch.int64)
-    finish_dx(out_TD, rowwise(x_TD), scale_T, nowhere_T, scale_T, x_TD, None, None)
+    """At the speed of memory. See `megatron_ext.head.row_passes.label_terms.scale_rows`."""
+    (tokens, width), x_TD = x_TD.shape, rowwise(x_TD)
+    if x_TD.numel() == 0:
+        return
+    block_d, warps = blocks.sizes(blocks.WIDTH, width, scale_T.dtype == torch.float64)
+    with torch.cuda.device_of(out_TD):
+        _scale_rows_kernel[(tokens, triton.cdiv(width, block_d))](
+            writable(out_TD),
+            x_TD,
+            scale_T.contiguous(),
+            out_TD.stride(0),
+            x_TD.stride(0),
+            width,
+            BLOCK_D=block_d,
+            num_warps=warps,
+        )
 
 
 _ASIDE = 64
