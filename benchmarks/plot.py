@@ -1,15 +1,14 @@
 """Pictures of the head's time and memory, from the committed rows: `python -m benchmarks.plot`.
 
 docs/figures/head_cache.png: both against `cache`. docs/figures/head_overview.png: both beside other heads, as
-measured on a CPU and as computed for an H200, each panel with the word.
+measured on a CPU and on an H200.
 """
 
 import argparse
 from pathlib import Path
 
-from benchmarks.cases import MEGATRON, cpu_cases
+from benchmarks.cases import GPU_CASES, MEGATRON, cpu_cases
 from benchmarks.implementations import kept_by_default
-from benchmarks.plan import A, B
 from benchmarks.record import RESULTS, Row, read
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
@@ -30,8 +29,9 @@ STYLE = {
     "xtick.color": TEXT,
     "ytick.color": TEXT,
 }
-# Beside the line: the ones a reader knows.
+# The ones a reader knows, by what the pictures call them.
 BESIDE = {MEGATRON: "Megatron unfused", "pytorch chunked": "PyTorch chunked"}
+OVERVIEW = BESIDE | {"megatron fused": "Megatron fused", "liger": "Liger", "verl's algorithm": "verl's algorithm"}
 
 
 def cache_figure(rows: list[Row], path: Path = FIGURES / "head_cache.png") -> Path:
@@ -84,24 +84,25 @@ def _panel(axes, rows: list[Row], first: bool) -> None:
         axes.legend(frameon=False, fontsize=8, loc="lower center")
 
 
-def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURES / "head_overview.png") -> Path:
+def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES / "head_overview.png") -> Path:
     """Time to the right and memory upwards, Megatron's unfused head at (1, 1): lower left is better."""
     import matplotlib
     from matplotlib.figure import Figure
 
     panels = (
-        ("Measured on a CPU", cpu_cases()[1], measured, "time", MEMORY),
-        ("Computed, not measured: H200", A, planned, *PLANNED),
-        ("Computed, not measured: H200, one of 8", B, planned, *PLANNED),
+        ("Two CPU cores", cpu_cases()[1], on_cpu),
+        ("One H200", GPU_CASES[0], on_gpu),
+        ("One H200, a shard of 8", GPU_CASES[1], on_gpu),
     )
     with matplotlib.rc_context(STYLE | {"axes.titlesize": 9.5}):
         picture = Figure(figsize=(11.4, 3.6), layout="constrained")
-        for axes, (title, case, rows, time, memory) in zip(picture.subplots(1, 3), panels, strict=True):
+        for axes, (title, case, rows) in zip(picture.subplots(1, 3), panels, strict=True):
             found: dict[str, dict[str, float]] = {}
             for row in rows:
-                if row.case == case.name and row.metric in (time, memory):
-                    found.setdefault(row.impl.removesuffix(", H200"), {})[row.metric] = row.p50
-            places = {name: (by[time], by[memory]) for name, by in found.items() if len(by) == 2}
+                known = row.impl in OVERVIEW or row.impl.startswith("ours, ")
+                if row.case == case.name and row.metric in ("time", MEMORY) and known:
+                    found.setdefault(row.impl, {})[row.metric] = row.p50
+            places = {name: (by["time"], by[MEMORY]) for name, by in found.items() if len(by) == 2}
             _places(axes, places)
             sizes = f"T {case.tokens}, D {case.width}, V {case.vocab}; default: cache {kept_by_default(case):.3g}"
             axes.set_title(f"{title},\n{sizes}")
@@ -110,9 +111,6 @@ def overview_figure(measured: list[Row], planned: list[Row], path: Path = FIGURE
         picture.axes[0].set_ylabel("peak memory, Megatron unfused = 1")
         picture.savefig(path, dpi=110)
     return path
-
-
-PLANNED = ("planned time", "peak / (T V / R)")  # plan.py's names
 
 
 # Labels of one place in time are so far apart in memory at least; and what is one place, in the axes' units.
@@ -125,7 +123,7 @@ def _places(axes, places: dict[str, tuple[float, float]]) -> None:
     labels: list[tuple[float, float]] = []
     for name, (x, y) in sorted(places.items(), key=lambda place: -place[1][1]):
         own = name.startswith("ours, ")
-        color, label = (OURS, name.removeprefix("ours, ")) if own else (TEXT, BESIDE.get(name, "Megatron fused"))
+        color, label = (OURS, name.removeprefix("ours, ")) if own else (TEXT, OVERVIEW[name])
         axes.plot(x / seconds, y / peak, "o", color=OURS if own else PEERS, markersize=8 if own else 6)
         at = min([y / peak, *(above - _APART for right, above in labels if abs(right - x / seconds) < _TOGETHER)])
         labels.append((x / seconds, at))
@@ -150,7 +148,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS / "cpu.csv")
     measured = read(parser.parse_args().results)
     print(cache_figure(measured))
-    print(overview_figure(measured, read(RESULTS / "plan.csv")))
+    print(overview_figure(measured, read(RESULTS / "nvidia-h200.csv")))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,16 @@ def test_label_rows_on_hopper():
 
 @compiled
 @pytest.mark.slow
+@pytest.mark.parametrize("of_logits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=["fp64", "fp16"])
+def test_what_is_not_benchmarked_compiles_too(dtype, of_logits):
+    """The interpreter runs what Triton refuses, as an operation of fp32 beside a return that fp64 takes."""
+    for options in ({"temperature": 0.7}, {k: v for k, v in EVERYTHING.items() if k != "bias" or not of_logits}):
+        assert launches(301, dtype=dtype, of_logits=of_logits, **options, **({} if of_logits else {"cache": 0.5}))
+
+
+@compiled
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_nucleus_on_hopper(dtype):
     """Two programs an SM, nothing spilled, and so many instructions a logit and pass that its eleven passes take less

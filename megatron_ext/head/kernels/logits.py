@@ -73,8 +73,10 @@ def transformed(row, z, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr
 def over(z, temperature):
     """`z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units."""
     if z.dtype == tl.float64:
-        return z / temperature
-    return tl.div_rn(z, temperature)
+        z = z / temperature
+    else:  # not behind a return: Triton would compile it for fp64, which `div_rn` does not take
+        z = tl.div_rn(z, temperature)
+    return z
 
 
 @triton.jit
