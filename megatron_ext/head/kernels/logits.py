@@ -71,12 +71,11 @@ def transformed(row, z, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr
 
 @triton.jit
 def over(z, temperature):
-    """`z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units."""
-    if z.dtype == tl.float64:
-        z = z / temperature
-    else:  # not behind a return: Triton would compile it for fp64, which `div_rn` does not take
-        z = tl.div_rn(z, temperature)
-    return z
+    """`z / temperature`, rounded as IEEE has it: Triton's own division of fp32 may be off by two units.
+
+    In one expression: behind a return Triton would compile `div_rn` for fp64 too, which it does not take.
+    """
+    return z / temperature if z.dtype == tl.float64 else tl.div_rn(z, temperature)
 
 
 @triton.jit

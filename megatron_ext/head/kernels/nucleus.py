@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import exp, over, rowwise
-from megatron_ext.head.kernels.row_sums import lowest
+from megatron_ext.head.kernels.statistics.row_sums import lowest
 from megatron_ext.head.row_passes import nucleus as plain
 
 _PLACES, _STEPS = tl.constexpr(8), tl.constexpr(8)

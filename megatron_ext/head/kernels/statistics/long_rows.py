@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from megatron_ext.head.kernels.logits import FAR, exp, logits
-from megatron_ext.head.kernels.row_sums import NOWHERE, label_logit, lowest, put_label_out, sums, write_statistics
+from megatron_ext.head.kernels.statistics.row_sums import (
+    NOWHERE,
+    label_logit,
+    lowest,
+    put_label_out,
+    sums,
+    write_statistics,
+)
 
 _REACH = tl.constexpr(20.0)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_ext.head.kernels import blocks
 from megatron_ext.head.kernels.logits import rowwise, writable
-from megatron_ext.head.kernels.long_rows import long_row_kernel
-from megatron_ext.head.kernels.whole_rows import whole_row_kernel
+from megatron_ext.head.kernels.statistics.long_rows import long_row_kernel
+from megatron_ext.head.kernels.statistics.whole_rows import whole_row_kernel
 
 
 def row_statistics(
