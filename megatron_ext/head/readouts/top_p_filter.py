@@ -1,11 +1,11 @@
 """Top-p (nucleus) filtering of a vocabulary-parallel distribution, and the log-probability of a label under it.
 
-Top-p sorts the logits of a token in descending order and keeps the shortest prefix whose probability reaches p, with
-all logits that equal its last one. The prefix may be the whole vocabulary, so a rank needs all logits of a token to
-find it: an all-to-all gives each rank all columns of some tokens of a chunk. It finds their prefixes, and sends the
-smallest logit kept and the lse of the kept ones to the others. If there are so few tokens that one chunk holds them,
-every rank gathers all of them instead. The sizes of an all-to-all must be known on both sides, so the ranks first
-exchange the sizes of their shards.
+Of the logits of a token in descending order top-p keeps the shortest prefix whose probability reaches p, with all that
+equal its last one (`row_passes/nucleus.py`). The prefix may be the whole vocabulary, so a rank needs all logits of a
+token to find it: an all-to-all gives each rank all columns of some tokens of a chunk. It finds their prefixes, and
+sends the smallest logit kept and the lse of the kept ones to the others. If there are so few tokens that one chunk
+holds them, every rank gathers all of them instead. The sizes of an all-to-all must be known on both sides, so the ranks
+first exchange the sizes of their shards.
 
 Legend: T tokens, t of a chunk, u of a chunk on this rank, V columns of this rank's vocabulary shard, R ranks, L whole
 vocabulary with the padding behind it.
