@@ -192,7 +192,6 @@ def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, 
             found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
             (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
             torch.testing.assert_close(twin_cut, cut, rtol=0.0, atol=0.0, equal_nan=True)
-            # Of a number torch divides by multiplying on CUDA, one unit off.
             torch.testing.assert_close(twin_peak, peak, rtol=2e-7, atol=0.0, equal_nan=True)
             torch.testing.assert_close(twin_total, total, rtol=1e-6, atol=0.0, equal_nan=True)
 

@@ -161,8 +161,9 @@ def block_room(tokens: int, columns: int, like: Tensor) -> int:
 
 def summed_tokens(w_VD: Operand) -> int:
     """Tokens of a chunk on CUDA where dW is summed chunk by chunk: so many that their logits in fp32 take half of a
-    16-bit weight's memory. The sums take twice of it, and are read and written for each chunk."""
-    return _rounded(w_VD.shape[1] // 4, TILE_M)
+    16-bit weight's memory, or 64 MiB. The sums take twice of it, and are read and written for each chunk."""
+    columns, width = w_VD.shape
+    return _rounded(max(width // 4, _CUDA_BLOCK_BYTES // (4 * max(columns, 1))), TILE_M)
 
 
 class Tile(NamedTuple):

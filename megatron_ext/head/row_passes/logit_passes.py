@@ -214,8 +214,8 @@ def transformed(
         out.add_(bias)
     if softcap is not None:
         out.mul_(1.0 / softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:
-        out.div_(temperature)  # `* (1 / temperature)` would round twice
+    if temperature != 1.0:  # `* (1 / temperature)`, by which torch divides by a number on CUDA, would round twice
+        out.div_(out.new_full((), temperature) if out.is_cuda else temperature)
     return out
 
 

@@ -1,0 +1,28 @@
+"""How many tokens a chunk has on CUDA, where a test on a CPU sees no more of it than numbers."""
+
+import pytest
+import torch
+
+from megatron_ext.head.engine import chunk_sizes
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("columns, width", [(128256, 4096), (19008, 8192), (151936, 1024), (1000, 64), (32000, 4096)])
+def test_tokens_of_which_dw_is_summed(columns, width):
+    """Their fp32 logits take half of a 16-bit weight or 64 MiB, whichever is more, and hardly less: each chunk reads
+    and writes all of dW's sums."""
+    tokens = chunk_sizes.summed_tokens(torch.empty(columns, width, dtype=torch.bfloat16, device="meta"))
+    allowed = max(columns * width, 64 * MIB)
+    assert tokens % 128 == 0
+    assert 4 * columns * (tokens - 128) < allowed
+    assert 4 * columns * (tokens + 128) > 0.9 * allowed
+
+
+@pytest.mark.parametrize("columns", [0, 1, 1000, 128256])
+def test_tokens_of_logits_that_exist(columns):
+    """On CUDA eight times as many as on a CPU, where what is made of a chunk has to stay near the cache."""
+    on_cpu, on_gpu = (chunk_sizes.chunks(slice(0, 1 << 30), None, columns, gpu)[0].stop for gpu in (False, True))
+    assert on_cpu <= max(64, (1 << 24) // max(columns, 1))
+    assert on_gpu >= 7 * on_cpu or on_gpu == 1 << 27
+    assert chunk_sizes.chunks(slice(3, 30), 20, columns, True) == [slice(3, 23), slice(23, 30)]
