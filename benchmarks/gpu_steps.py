@@ -17,12 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 
 FAILED, SHORT_OF_TIME = 1, 2
-ROWS, PASSED = "rows.csv", "passed.txt"
+ROWS, PASSED, LAUNCHES = "rows.csv", "passed.txt", "launches.txt"
 
 
 def commands(folder: Path, rehearse: bool) -> dict[str, list[str]]:
     """The steps, in order: what is measured is compared with fp64 first, so it is right without the tests."""
     tests = [sys.executable, "-u", "-m", "pytest", "-m", "gpu", "-ra", f"--resume={folder / PASSED}"]
+    if rehearse:
+        tests.append(f"--launches={folder / LAUNCHES}")
     measurements = [sys.executable, "-u", "-m", "benchmarks.run", "gpu", "--out", str(folder / ROWS)]
     return {
         name: command + (["--rehearse"] if rehearse else [])

@@ -2,6 +2,7 @@ import gc
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported
@@ -26,6 +27,9 @@ def pytest_addoption(parser):
         "--resume", metavar="FILE", help="leave out the tests that FILE has as passed; add those that pass"
     )
     parser.addoption(
+        "--launches", metavar="FILE", help="with --rehearse: add each kind of launch of Triton's kernels to FILE"
+    )
+    parser.addoption(
         "--nccl-rules",
         choices=["lazy", "eager"],
         help="ranks talk over the backend with NCCL's rules instead of gloo; eager: as with a device_id",
@@ -37,6 +41,10 @@ def pytest_configure(config):
     choose_backend(config.getoption("nccl_rules"))
     if config.getoption("resume"):
         config.pluginmanager.register(Passed(config.getoption("resume")))
+    if config.getoption("launches"):
+        from tests import compiled_launches
+
+        compiled_launches.write_to(Path(config.getoption("launches")))
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))

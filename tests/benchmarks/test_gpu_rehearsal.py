@@ -51,6 +51,11 @@ def test_tests_and_measurements_rehearsed(tmp_path):
     ):
         assert f"tests/{file}.py::" in passed
 
+    command = [sys.executable, "-W", "ignore", "-m", "tests.compiled_launches", tmp_path / gpu_steps.LAUNCHES]
+    compiled = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr[-3000:]
+    assert int(compiled.stdout.split()[0]) > 100, compiled.stdout
+
     out = tmp_path / "rows.csv"
     measured = rows(out)
     for name in ("ours, cache 1", "ours, cache 0.5", "ours, cache 0", "megatron unfused", "megatron fused"):

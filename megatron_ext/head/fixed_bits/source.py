@@ -97,10 +97,10 @@ def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
     return kept_TV[rows, block]
 
 
-def chunks(call: Call, tokens: int, kept_tokens: int, columns: int) -> list[slice]:
-    """Tokens on a CPU in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
+def chunks(call: Call, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
+    """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
     given = slice(0, call.chunk_tokens or tokens)
-    first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns, False) or [given])[0]
+    first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns, on_gpu) or [given])[0]
     step = products.whole_blocks(first)
     parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
     return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]

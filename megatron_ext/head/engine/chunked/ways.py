@@ -177,7 +177,7 @@ def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gr
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
     if plan.call.fixed:
-        return fixed_chunks(plan.call, plan.tokens, 0, columns)
+        return fixed_chunks(plan.call, plan.tokens, 0, columns, plan.target_T.is_cuda)
     if plan.target_T.is_cuda and not plan.needs_logits and not plan.call.chunk_tokens:
         return [slice(0, plan.tokens)]  # each pass is one launch, and nothing is made of a chunk
     return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns, plan.target_T.is_cuda)

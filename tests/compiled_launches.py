@@ -1,0 +1,73 @@
+"""What a rehearsal launches, compiled for Hopper: Triton's interpreter runs what its compiler refuses.
+
+`pytest -m gpu --rehearse --launches=FILE` writes one line for each kind of launch of the package's kernels, and
+`python -m tests.compiled_launches FILE`, in a process without the interpreter, compiles them for such arguments.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton.language as tl
+
+ALIGNED = 16  # of which Triton makes kernels of their own
+
+
+def write_to(path: Path) -> None:
+    """From now on each new kind of launch in this process adds its line."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run, seen = InterpretedFunction.run, set()
+
+    def noted(kernel, *args, grid, warmup, **kwargs):
+        if kernel.fn.__module__.startswith("megatron_ext."):
+            given = [[_told(x) for x in args], {name: _told(x, constant=True) for name, x in kwargs.items()}]
+            kind = json.dumps([kernel.fn.__module__, kernel.fn.__name__, *given])
+            if kind not in seen:
+                seen.add(kind)
+                with path.open("a") as file:
+                    file.write(kind + "\n")
+        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = noted
+
+
+def _told(x: Any, constant: bool = False) -> Any:
+    """As JSON, and the same for arguments of which Triton makes the same kernel; a `constant` as it is."""
+    if isinstance(x, torch.Tensor):
+        return {"dtype": str(x.dtype).removeprefix("torch."), "aligned": x.data_ptr() % ALIGNED == 0}
+    if isinstance(x, tl.dtype):
+        return {"triton": str(x)}
+    if isinstance(x, int) and not isinstance(x, bool) and not constant:
+        return x if x in (0, 1) else {"number": ALIGNED if x % ALIGNED == 0 else 3}
+    return x
+
+
+def _made(told: Any) -> Any:
+    if not isinstance(told, dict):
+        return told
+    if "triton" in told:
+        return next(x for x in (tl.float64, tl.float32, tl.float16, tl.bfloat16, tl.int32) if str(x) == told["triton"])
+    if "number" in told:
+        return told["number"]
+    memory = torch.empty(256, dtype=getattr(torch, told["dtype"]))
+    return memory if told["aligned"] else memory[1:]
+
+
+def compile_all(path: Path) -> int:
+    """How many kinds of launch were compiled; ends with the first that is refused."""
+    from tests.head.hopper import recorded
+
+    kinds = [json.loads(line) for line in sorted(set(path.read_text().splitlines()))]
+    for module, name, args, kwargs in kinds:
+        kernel = getattr(importlib.import_module(module), name)
+        with recorded():
+            kernel[(1,)](*map(_made, args), **{key: _made(x) for key, x in kwargs.items()})
+    return len(kinds)
+
+
+if __name__ == "__main__":
+    print(f"{compile_all(Path(sys.argv[1]))} kinds of launch compiled for Hopper")
