@@ -1,7 +1,8 @@
 """How many tokens and vocabulary columns the head works on at a time, and for how many it keeps exponentials.
 
-On the CPU sizes are what was measured to be quick. On CUDA they follow from the device's figures and the shape: of the
-chunks that memory allows, the smallest whose products take about the least time.
+On the CPU sizes are what was measured to be quick. On CUDA those of the loss follow from the device's figures and the
+shape: of the chunks that memory allows, the smallest whose products take about the least time. Those of read-outs that
+take chunks of logits follow from memory alone.
 """
 
 import functools
@@ -66,13 +67,13 @@ def product_chunks(
 ) -> list[slice]:
     """`span` in pieces whose logits are made by a product with `x_TD`'s rows.
 
-    On CUDA they have at most `room` bytes, or 64 MiB, and as long as that allows they are large enough to read the
-    weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
+    On CUDA those of 16-bit operands have at most `room` bytes, or 64 MiB, and as long as that allows they are large
+    enough to read the weight seldom, in whole waves of tiles. `kept`: on CPU the logits turn into what is kept of them.
     """
     tokens = span.stop - span.start
     if chunk_tokens or tokens <= 0 or columns == 0 or not on_tensor_cores(x_TD):
         if chunk_tokens or x_TD.is_cuda:
-            return chunks(span, chunk_tokens, columns, x_TD.is_cuda)
+            return chunks(span, chunk_tokens, columns, on_gpu=False)
         most = max(columns, 1)
         if kept:
             return _stepped(span, _rounded(_CPU_KEPT_CHUNK // most, 64))

@@ -68,7 +68,8 @@ class TopPFiltered(Filtered):
         ranks, limit = self.call.ranks, self.call.chunk_tokens
         if ranks == 1:
             return None
-        found = chunk_sizes.chunks(slice(0, tokens), limit, self.width, on_gpu)
+        # On a GPU a quarter of what others take: a chunk, what is sent and what comes, and its rows, are there at once.
+        found = chunk_sizes.chunks(slice(0, tokens), limit, self.width * (4 if on_gpu else 1), on_gpu)
         most = max(limit // ranks, 1) if limit else _TOO_FEW_TO_SHARE // max(ranks * self.width, 1)
         if len(found) == 1 and tokens > max(most, 1):
             found = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
@@ -140,15 +141,17 @@ class TopPFiltered(Filtered):
     def _share_of_rows(self, z_tV: Tensor) -> tuple[slice, Tensor]:
         """Which tokens of the chunk are this rank's share, and their rows with the whole vocabulary."""
         ranks, tokens = self.call.ranks, z_tV.shape[0]
-        z_RuV = F.pad(self._padded(z_tV), (0, 0, 0, -tokens % ranks))
+        z_RuV = self._padded(z_tV, -tokens % ranks)
         z_RuV = collectives.all_to_all(z_RuV, self.call.group).unflatten(0, (ranks, -1))
         share, rank = z_RuV.shape[1], group_rank(self.call.group)
         mine = slice(min(rank * share, tokens), min((rank + 1) * share, tokens))
         return mine, z_RuV.transpose(0, 1)[: mine.stop - mine.start].flatten(1)
 
-    def _padded(self, z_tV: Tensor) -> Tensor:
-        """To the width of every rank's part. What pads lies past the vocabulary, and is never a candidate."""
-        return F.pad(z_tV, (0, self.width - z_tV.shape[1]))
+    def _padded(self, z_tV: Tensor, rows: int = 0) -> Tensor:
+        """To the width of every rank's part, and so many rows more. What pads lies past the vocabulary, and is never a
+        candidate."""
+        columns = self.width - z_tV.shape[1]
+        return F.pad(z_tV, (0, columns, 0, rows)) if columns or rows else z_tV
 
     def _owner(self, device: torch.device) -> Tensor:
         """`[T]`: the rank that cut each token."""

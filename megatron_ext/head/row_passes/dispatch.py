@@ -5,7 +5,7 @@ passes too: slow, and the same code as on CUDA.
 
 `torch.compile` sees each pass over logits, dx or dW as one operator, `torch.ops.megatron_ext.row_statistics` and so on,
 and leaves it whole: what is compiled runs the same code as what is not. What is made of a few numbers per token it
-compiles itself, from the plain functions.
+compiles itself, from the plain functions, and so it does the passes of top-k and top-p, which are slower then.
 """
 
 import functools

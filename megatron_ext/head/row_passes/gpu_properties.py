@@ -21,7 +21,7 @@ class Device(NamedTuple):
 
 # The H200's rates are what PyTorch reaches on one, in a copy (bytes read and written) and in a product of 8192 x 8192 x
 # 8192 in bf16 on random data. A step of the head alone takes what follows from them; one after the other, products come
-# to the limit of the card's power and run at 680 to 730 TFLOP/s. The others' are their data sheets' (3.35 and 8
+# to the limit of the card's power and run at 660 to 730 TFLOP/s. The others' are their data sheets' (3.35 and 8
 # TB/s; 989 and 2250 TFLOP/s), times what the H200 reaches of its own data sheet: 0.9 and 0.8. An H100 has the H200's
 # processor.
 DEVICES = {

@@ -35,7 +35,8 @@ class Kept:
         self.tokens = unit_TV.shape[0]
 
     def chunks(self) -> list[slice]:
-        """Of all tokens: none is of kept ones and others."""
+        """Of all tokens: none is of kept ones and others. On CUDA as many at a time as where dW is summed, since a
+        read-out has dozens of launches a chunk."""
         parts = slice(0, self.tokens), slice(self.tokens, self._plan.tokens)
         x_TD, w_VD = self._source.x_TD, self._source.w_VD
         tokens = self._plan.call.chunk_tokens or (chunk_sizes.summed_tokens(w_VD) if x_TD.is_cuda else None)
