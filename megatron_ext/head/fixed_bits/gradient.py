@@ -107,8 +107,8 @@ class Gradient:
         place = (rows.start, at)
         if self._scaled is None or self._scaled[0] != place:
             x_tD = self._source.x_TD[rows]
-            scale_t1 = self._grads[at].scale[rows].unsqueeze(1)
-            self._scaled = place, torch.mul(x_tD, scale_t1, out=torch.empty_like(x_tD))
+            self._scaled = place, torch.empty_like(x_tD)
+            dispatch.scale_rows(self._scaled[1], x_tD, self._grads[at].scale[rows])
         out_VD, scaled_tD = total_VD[self._rows_of(at, block)], self._scaled[1][:, of_x]
         if self._source.on_gpu:
             products.transposed(out_VD, g_tV, scaled_tD, adds)
