@@ -34,7 +34,7 @@ def write_to(path: Path) -> None:
 
 
 def _told(x: Any, constant: bool = False) -> Any:
-    """As JSON: of a tensor its dtype, of a number that it is one, a `constant` as it is. That is what Triton may refuse."""
+    """As JSON: of a tensor its dtype, of a number that it is one, a `constant` as it is: what Triton may refuse."""
     if isinstance(x, torch.Tensor):
         return {"dtype": str(x.dtype).removeprefix("torch.")}
     if isinstance(x, tl.dtype):
