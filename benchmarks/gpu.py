@@ -259,7 +259,7 @@ def main(out: Path | None, seconds: float, rehearse: bool, more: list[Implementa
                 run.case(case, group, impls, absent if stage == 2 else [])
             if stage == 1:
                 for case in cases:
-                    gpu_reads.measure(run, case, drawn(case))
+                    gpu_reads.measure(run, case)
                 gpu_numerics.measure(run, group, machine.device, rehearse)
     rows = record.read(out)
     print("\n" + record.table(row for row in rows if row.metric != NOT_MEASURED))

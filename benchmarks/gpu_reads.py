@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.measure import MIB, Inputs
+from benchmarks.measure import MIB, drawn
 from megatron_ext import head
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ READS: dict[str, tuple[Asked, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-def measure(run: "Run", case: Case, inputs: Inputs) -> None:
+def measure(run: "Run", case: Case) -> None:
     """Rows of each read-out, as far as `run` lacks them."""
-    x_TD, w_VD, labels_T = inputs.x_TD.detach(), inputs.w_VD.detach(), inputs.labels_T
-    for name, (asked, by_torch) in READS.items():
-        row = f"read: {name}"
-        if run.measured(case, row):
-            continue
+    missing = {row: of for name, of in READS.items() if not run.measured(case, row := f"read: {name}")}
+    if not missing:
+        return
+    x_TD, w_VD, labels_T = (x.detach() for x in drawn(case))
+    for row, (asked, by_torch) in missing.items():
 
         def ours(asked: Asked = asked) -> Any:
             return head.LmHead(w_VD).read(x_TD, *asked(labels_T))

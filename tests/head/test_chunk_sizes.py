@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.head.engine import chunk_sizes
+from tests.head.as_on_cuda import cuda_branches
 
 MIB = 1 << 20
 
@@ -17,6 +18,16 @@ def test_tokens_of_which_dw_is_summed(columns, width):
     assert tokens % 128 == 0
     assert 4 * columns * (tokens - 128) < allowed
     assert 4 * columns * (tokens + 128) > 0.9 * allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_logits_that_a_product_makes_take_little_memory_on_cuda(dtype):
+    """Without room for more 64 MiB of fp32 logits, and as many of fp64."""
+    with cuda_branches():
+        found = chunk_sizes.product_chunks(slice(0, 8192), None, 32000, torch.empty(0, 512, dtype=dtype), 0)
+    assert [one.start for one in found] == [0, *(one.stop for one in found[:-1])]
+    assert found[-1].stop == 8192
+    assert max(4 * 32000 * (one.stop - one.start) for one in found) <= 64 * MIB
 
 
 @pytest.mark.parametrize("columns", [0, 1, 1000, 128256])

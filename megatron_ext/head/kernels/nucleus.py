@@ -109,6 +109,7 @@ def nucleus(
     z_TV = rowwise(z_TV)
     cut_T, peak_T = z_TV.new_empty(tokens), z_TV.new_empty(tokens, dtype=torch.float32)
     sum_T = z_TV.new_empty(tokens, dtype=torch.float64)
+    top_p_1 = sum_T.new_full((1,), top_p)  # a number would arrive in fp32
     # How many columns a thread loads at a time decides the order of sums, and a row's bits must not depend on where it
     # lies: rows that do not begin at multiples of 16 bytes are copied, some at a time.
     aligned = z_TV.stride(0) % 16 == 0 and z_TV.data_ptr() % 16 == 0
@@ -119,7 +120,7 @@ def nucleus(
                 z_tV = z_tV.new_empty(len(z_tV), columns + -columns % 16)[:, :columns].copy_(z_tV)
             nucleus_kernel[(len(z_tV),)](
                 z_tV,
-                sum_T.new_full((1,), top_p),
+                top_p_1,
                 cut_T[rows],
                 peak_T[rows],
                 sum_T[rows],

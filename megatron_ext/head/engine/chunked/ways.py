@@ -169,10 +169,11 @@ def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gr
     if kept is not None:
         return kept.chunks()
     columns, source, call = _leaf_spans(made)[-1].stop, made[0][0], plan.call
-    if not source.x_TD.is_cuda or call.fixed:
-        return plan.chunks() or _row_chunks(plan, columns)
+    alike = plan.chunks()
+    if alike or not source.x_TD.is_cuda or call.fixed:
+        return alike or _row_chunks(plan, columns)
     tokens = call.chunk_tokens or chunk_sizes.summed_tokens(source.w_VD)
-    return plan.chunks() or chunk_sizes.chunks(slice(0, plan.tokens), tokens, columns, True)
+    return chunk_sizes.chunks(slice(0, plan.tokens), tokens, columns, on_gpu=True)
 
 
 def _row_chunks(plan: Plan, columns: int) -> list[slice]:
