@@ -99,7 +99,7 @@ def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES /
         for axes, (title, case, rows) in zip(picture.subplots(1, 3), panels, strict=True):
             found: dict[str, dict[str, float]] = {}
             for row in rows:
-                known = row.impl in OVERVIEW or row.impl.startswith("ours, ")
+                known = row.impl in OVERVIEW or row.impl.startswith(("ours, cache", "ours, default"))
                 if row.case == case.name and row.metric in ("time", MEMORY) and known:
                     found.setdefault(row.impl, {})[row.metric] = row.p50
             places = {name: (by["time"], by[MEMORY]) for name, by in found.items() if len(by) == 2}
@@ -114,7 +114,7 @@ def overview_figure(on_cpu: list[Row], on_gpu: list[Row], path: Path = FIGURES /
 
 
 # Labels of one place in time are so far apart in memory at least; and what is one place, in the axes' units.
-_APART, _TOGETHER = 0.075, 0.4
+_APART, _TOGETHER = 0.075, 0.5
 
 
 def _places(axes, places: dict[str, tuple[float, float]]) -> None:

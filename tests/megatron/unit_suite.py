@@ -1,4 +1,4 @@
-"""Megatron-Core's own unit tests on a CPU, with its own modules and with ours in their place.
+"""Megatron-Core's own unit tests on a CPU or a GPU, with its own modules and with ours in their place.
 
     make test-source MEGATRON=CLONE@REF    # the copy of the sources, then, among others, this:
     python -P tests/megatron/unit_suite.py TREE [FILES OR FOLDERS ...] --results FILE.json
@@ -10,8 +10,9 @@ and `patch_gpt_model_forward_for_linear_ce_fusion()` called before the first tes
 first time and not the second is printed, and the exit status is 1.
 
 Ranks are forked from a process that has imported Megatron already, under `megatron_on_cpu()`: of hundreds of test files
-each takes a second to start. When nothing happens for `--patience` seconds, or ranks
-disagree about a test, all are ended, and the rest of the file goes on in new ones.
+each takes a second to start. With `--on-gpu` nothing is emulated, and each file's ranks import Megatron themselves,
+since CUDA does not outlive a fork; NCCL takes as many ranks as there are GPUs. When nothing happens for `--patience`
+seconds, or ranks disagree about a test, all are ended, and the rest of the file goes on in new ones.
 
 Megatron's tests live in a package `tests`, as ours do: this file is a program and imports nothing from ours.
 """
@@ -22,6 +23,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import re
 import selectors
 import signal
@@ -95,6 +97,15 @@ def _last_line(report):
     return (lines or [""])[0 if crash or isinstance(report.longrepr, tuple) else -1][:300]
 
 
+def free_port():
+    """A port that no connection takes by itself before rank 0 listens there: below those that Linux deals out."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 def put_ours_in_place():
     from megatron_ext import substitute_tensor_parallel
     from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion
@@ -139,9 +150,7 @@ class Run:
         self.results = {}
         self.ended = set()
         self.folder = tempfile.TemporaryDirectory(prefix="unit_suite_", ignore_cleanup_errors=True)
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
+        port = free_port()
         selector, self.children = selectors.DefaultSelector(), []
         sys.stdout.flush()
         for rank in range(ranks):
@@ -277,8 +286,8 @@ def differs(test):
     return test["stock"] == "passed" and test.get("ours") not in (None, "not run", "passed")
 
 
-def prepare(tree, emulation, transformer_engine):
-    """Import what all ranks need, once; on the CPU until the stack `emulation` is closed."""
+def prepare(tree, emulation, transformer_engine, on_gpu):
+    """Import what all ranks need, once; on the CPU until the stack `emulation` is closed, unless they are `on_gpu`."""
     os.chdir(tree)
     repository = str(Path(__file__).parents[2])
     sys.path[:] = [tree, *(entry for entry in sys.path if Path(entry or ".").resolve() != Path(repository))]
@@ -291,13 +300,14 @@ def prepare(tree, emulation, transformer_engine):
     sys.path.remove(repository)
     import torch
 
-    torch.set_num_threads(1)
-    emulation.enter_context(megatron_on_cpu(transformer_engine=True) if transformer_engine else megatron_on_cpu())
-    for module in PRELOAD:
-        with contextlib.suppress(ImportError):  # of another version
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # the collector need not look at what was imported, in any rank
+    if not on_gpu:
+        torch.set_num_threads(1)
+        emulation.enter_context(megatron_on_cpu(transformer_engine=True) if transformer_engine else megatron_on_cpu())
+        for module in PRELOAD:
+            with contextlib.suppress(ImportError):  # of another version
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # the collector need not look at what was imported, in any rank
     # The tests' conftest would download data from the network.
     nothing = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     nothing.download_and_extract_asset = lambda **kwargs: None
@@ -369,6 +379,7 @@ def main(argv=None):
     parser.add_argument("--results", required=True, help="a JSON file; what stands there is not run again")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="world sizes to try, in this order")
     parser.add_argument("--transformer-engine", action="store_true", help="its Python code is emulated too")
+    parser.add_argument("--on-gpu", action="store_true", help="nothing is emulated")
     parser.add_argument("--again", action="store_true", help="run what differed with ours once more")
     parser.add_argument("--patience", type=float, default=60, help="seconds without a sign of life that end a test")
     parser.add_argument("--limit", type=float, default=900, help="seconds that a file may take on so many ranks")
@@ -380,7 +391,7 @@ def main(argv=None):
     log = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     found = json.loads(results.read_text()) if results.exists() else {}
     with contextlib.ExitStack() as emulation:
-        prepare(tree, emulation, options.transformer_engine)
+        prepare(tree, emulation, options.transformer_engine, options.on_gpu)
         # After the imports, of which one takes the signal to print where the program stands, and goes on.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM, with all ranks"))
         for file in test_files(tree, options.files):
