@@ -61,7 +61,7 @@ class OfSoftmax(Way):
             gathered = collectives.Pending(hidden_TD)
 
         basis = plan.basis(asked.stats, asked.saved, asked.grads)
-        grad = token_gradient(asked.stats, plan.kept_T, target_T, basis, call)
+        grad = token_gradient(asked.stats, plan.kept_T, target_T, basis, call, plan.labelled)
         w_VD: Any = operand(weight_VD, low_VR).to(hidden_TD.dtype)
         db_V: Any = grad.target.new_zeros(columns) if out.db else None
         product_TD = dx_TD = None

@@ -59,7 +59,8 @@ def statistics_pass(
                     kept.copy_(z_TV[:, :cached])
                 kept = None
             target_T, shift_t = part_of(plan.target_T, rows), part_of(shift_T, rows)
-            row_statistics(z_TV, target_T, stats_KT[:, rows], kept, shift_t, bias_V, *call.sums(call.vocab.counted))
+            sums = call.sums(call.vocab.counted)
+            row_statistics(z_TV, target_T, stats_KT[:, rows], kept, shift_t, bias_V, *sums, plan.labelled)
             del z_TV  # before the next one is made
 
     if sizes is None or tokens == 0:
@@ -155,7 +156,7 @@ def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
     if grad.offset is not None:  # every row of W that counts, summed
         common_D = weighed_sum(w_VD, counted(bias_V, w_VD.shape[0], plan.call, grad.target))
     *first, offset_T = parts_of(tile, grad.scale, plan.target_T, grad.target, grad.offset)
-    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D)
+    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D, plan.labelled)
     return out_TD
 
 

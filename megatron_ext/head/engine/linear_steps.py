@@ -161,4 +161,4 @@ def weight_gradient(found: Result, grad_T: Tensor, weight: Tensor) -> Tensor | N
 def _gradient(plan: Plan, stats: Any, saved: list[list[Tensor]], grad_T: Tensor) -> Any:
     """Of the first read-out alone."""
     basis = plan.basis(stats, saved, [grad_T, *[None] * (len(plan.readouts) - 1)])
-    return token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call)
+    return token_gradient(stats, plan.kept_T, plan.target_T, basis, plan.call, plan.labelled)

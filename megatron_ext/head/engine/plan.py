@@ -37,6 +37,7 @@ class Plan:
         needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
         teachers: of each read-out which logits are its teacher's: a place behind those that are read; None: none.
         target_T: the column of each label whose logit the shared pass reads, -1 where this rank has none.
+        labelled: whether it is seen that this rank has the column of every label.
         kept_T: bool, the tokens that may have a gradient through the softmax; None: all.
         ids: token ids that the call asks for, and which tokens count: all ranks must ask for the same.
         asked: one of them: an id past a rank's columns shows that it has a shard, not the whole.
@@ -69,10 +70,11 @@ class Plan:
         self.places_T: Tensor | None = None
         self.held: torch.dtype | None = None
         labels = next((r for r in self.readouts if r.reads_labels), None)
+        self.labelled = False
         if labels is None or labels.labels_T is None:
             self.target_T = torch.full((tokens,), -1, device=device)
         elif labels.counts_T is None and call.vocab.counted == call.vocab.size:
-            self.target_T = labels.labels_T.clone()  # which the caller may write before backward
+            self.target_T, self.labelled = labels.labels_T.clone(), True  # the caller may write his before backward
         else:
             own_T = call.vocab.owns(labels.labels_T)
             if labels.counts_T is not None:
@@ -82,16 +84,7 @@ class Plan:
         self.ids = self._ids()
         asked = [r.labels_T for r in self.readouts if r.labels_T is not None]
         self.asked: Tensor = asked[0] if asked else self.target_T[:1]
-        unusual: dict[str, Any] = {} if call.bits == "fast" else {"bits": call.bits}
-        if call.rounds:
-            unusual["logit_dtype"] = "16 bits"
-        self._more_words = {
-            "softcap": call.softcap,
-            "temperature": call.temperature,
-            "logit_scale": call.logit_scale,
-            **unusual,
-            **(options or {}),
-        }
+        self._asked_of, self._options = call, options or {}
         self.kept_T = self._kept()
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
@@ -119,8 +112,13 @@ class Plan:
     @cached_property
     def words(self) -> str:
         """What all ranks must pass alike."""
+        call = self._asked_of
+        found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
+        found["logit_scale"] = call.logit_scale
+        found |= {} if call.bits == "fast" else {"bits": call.bits}
+        found |= {"logit_dtype": "16 bits"} if call.rounds else {}
         each = {type(r).__name__: f"({agreement.in_words(r.options())})" for r in self.readouts}
-        return agreement.in_words(self._more_words | each)
+        return agreement.in_words(found | self._options | each)
 
     def _kept(self) -> Tensor | None:
         kept_T = None

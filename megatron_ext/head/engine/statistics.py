@@ -175,7 +175,7 @@ def _merged(stats_RKT: Tensor, start_R1: Tensor, call: Call) -> list[Tensor]:
 def _of_whole(whole: Sequence[Tensor], own_KT: Tensor, call: Call, shift_T: Tensor | None) -> Statistics:
     """What `combine` gives of the rows of one part that is the whole vocabulary."""
     peaks, total, target, *rows = whole
-    total = total.masked_fill(peaks == -torch.inf, 1.0)  # a row of -inf: its label has -inf, and nothing NaN
+    total = total.clamp(min=1.0)  # less only in a row of -inf: its label has -inf, and nothing NaN
     more = iter(rows)
     mean = columns = expected = hits = bend = None
     if call.mean:

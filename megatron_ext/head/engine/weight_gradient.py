@@ -40,6 +40,7 @@ class WeightGradient:
         self, out_VD: Tensor, x_TD: Tensor, bias_V: Tensor | None, grad: Gradient, plan: Plan, accumulate: bool
     ):
         self._out_VD, self._x_TD, self._grad, self._target_T = out_VD, x_TD, grad, plan.target_T
+        self._labelled = plan.labelled
         self._counted_V = None
         if grad.offset is not None:
             self._counted_V = counted(bias_V, out_VD.shape[0], plan.call, grad.offset)
@@ -87,15 +88,15 @@ class WeightGradient:
             self._add_exact(self._out_VD, slice(0, self._out_VD.shape[0]), slice(0, self._x_TD.shape[1]))
 
     def _add_exact(self, out_VD: Tensor, rows: slice, part: slice) -> None:
-        row_T = self._target_T
+        row_T, labelled = self._target_T, self._labelled
         if out_VD.shape[0] != self._out_VD.shape[0]:
             inside_T = (row_T >= rows.start) & (row_T < rows.stop)
-            row_T = (row_T - rows.start).where(inside_T, -1)
+            row_T, labelled = (row_T - rows.start).where(inside_T, -1), False
         common_D = counted_V = None
         if self._counted_V is not None:
             common_D, counted_V = self._offset_D[part], self._counted_V[rows]
         x_TD = part_of(self._x_TD, slice(0, self._x_TD.shape[0]), part.stop) if part.start == 0 else self._x_TD[:, part]
-        add_label_rows(out_VD, x_TD, row_T, self._grad.target, common_D, counted_V)
+        add_label_rows(out_VD, x_TD, row_T, self._grad.target, common_D, counted_V, False, labelled)
 
     def _scaled(self, part: slice) -> Tensor:
         """`scale * x`, rounded once; on CPU by pieces of D: at large T and D a whole one would be a tensor too many."""

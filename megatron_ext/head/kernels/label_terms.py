@@ -189,6 +189,7 @@ def add_label_rows(
     common_D: Tensor | None,
     counted_V: Tensor | None,
     in_order: bool = False,
+    labelled: bool = False,
 ) -> None:
     """At most T rows are read and written, all of them only with `common`. See `row_passes/label_terms.py`.
 
@@ -249,6 +250,7 @@ def finish_dx(
     w_VD: Tensor,
     offset_T: Tensor | None,
     common_D: Tensor | None,
+    labelled: bool = False,
 ) -> None:
     """dx from the product, in one launch. See `megatron_ext.head.row_passes.label_terms.finish_dx`."""
     if product_TD.numel() == 0:

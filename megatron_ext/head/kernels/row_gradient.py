@@ -97,6 +97,7 @@ def row_gradient(
     counted: int,
     softcap: float | None,
     temperature: float,
+    labelled: bool = False,
 ) -> None:
     """The gradient of each logit, in one launch. See `megatron_ext.head.row_passes.logit_passes.row_gradient`."""
     tokens, columns = source_TV.shape

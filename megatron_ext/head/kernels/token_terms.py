@@ -221,7 +221,9 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> 
     return Statistics(largest, log_sum, target, shift_T, mean, columns, expected, hits_T, bend)
 
 
-def token_gradient(stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
+def token_gradient(
+    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call, labelled: bool = False
+) -> Gradient:
     """See `megatron_ext.head.row_passes.token_terms.token_gradient`."""
     tokens, shift_T = target_T.shape[0], stats.shift
     kept_T = torch.ones_like(target_T, dtype=torch.bool) if kept_T is None else kept_T

@@ -26,6 +26,7 @@ def add_label_rows(
     common_D: Tensor | None,
     counted_V: Tensor | None,
     in_order: bool = False,
+    labelled: bool = False,
 ) -> None:
     """`out[target] += value * x` for each token, and `out += counted * common` for each row.
 
@@ -37,15 +38,16 @@ def add_label_rows(
         common_D, counted_V: in `value_T`'s dtype, both or neither.
         in_order: the tokens of a row are added one after the other, however many they are and whatever other labels
             there are; on a CPU they always are.
+        labelled: the caller knows that every token has a row.
     """
     dtype, width = value_T.dtype, x_TD.shape[1]
     wide = out_VD.dtype == dtype
     for part in [slice(0, width)] if wide else column_blocks(len(out_VD) + len(x_TD), width, None, value_T):
         out, x = (out_VD, x_TD) if wide else (out_VD[:, part], x_TD[:, part])
         sum_VD = out if wide else out.to(dtype)
-        for at in _tokens(target_T, x):
+        for at in _tokens(target_T, x, labelled):
             row, value = (target_T, value_T) if at is None else (target_T[at], value_T[at])
-            if isinstance(at, slice):  # all tokens, and some of them may have no row
+            if isinstance(at, slice) and not labelled:  # all tokens, and some of them may have no row
                 row, value = row.clamp(min=0), value.where(row >= 0, 0.0)
             term = (x if at is None else x[at]) * value.unsqueeze(1)
             if out_VD.is_cuda:  # there `index_add_` sums in another order in each run
@@ -67,6 +69,7 @@ def finish_dx(
     w_VD: Tensor,
     offset_T: Tensor | None,
     common_D: Tensor | None,
+    labelled: bool = False,
 ) -> None:
     """`out = scale * product + value * W[target] + offset * common`, row by row.
 
@@ -76,8 +79,9 @@ def finish_dx(
         scale_T, value_T, offset_T: fp32 (fp64 for fp64); value 0 where a token has no row of W.
         target_T: int64, the token's row of W, -1: none.
         common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
+        labelled: the caller knows that every token has a row of W.
     """
-    value_T1, target_T = value_T.unsqueeze(1), target_T.clamp(min=0)
+    value_T1, target_T = value_T.unsqueeze(1), target_T if labelled else target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
         dx_TD, out = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows), part_of(out_TD, rows)
         product, scale_T1 = part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1)
@@ -96,9 +100,12 @@ def scale_rows(out_TD: Tensor, x_TD: Tensor, scale_T: Tensor) -> None:
     torch.mul(x_TD, scale_T.unsqueeze(1), out=out_TD)
 
 
-def _tokens(target_T: Tensor, x_TD: Tensor) -> Sequence[slice | Tensor | None]:
+def _tokens(target_T: Tensor, x_TD: Tensor, labelled: bool) -> Sequence[slice | Tensor | None]:
     """The tokens with a row in pieces, None: all at once; all of them where their number is not known or the host would
     wait for it."""
+    if labelled:
+        each = pieces(x_TD)
+        return each if len(each) > 1 else [None]
     if target_T.is_cuda or not has_values(target_T):
         return pieces(x_TD)
     found_N1, most = (target_T >= 0).nonzero(), pieces(x_TD)[0].stop if len(x_TD) else 1

@@ -53,6 +53,7 @@ def row_statistics(
     with_mean: bool,
     with_entropy: bool,
     with_hits: bool,
+    labelled: bool = False,
 ) -> None:
     """One pass over logits: writes each row's statistics and, where `exp_TV` is given, its exponentials.
 
@@ -71,6 +72,7 @@ def row_statistics(
             most m; 0 where m is -inf.
         bias_V: fp32 (fp64 for fp64), added to every row, or None.
         counted: number of leading columns that exist.
+        labelled: the caller knows that every target is owned.
     """
     dtype = stats_KT.dtype
     if counted == 0:
@@ -81,12 +83,13 @@ def row_statistics(
         if shift_T is not None:
             shift_T.zero_()
         return
-    elsewhere_T, column = target_T < 0, target_T.clamp(min=0).unsqueeze(1)
+    elsewhere_T = None if labelled else target_T < 0
+    column = (target_T if labelled else target_T.clamp(min=0)).unsqueeze(1)
     bias = None if bias_V is None else bias_V[column]
     at_target = transformed(z_TV.gather(1, column), bias, softcap, temperature, dtype)
-    stats_KT[TARGET].copy_(at_target.squeeze(1).masked_fill(elsewhere_T, -torch.inf))
+    stats_KT[TARGET].copy_(_at_owned(at_target, elsewhere_T, -torch.inf))
     if softcap is not None:
-        slope_T = bend(z_TV.gather(1, column), bias, softcap, dtype).squeeze(1).masked_fill(elsewhere_T, 0.0)
+        slope_T = _at_owned(bend(z_TV.gather(1, column), bias, softcap, dtype), elsewhere_T, 0.0)
         stats_KT[statistics_rows(with_mean, with_entropy, with_hits, False)] = slope_T
     bias_V = None if bias_V is None else bias_V[:counted]
     in_place = exp_TV is not None and exp_TV.dtype == dtype and exp_TV.shape == z_TV.shape
@@ -121,7 +124,7 @@ def row_statistics(
     if exp_TV is not None:
         if counted < exp_TV.shape[1]:
             exp_TV[:, counted:] = 0
-        _write(exp_TV, target_T, 0.0)
+        _write(exp_TV, target_T, 0.0, labelled and exp_TV.shape[1] == z_TV.shape[1])
 
 
 def row_gradient(
@@ -138,6 +141,7 @@ def row_gradient(
     counted: int,
     softcap: float | None,
     temperature: float,
+    labelled: bool = False,
 ) -> None:
     """One pass from logits, or from the exponentials that `row_statistics` kept, to gradients.
 
@@ -154,7 +158,7 @@ def row_gradient(
         shift_T, scale_T, slope_T, offset_T, value_T: fp32 (fp64 for fp64) per-token coefficients; shift must be
             finite. None: scale 1 (0 beside a slope), slope, offset and value 0.
         out_TV: written, any floating dtype.
-        bias_V, counted, softcap, temperature: as in `row_statistics`.
+        bias_V, counted, softcap, temperature, labelled: as in `row_statistics`.
     """
     if counted < out_TV.shape[1]:
         out_TV[:, counted:] = 0
@@ -195,7 +199,7 @@ def row_gradient(
             grad.mul_(factor)
         if not in_place:
             out_TV[rows, :counted] = grad
-    _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype))
+    _write(out_TV, target_T, 0.0 if value_T is None else value_T.to(out_TV.dtype), labelled)
 
 
 def transformed(
@@ -223,7 +227,7 @@ def sums_of_rows(x_TV: Tensor) -> Tensor:
     """Of each row, the last additions in fp64, since they lose most; all of them in fp64 would cost 4 times as much."""
     end = x_TV.shape[1] // 16 * 16
     whole_TV = part_of(x_TV, slice(0, x_TV.shape[0]), end)
-    sums_T = whole_TV.unflatten(1, (16, -1)).sum(-1).sum(1, dtype=torch.float64)
+    sums_T = whole_TV.view(x_TV.shape[0], 16, end // 16).sum(-1).sum(1, dtype=torch.float64)
     return sums_T if whole_TV is x_TV else sums_T + x_TV[:, end:].sum(1)
 
 
@@ -238,9 +242,19 @@ def parts_of(rows: slice, *given: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else part_of(x, rows) for x in given]
 
 
-def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float) -> None:
-    """`value` in the column of each target that `out_TV` has. Not by `scatter_`, which makes 16-bit matrices on CPU
-    fp32 temporarily."""
+def _at_owned(x_T1: Tensor, elsewhere_T: Tensor | None, other: float) -> Tensor:
+    """What was found at targets, `other` where they are another shard's."""
+    return x_T1.squeeze(1) if elsewhere_T is None else x_T1.squeeze(1).masked_fill(elsewhere_T, other)
+
+
+def _write(out_TV: Tensor, target_T: Tensor, value_T: Tensor | float, labelled: bool) -> None:
+    """`value` in the column of each target that `out_TV` has; `labelled`: it has all.
+
+    Not by `scatter_` in 16 bits, whose matrices it makes fp32 temporarily on a CPU.
+    """
+    if labelled and out_TV.element_size() > 2:
+        out_TV.scatter_(1, target_T.unsqueeze(1), value_T.unsqueeze(1) if isinstance(value_T, Tensor) else value_T)
+        return
     column_T = target_T.clamp(min=0, max=out_TV.shape[1] - 1)
     at = torch.arange(target_T.shape[0], device=target_T.device), column_T
     inside_T, before_T = column_T == target_T, out_TV[at]

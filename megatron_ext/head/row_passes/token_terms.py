@@ -36,18 +36,24 @@ def combined(stats_RKT: Tensor, own_KT: Tensor, shift_T: Tensor, call: Call) -> 
     return statistics.combine(stats_RKT, own_KT, call, shift_T)
 
 
-def token_gradient(stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call) -> Gradient:
+def token_gradient(
+    stats: Statistics, kept_T: Tensor | None, target_T: Tensor, basis: Basis, call: Call, labelled: bool = False
+) -> Gradient:
     """The parts of the gradient, in the dtype of the passes.
 
     Args:
         kept_T: bool, the tokens that have a gradient; None: all.
         target_T: the label's column, -1 if not this rank's.
         basis: the gradients of what was read out.
+        labelled: the caller knows that every label is this rank's.
     """
     coef = logit_gradient.coefficients(stats, kept_T, basis, call.temperature)
-    elsewhere_T = target_T < 0
+
+    def own(x_T: Tensor) -> Tensor:
+        return x_T if labelled else x_T.masked_fill(target_T < 0, 0.0)
+
     if coef.c is None and call.softcap is None:
-        return _rounded(None, coef.a * coef.alpha, stats.shift, coef.target.masked_fill(elsewhere_T, 0.0), coef.d)
+        return _rounded(None, coef.a * coef.alpha, stats.shift, own(coef.target), coef.d)
     target, through = coef.target, None
     if call.softcap is not None:  # its slope differs from column to column: the constant goes through the pass
         target, through = (target if coef.d is None else target + coef.d), coef.d
@@ -58,9 +64,7 @@ def token_gradient(stats: Statistics, kept_T: Tensor | None, target_T: Tensor, b
     unit = torch.stack([coef.a.abs(), *others]).amax(0)
     inside = logit_gradient.pass_coefficients(stats, coef._replace(d=through), unit.where(unit > 0, 1.0))
     inside = inside.to(stats.shift.dtype)
-    return _rounded(
-        inside, unit, stats.shift, target.masked_fill(elsewhere_T, 0.0), coef.d if through is None else None
-    )
+    return _rounded(inside, unit, stats.shift, own(target), coef.d if through is None else None)
 
 
 def _rounded(inside, scale, shift, target, offset) -> Gradient:

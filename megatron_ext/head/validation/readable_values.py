@@ -13,7 +13,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def has_values(x: Tensor) -> bool:
     """Whether `x` is a real tensor, neither a fake one nor one of a graph that is being compiled."""
-    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda"):
+    if torch.compiler.is_compiling() or not (x.is_cpu or x.is_cuda):
         return False
     wrapped = torch._C._are_functorch_transforms_active() or torch._is_functional_tensor(x)
     return not is_fake(x) if wrapped or type(x) not in _PLAIN else True

@@ -31,6 +31,7 @@ class Leaves:
         self.plans = [copy.copy(plan) for _ in range(plan.leaf_count)]
         for at, (part, leaf) in enumerate(zip(self.plans, leaves_of(plan.call), strict=True)):
             part.call, part.target_T = replace(plan.call, vocab=leaf.vocab, leaf=at), leaf.columns(plan.target_T)
+            part.labelled = False
             part.readouts = [r.of_leaf(part.call) for r in plan.readouts]
         each = zip(*(part.readouts for part in self.plans), strict=True)
         self.readouts = [_OfLeaves(r, leaves) for r, leaves in zip(plan.readouts, each, strict=True)]

@@ -105,7 +105,7 @@ class ChunkGradient:
         plan, call = self.plan, self.plan.call
         given = (plan.target_T, self.stats.shift, *self.softmax.passed, self.softmax.value)
         bends = call.counted, call.softcap, call.temperature
-        row_gradient(z_tV, False, *parts_of(rows, *given), out_tV, None, *bends)
+        row_gradient(z_tV, False, *parts_of(rows, *given), out_tV, None, *bends, plan.labelled)
 
     def _add_at_places(self, each: AtPlaces, out_tV: Tensor) -> None:
         """In fp64, rounded once beside what is there."""

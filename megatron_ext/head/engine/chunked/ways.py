@@ -240,7 +240,8 @@ def _read(
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
     """The shared statistics of a chunk of logits."""
     call = plan.call
-    row_statistics(z_tV, part_of(plan.target_T, rows), stats_Kt, None, shift_t, None, *call.sums(call.counted))
+    target_t = part_of(plan.target_T, rows)
+    row_statistics(z_tV, target_t, stats_Kt, None, shift_t, None, *call.sums(call.counted), plan.labelled)
     if engine_order.applies(call, z_tV):
         engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
 

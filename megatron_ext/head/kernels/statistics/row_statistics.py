@@ -27,6 +27,7 @@ def row_statistics(
     with_mean: bool,
     with_entropy: bool,
     with_hits: bool,
+    labelled: bool = False,
 ) -> None:
     """Each row's statistics and exponentials in one launch. See `row_passes/logit_passes.py`."""
     tokens, columns = z_TV.shape
