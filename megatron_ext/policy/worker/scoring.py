@@ -19,7 +19,7 @@ from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker import device_memory
-from megatron_ext.policy.worker.backend import Backend
+from megatron_ext.policy.worker.backend import Asked, Backend
 from megatron_ext.policy.worker.reward_model import last_tokens
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class Scoring(Backend):
         beside = None  # of what each position predicts: 0 for none, as where it pads
         if kept_BSK is not None:
             beside = rows.laid(F.pad(kept_BSK[:, 1:] + 1, (0, 0, 0, 1)))
-        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, beside, labels)
+        found = self._read_out(Asked(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
         return rows.at_tokens(found if with_plain else found[..., 0])
@@ -247,7 +247,7 @@ class Scoring(Backend):
         rows, given, labels = self._rows(micro_batch), None, None
         if beside is not None:
             given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
-        return rows.at_positions(self._read_out(rows.tokens, rows.cu_seqlens, readouts, columns, given, labels))
+        return rows.at_positions(self._read_out(Asked(rows, readouts, columns, given, labels)))
 
     def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
         """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them
@@ -263,4 +263,4 @@ class Scoring(Backend):
                 f"makes, in a dtype of its own: take a loss of log-probabilities, or leave the key out"
             )
         rows = self._rows(micro_batch)
-        return rows.at_positions(self._whole_logits(rows.tokens, rows.cu_seqlens, columns))
+        return rows.at_positions(self._whole_logits(rows, columns))
