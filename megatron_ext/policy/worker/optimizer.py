@@ -39,7 +39,7 @@ def make_scheduler(
         ValueError: no such class, one that needs more than the number of the step, or no milestones in a list.
     """
     if description is None:
-        return LambdaLR(optimizer, lr_lambda=_constant)
+        return LambdaLR(optimizer, lr_lambda=lambda step: 1.0)
     if isinstance(description, Mapping):
         cls = import_from_path(description["name"])
         if isinstance(cls, type) and issubclass(cls, ReduceLROnPlateau):
@@ -55,7 +55,3 @@ def make_scheduler(
         raise ValueError(f"scheduler is a list with {len(milestones)} entries of milestones: it must have one")
     parts = [make_scheduler(optimizer, entry) for entry in description if "milestones" not in entry]
     return SequentialLR(optimizer, parts, list(milestones[0]))
-
-
-def _constant(step: int) -> float:
-    return 1.0

@@ -16,11 +16,10 @@ from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
-from megatron_ext.policy.data.packed_rows import Rows
+from megatron_ext.policy.data.packed_rows import Rows, inside_rows
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker import device_memory
 from megatron_ext.policy.worker.backend import Asked, Backend
-from megatron_ext.policy.worker.reward_model import last_tokens
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -109,8 +108,12 @@ class Scoring(Backend):
         return BatchedDataDict(scores=found[torch.arange(len(found)), self._last_tokens(data), 0])
 
     def _last_tokens(self, data: Mapping[str, Any]) -> Tensor:
+        """`[B]`: the place whose number is a row's, as transformers has it: its last token that is not padding."""
         config: Any = self.model.config
-        return last_tokens(data["input_ids"], data["input_lengths"], config.get_text_config().pad_token_id)
+        tokens_BS, counts_BS = data["input_ids"], inside_rows(data)
+        if (padding := config.get_text_config().pad_token_id) is not None:
+            counts_BS = counts_BS & (tokens_BS != padding)
+        return (torch.arange(tokens_BS.shape[1], device=tokens_BS.device) * counts_BS).amax(1)
 
     def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
         """`[B, S, 1]`: what a reward model says of each position."""

@@ -68,32 +68,27 @@ class Training(Scoring):
         self._refuse_open_step("train()")
         if not eval_mode:
             self._check_trains("train()")
-        with timed(timer, "train"):
-            return self._train(data, loss_fn, eval_mode, gbs, mbs)
-
-    def _train(
-        self, data: Mapping[str, Any], loss_fn: LossFunction, eval_mode: bool, gbs: int | None, mbs: int | None
-    ) -> dict[str, Any]:
         global_batch_size = self.settings.global_batch_size if gbs is None else gbs
-        steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
-        batch = BatchedDataDict(data).to(self.device)
         losses, norms = [], []
         metrics: defaultdict[str, list[float]] = defaultdict(list)
-        self.model.train(not eval_mode)
-        for number, step in enumerate(steps):
-            counts = (step.valid_seqs, step.valid_toks)
-            with torch.set_grad_enabled(not eval_mode):
-                self._zero_grad()
-                loss, found = self._run_step(number, step, batch, loss_fn, counts)
-            losses.append(loss)
-            self._note(metrics, found, counts, lambda name: 1 / len(steps))
-            if not eval_mode:
-                norms.append(self._update(number))
-        if eval_mode:
-            self._end_inference()
-        else:
-            assert self.scheduler is not None
-            self.scheduler.step()
+        with timed(timer, "train"):
+            steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
+            batch = BatchedDataDict(data).to(self.device)
+            self.model.train(not eval_mode)
+            for number, step in enumerate(steps):
+                counts = (step.valid_seqs, step.valid_toks)
+                with torch.set_grad_enabled(not eval_mode):
+                    self._zero_grad()
+                    loss, found = self._run_step(number, step, batch, loss_fn, counts)
+                losses.append(loss)
+                self._note(metrics, found, counts, lambda name: 1 / len(steps))
+                if not eval_mode:
+                    norms.append(self._update(number))
+            if eval_mode:
+                self._end_inference()
+            else:
+                assert self.scheduler is not None
+                self.scheduler.step()
         return self._report(losses, None if eval_mode else norms, metrics)
 
     def _check_trains(self, act: str) -> None:
@@ -194,7 +189,7 @@ class Training(Scoring):
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
         assert self.optimizer is not None
         self._reduce_gradients()
-        self._loss_scale.unscale(self.model.parameters())
+        factor /= self._loss_scale.value
         if factor != 1:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
