@@ -3,7 +3,7 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ class Place:
         return range(begin, begin + self.dp_size * self.copies, self.copies)
 
 
+_Share = tuple[list[list[int]], float, float]  # a rank's: rows of micro-batches, rows and tokens that count
+
+
 @dataclass(frozen=True)
 class Step:
     """A global batch on this rank.
@@ -48,10 +51,10 @@ class Step:
         valid_seqs, valid_toks: rows and tokens of the global batch that count.
     """
 
-    micro_batches: tuple[list[int], ...]
+    micro_batches: list[list[int]]
     passes: int
-    valid_seqs: float = 0.0
-    valid_toks: float = 0.0
+    valid_seqs: float
+    valid_toks: float
 
     def rows(self) -> list[tuple[list[int], bool]]:
         """For each pass the rows, and whether it counts."""
@@ -78,7 +81,11 @@ class Shape:
         check_positive("mbs (micro_batch_size)", self.rows)
 
     def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
-        found = self._cut(data, unit)
+        if self.kind == "fixed":
+            found = fixed(data.size, self.rows, unit)
+        else:
+            lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
+            found = (packed if self.kind == "packed" else within_tokens)(lengths, self.tokens, unit)
         if self.at_most is not None and "token_mask" in data:
             left_B = ((token_weights(data) != 0) & inside_rows(data)).sum(1)
             most = max((int(left_B[rows].sum()) for rows in found), default=0)
@@ -89,76 +96,77 @@ class Shape:
                 )
         return found
 
-    def _cut(self, data: BatchedDataDict, unit: int) -> list[list[int]]:
-        if self.kind == "fixed":
-            return fixed(data.size, self.rows, unit)
-        lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
-        return (
-            packed(lengths, self.tokens, unit) if self.kind == "packed" else within_tokens(lengths, self.tokens, unit)
-        )
-
 
 def training_steps(
-    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int, shape: Shape, place: Place
+    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int | None, shape: Shape, place: Place
 ) -> list[Step]:
-    """The global batches in `data`, this rank's rows of which follow each other.
+    """The global batches in `data`, this rank's rows of which follow each other; with None a single one, of which the
+    ranks may have different numbers of rows.
 
     Communicates: two collectives of a few bytes over all ranks.
 
     Raises:
         ValueError: on every rank, if the data of one of them cannot be trained on; the message says why.
     """
-    check_positive("gbs", global_batch_size)
-    unit = getattr(loss_fn, "unit", 1)
+    if global_batch_size is not None:
+        check_positive("gbs", global_batch_size)
 
-    def prepare() -> tuple[int, list[list[list[int]]], list[tuple[float, float]]]:
+    def prepare() -> list[_Share]:
         batch = _checked(data, shape, _needs(loss_fn))
-        own, rest = divmod(global_batch_size, place.dp_size)
-        if rest or batch.size % own:
-            raise ValueError(
-                f"data has {batch.size} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
-                f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
-            )
-        if shape.kind == "fixed" and own % shape.rows:
-            raise ValueError(
-                f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
-                f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
-            )
-        batches = [batch.get_batch(i, own) for i in range(batch.size // own)]
-        cuts = [shape.cut(part, rows_together(loss_fn)) for part in batches]
-        shifted = [[[i * own + row for row in rows] for rows in cut] for i, cut in enumerate(cuts)]
-        return batch.size, shifted, [valid_counts(part, unit) for part in batches]
+        own = batch.size
+        if global_batch_size is not None:
+            own = _own_rows(batch.size, global_batch_size, shape, place)
+        shares = []
+        for first in range(0, batch.size, own):
+            part = batch.slice(first, first + own)
+            cut = [[first + row for row in rows] for rows in shape.cut(part, rows_together(loss_fn))]
+            shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1))))
+        return shares
 
-    found = _one_per_replica(agree(prepare), place)
-    sizes = [size for size, _, _ in found]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
-    steps = []
-    for i, micro_batches in enumerate(found[place.dp_rank][1]):
-        counts = [valid[i] for _, _, valid in found]
-        passes = max(len(cuts[i]) for _, cuts, _ in found)
-        steps.append(Step(tuple(micro_batches), passes, sum(rows for rows, _ in counts), sum(n for _, n in counts)))
-    return steps
+    return _agreed(prepare, place)
 
 
-def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Place) -> Step:
-    """A part of a global batch, of which the ranks may have different numbers of rows; else as `training_steps`."""
-    unit = getattr(loss_fn, "unit", 1)
-
-    def prepare() -> tuple[list[list[int]], tuple[float, float]]:
-        batch = _checked(data, shape, _needs(loss_fn))
-        return shape.cut(batch, rows_together(loss_fn)), valid_counts(batch, unit)
-
-    found = _one_per_replica(agree(prepare), place)
-    valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))
-    return Step(tuple(found[place.dp_rank][0]), max(len(cut) for cut, _ in found), valid_seqs, valid_toks)
+def _own_rows(rows: int, global_batch_size: int, shape: Shape, place: Place) -> int:
+    """How many rows of a global batch are this rank's."""
+    own, rest = divmod(global_batch_size, place.dp_size)
+    if rest or rows % own:
+        raise ValueError(
+            f"data has {rows} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
+            f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
+        )
+    if shape.kind == "fixed" and own % shape.rows:
+        raise ValueError(
+            f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
+            f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
+        )
+    return own
 
 
 def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
-    found = _one_per_replica(agree(lambda: shape.cut(_checked(data, shape, needs))), place)
-    return Step(tuple(found[place.dp_rank]), max(map(len, found)))
+    return _agreed(lambda: [(shape.cut(_checked(data, shape, needs)), 0.0, 0.0)], place)[0]
+
+
+def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
+    """The steps of which each rank prepares its share."""
+    found = agree(prepare)
+    for replica, first in enumerate(place.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+        if any(found[rank] != found[first] for rank in ranks):
+            raise ValueError(
+                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
+                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
+            )
+    shares = [found[first] for first in place.first_ranks()]
+    if len(set(map(len, shares))) > 1:
+        sizes = [sum(len(rows) for cut, *_ in of_a_rank for rows in cut) for of_a_rank in shares]
+        raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
+    steps = []
+    for number, (own, _, _) in enumerate(shares[place.dp_rank]):
+        cuts, valid_seqs, valid_toks = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
+        steps.append(Step(own, max(map(len, cuts)), sum(valid_seqs), sum(valid_toks)))
+    return steps
 
 
 def _needs(loss_fn: Any) -> Sequence[str]:
@@ -202,15 +210,3 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
     if KEPT_IDS in batch:
         check_kept_ids(tokens_BS, batch[KEPT_IDS], shape.vocabulary)
     return batch
-
-
-def _one_per_replica(found: list[Any], place: Place) -> list[Any]:
-    """What each data-parallel rank found; ranks that hold the same rows must have found the same."""
-    for replica, first in enumerate(place.first_ranks()):
-        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
-        if any(found[rank] != found[first] for rank in ranks):
-            raise ValueError(
-                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
-                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
-            )
-    return [found[first] for first in place.first_ranks()]

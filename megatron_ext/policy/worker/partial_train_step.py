@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Shape, partial_step
+from megatron_ext.policy.data.batch_plan import Shape, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.training import Metrics, Training
 
@@ -86,7 +86,7 @@ class TrainSteps(Training):
         step = self._opened("train_microbatch()")
         try:
             with timed(timer, "train_microbatch"):
-                part = partial_step(data, step.loss_fn, step.shape, self._place)
+                part = training_steps(data, step.loss_fn, None, step.shape, self._place)[0]
                 batch = BatchedDataDict(data).to(self.device)
                 self.model.train()
                 with torch.enable_grad():
