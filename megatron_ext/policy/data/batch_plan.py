@@ -3,7 +3,7 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,7 @@ def training_steps(
         check_positive("gbs", global_batch_size)
 
     def prepare() -> list[_Share]:
-        batch = _checked(data, shape, _needs(loss_fn))
+        batch = checked(data, _needs(loss_fn, shape), shape.vocabulary)
         own = batch.size
         if global_batch_size is not None:
             own = _own_rows(batch.size, global_batch_size, shape, place)
@@ -145,7 +145,7 @@ def _own_rows(rows: int, global_batch_size: int, shape: Shape, place: Place) -> 
 def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
-    return _agreed(lambda: [(shape.cut(_checked(data, shape, needs)), 0.0, 0.0)], place)[0]
+    return _agreed(lambda: [(shape.cut(checked(data, needs, shape.vocabulary)), 0.0, 0.0)], place)[0]
 
 
 def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
@@ -169,26 +169,28 @@ def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
     return steps
 
 
-def _needs(loss_fn: Any) -> Sequence[str]:
+def _needs(loss_fn: Any, shape: Shape) -> list[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
+    if shape.kind != "fixed":
+        needs.append("input_lengths")
     kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
     return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs
 
 
-def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> BatchedDataDict:
+def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, least: int = 2) -> BatchedDataDict:
+    """`data`, if it has what it needs: one row or more, of `least` positions or more, tokens below `vocabulary`."""
     batch = BatchedDataDict(data)
-    missing = sorted({*needs, *(["input_lengths"] if shape.kind != "fixed" else [])} - set(batch))
-    if missing:
+    if missing := sorted({*needs} - set(batch)):
         raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")
     tokens_BS = batch["input_ids"]
     if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError("input_ids must be a tensor of integers [rows, positions]; pad the rows behind")
-    if batch.size == 0 or tokens_BS.shape[1] < 2:
-        raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of two tokens or more")
-    least, most = int(tokens_BS.min()), int(tokens_BS.max())
-    if least < 0 or most >= shape.vocabulary:
+    if batch.size == 0 or tokens_BS.shape[1] < least:
+        raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of {least} tokens or more")
+    lowest, highest = int(tokens_BS.min()), int(tokens_BS.max())
+    if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"input_ids are {least} to {most}: they must lie in 0 to {shape.vocabulary - 1}, padding too, as the model "
+            f"input_ids are {lowest} to {highest}: they must lie in 0 to {vocabulary - 1}, padding too, as the model "
             f"knows no other tokens; give it the tokenizer that the model was made with"
         )
     for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2), (KEPT_IDS, 3)):
@@ -208,5 +210,5 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
     if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens_BS.shape[1])).all()):
         raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
     if KEPT_IDS in batch:
-        check_kept_ids(tokens_BS, batch[KEPT_IDS], shape.vocabulary)
+        check_kept_ids(tokens_BS, batch[KEPT_IDS], vocabulary)
     return batch
