@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -161,8 +161,11 @@ class RayActors:
         return self._collect(self._begin(method, *args))
 
     def _begin(self, method: str, *args: Any) -> list[Any]:
+        return self._begin_each(method, [args] * self.world_size)
+
+    def _begin_each(self, method: str, args_by_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
         self._check_alive()
-        return [actor.call.remote(method, *args) for actor in self._actors]
+        return [actor.call.remote(method, *args) for actor, args in zip(self._actors, args_by_rank, strict=True)]
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -52,7 +52,7 @@ class Bucket:
     nbytes: int
 
 
-def buckets(info: WeightInfo, buffer_bytes: int) -> list[Bucket]:
+def buckets(info: WeightInfo, buffer_bytes: float = math.inf) -> list[Bucket]:
     """The weights in their order, as many to a bucket as fit."""
     found: list[Bucket] = []
     rows: list[Row] = []
