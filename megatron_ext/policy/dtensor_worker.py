@@ -12,7 +12,6 @@ from megatron_ext.dtensor import (
     _parallelize_model,
     causal_lm_from_logits,
     causal_lm_read,
-    clip_grad_by_total_norm_,
     get_grad_norm,
     tie_word_embeddings,
 )
@@ -124,12 +123,8 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reduce_gradients(self) -> None:
         """FSDP2 has done it in backward."""
 
-    def _clip_gradients(self, max_norm: float | None) -> float:
-        parameters = list(self.model.parameters())
-        norm = get_grad_norm(parameters, self._dp_cp_group, self._tp_group)
-        if max_norm is not None:
-            clip_grad_by_total_norm_(parameters, max_norm, norm)
-        return norm
+    def _gradient_norm(self) -> float:
+        return get_grad_norm(list(self.model.parameters()), self._dp_cp_group, self._tp_group)
 
     @property
     def _vocabulary(self) -> int:

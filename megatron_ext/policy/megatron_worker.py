@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head.reduction import side_by_side
 from megatron_ext.head.validation.argument_checks import or_refuse
@@ -36,7 +35,7 @@ from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch_plan import Step
 from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
-from megatron_ext.policy.megatron_model import llama as llama
+from megatron_ext.policy.megatron_model import llama
 from megatron_ext.policy.megatron_model.chunks import (
     Chunks,
     build_pieces,
@@ -254,17 +253,13 @@ class MegatronPolicyWorker(PolicyWorker):
         for parameter in self.model.parameters():
             parameter.grad = cast(Any, parameter).main_grad
 
-    def _clip_gradients(self, max_norm: float | None) -> float:
+    def _gradient_norm(self) -> float:
         square = torch.zeros((), device=self.device)
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
+        for parameter in self.model.parameters():
             assert parameter.grad is not None
             if not self.model.is_second_copy(parameter):
                 square += parameter.grad.norm() ** 2 / self._copies_of(parameter)
-        norm = float(all_reduce(square, dist.group.WORLD).sqrt())
-        if max_norm is not None:
-            clip_grad_by_total_norm_(parameters, max_norm, norm)
-        return norm
+        return float(all_reduce(square, dist.group.WORLD).sqrt())
 
     def _move_model(self, device: torch.device) -> None:
         """Megatron's data parallelism hangs its hooks on gradient accumulators, which a parameter that moves to another

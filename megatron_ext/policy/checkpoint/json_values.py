@@ -38,11 +38,7 @@ def to_json(value: Any, name: str = "facts") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`.
-
-    Raises:
-        ValueError: a type that `to_json` does not write.
-    """
+    """The inverse of `to_json`."""
     if isinstance(value, list):
         return [from_json(x) for x in value]
     if not isinstance(value, Mapping):

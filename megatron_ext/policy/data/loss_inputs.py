@@ -38,11 +38,7 @@ class LossInputs(NamedTuple):
 
 
 def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
-    """How `worker` gets what `loss_fn` reads.
-
-    Raises:
-        ValueError: its `input_type` is not known.
-    """
+    """How `worker` gets what `loss_fn` reads."""
     kind = getattr(loss_fn, "input_type", None)
     value = getattr(kind, "value", kind)
     if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:

@@ -57,11 +57,7 @@ class SharedBlock:
 
 
 def map_block(address: BlockAddress) -> Tensor:
-    """uint8 `[nbytes]` of another process. Writes to it stay in this one.
-
-    Raises:
-        ValueError: the block was freed, its owner has died, or it is not of this host.
-    """
+    """uint8 `[nbytes]` of another process. Writes to it stay in this one."""
     try:
         descriptor = os.open(address.path, os.O_RDONLY) if address.host == platform.node() else -1
     except OSError:

@@ -86,8 +86,8 @@ class Backend(ABC):
         """What is left of summing gradients over the ranks, after the last backward pass."""
 
     @abstractmethod
-    def _clip_gradients(self, max_norm: float | None) -> float:
-        """The norm of all gradients, which are scaled down to `max_norm`."""
+    def _gradient_norm(self) -> float:
+        """That of all ranks' gradients together."""
 
     @abstractmethod
     def _state(self) -> dict[str, Tensor]:

@@ -75,11 +75,7 @@ def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:
 
 
 def _stops_of_folder(folder: str, own: Any) -> Any:
-    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json says; else `own`'s.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json; else `own`'s."""
     if not os.path.isfile(os.path.join(folder, "generation_config.json")):
         return own.eos_token_id
     try:
@@ -104,11 +100,7 @@ class _OfEachToken:
 
 
 def of_each_token(model: nn.Module) -> nn.Module:
-    """`model`, whose forward from now on gives `logits` `[B, S, labels]`, of each token given those before it.
-
-    Raises:
-        ValueError: it is not a decoder with a linear `score`, which has a number for every token.
-    """
+    """`model`, whose forward from now on gives `logits` `[B, S, labels]`, of each token given those before it."""
     decoder = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
     if decoder is None or not isinstance(getattr(model, "score", None), nn.Linear):
         raise ValueError(

@@ -12,11 +12,7 @@ from megatron_ext.policy.config import check_kwargs, import_from_path
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mapping[str, Any] | None) -> Optimizer:
-    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`.
-
-    Raises:
-        ValueError: there is no description, or no such class, or a number is text.
-    """
+    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`."""
     if not description or "name" not in description:
         raise ValueError(
             f"optimizer is {description!r}: pass {{'name': 'torch.optim.AdamW', 'kwargs': {{'lr': 1e-5}}}}"
@@ -34,9 +30,6 @@ def make_scheduler(
 ) -> LRScheduler:
     """The schedule of `{"name": ..., "kwargs": ...}`, or of a list of such with one `{"milestones": [...]}` where one
     follows another. None: the learning rate stays.
-
-    Raises:
-        ValueError: no such class, one that needs more than the number of the step, or no milestones in a list.
     """
     if description is None:
         return LambdaLR(optimizer, lr_lambda=lambda step: 1.0)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
@@ -194,7 +195,7 @@ class Training(Scoring):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        norm = self._clip_gradients(self.settings.max_grad_norm)
+        norm = self._gradient_norm()
         if self._loss_scale.overflowed(norm):
             self._zero_grad()
             return norm
@@ -204,6 +205,8 @@ class Training(Scoring):
                 f"the gradient norm of global batch {number} is {norm}: it must be finite; the weights are those "
                 f"before it; look into its data, or lower the learning rate"
             )
+        if self.settings.max_grad_norm is not None:
+            clip_grad_by_total_norm_(self.model.parameters(), self.settings.max_grad_norm, norm)
         self.optimizer.step()
         self._zero_grad()
         return norm
