@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.losses.worker_protocol import LossType, rows_together, token_weights, valid_counts
+from megatron_ext.losses.worker_protocol import LossType, rows_together, valid_counts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, check_kept_ids
 from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
-from megatron_ext.policy.data.packed_rows import inside_rows
+from megatron_ext.policy.data.packed_rows import counted
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Shape:
             lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
             found = (packed if self.kind == "packed" else within_tokens)(lengths, self.tokens, unit)
         if self.at_most is not None and "token_mask" in data:
-            left_B = ((token_weights(data) != 0) & inside_rows(data)).sum(1)
+            left_B = counted(data)[:, 1:].sum(1)  # nothing predicts the first token
             most = max((int(left_B[rows].sum()) for rows in found), default=0)
             if most > self.at_most:
                 raise ValueError(

@@ -49,7 +49,7 @@ def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
     if value in (None, LossInputType.LOGPROB.value):
         return _log_probs(worker, loss_fn, by_keywords=value is not None)
     if value == LossInputType.LOGIT.value:
-        return _rewards(worker, loss_fn) if worker.settings.gives_rewards else _logits(worker, loss_fn)
+        return _logits(worker, loss_fn)
     if value == LossInputType.DISTILLATION.value:
         return _distillation(worker, loss_fn)
     known = ", ".join(repr(known.value) for known in LossInputType)
@@ -76,29 +76,19 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
 
 
 def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
-    def read(micro_batch: BatchedDataDict) -> Tensor:
-        return worker._row_logits(micro_batch, worker._vocabulary)
-
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
-        return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
-
-    return LossInputs(read, call)
-
-
-def _rewards(worker: Scoring, loss_fn: Any) -> LossInputs:
-    known = hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1
-    if worker.settings.batching.kind != "fixed" and not known:
+    rewards, kind = worker.settings.gives_rewards, worker.settings.batching.kind
+    if rewards and kind != "fixed" and not (hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1):
         raise ValueError(
-            f"{type(loss_fn).__name__} has no `unit`, and {worker.settings.batching.kind} micro-batches may part rows "
-            f"that belong together: set it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
+            f"{type(loss_fn).__name__} has no `unit`, and {kind} micro-batches may part rows that belong together: set "
+            f"it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
         )
 
     def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
-        last_B = worker._last_tokens(micro_batch)
-        rewards = found[torch.arange(len(found), device=found.device), last_B]
-        return loss_fn(logits=rewards, **_keywords(micro_batch, seqs, toks))
+        if rewards:
+            found = found[torch.arange(len(found), device=found.device), worker._last_tokens(micro_batch)]
+        return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
 
-    return LossInputs(worker._row_rewards, call)
+    return LossInputs(worker._row_logits, call)
 
 
 def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:

@@ -104,7 +104,7 @@ class Scoring(Backend):
                 f"reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
             )
         with timed(timer, "score"):
-            found = self._scored(data, None, self._row_rewards)
+            found = self._scored(data, None, self._row_logits)
         return BatchedDataDict(scores=found[torch.arange(len(found)), self._last_tokens(data), 0])
 
     def _last_tokens(self, data: Mapping[str, Any]) -> Tensor:
@@ -114,10 +114,6 @@ class Scoring(Backend):
         if (padding := config.get_text_config().pad_token_id) is not None:
             counts_BS = counts_BS & (tokens_BS != padding)
         return (torch.arange(tokens_BS.shape[1], device=tokens_BS.device) * counts_BS).amax(1)
-
-    def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
-        """`[B, S, 1]`: what a reward model says of each position."""
-        return self._row_logits(micro_batch, 1)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
@@ -252,9 +248,9 @@ class Scoring(Backend):
             given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
         return rows.at_positions(self._read_out(Asked(rows, readouts, columns, given, labels)))
 
-    def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
-        """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them
-        all. 0 behind a row's end."""
+    def _row_logits(self, micro_batch: BatchedDataDict) -> Tensor:
+        """fp32 `[B, S, V]`: the logits of each position, of the whole vocabulary on every rank, which holds them all;
+        of a reward model `[B, S, 1]`. 0 behind a row's end."""
         if (bits := self.settings.bits) not in (None, "fast"):
             raise ValueError(
                 f'bits is "{bits}", by that key or by batch_invariant_mode, and logits are asked for, which the model '
@@ -265,5 +261,5 @@ class Scoring(Backend):
                 f"logit_dtype is {self.settings.logit_dtype}, and logits are asked for, which the model "
                 f"makes, in a dtype of its own: take a loss of log-probabilities, or leave the key out"
             )
-        rows = self._rows(micro_batch)
+        rows, columns = self._rows(micro_batch), 1 if self.settings.gives_rewards else self._vocabulary
         return rows.at_positions(self._whole_logits(rows, columns))

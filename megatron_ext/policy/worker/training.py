@@ -160,7 +160,10 @@ class Training(Scoring):
             valid = numbers.pop("num_valid_samples", 1.0)
             if valid <= 0:
                 continue
-            row = {name: value if is_extreme(name) else value * scale(name) for name, value in numbers.items()}
+            row = {}
+            for name, value in numbers.items():
+                extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
+                row[name] = value if extreme else value * scale(name)
             row |= {"num_valid_samples": valid, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
             if self.optimizer is not None:
                 row["lr"] = self.optimizer.param_groups[0]["lr"]
@@ -236,8 +239,3 @@ def _kinds(returned: Any) -> str:
     if isinstance(returned, tuple | list):
         return f"{len(returned)} things ({', '.join(type(one).__name__ for one in returned)})"
     return "None" if returned is None else f"a {type(returned).__name__}"
-
-
-def is_extreme(name: str) -> bool:
-    """Whether a metric of this name is a smallest or largest number: those are not added up, as in NeMo-RL."""
-    return "_min" in name or "_max" in name
