@@ -33,7 +33,7 @@ from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.policy.checkpoint import atomic_folders
 from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.json_values import from_json, to_json
-from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_tensors, check_whole, read_index
+from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_whole, read_index
 from megatron_ext.policy.data.agreement_of_ranks import agree, world
 from megatron_ext.policy.ray.heartbeat import outside_wait
 
@@ -123,9 +123,15 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
     (the stages of a pipeline have different ones)."""
 
     def check() -> tuple[list[str], list[str]]:
-        index = read_index(found.folder)
-        check_tensors(found.path, index, tensors, _SAME_MODEL)
-        return sorted(index.state_dict_metadata), list(tensors)
+        there = read_index(found.folder).state_dict_metadata
+        for name, tensor in tensors.items():
+            size = getattr(there.get(name), "size", None)
+            if size != tensor.shape:
+                other = "lacks it" if size is None else f"has it as {list(size)}"
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)} here and the checkpoint {found.path} {other}: {_SAME_MODEL}"
+                )
+        return sorted(there), list(tensors)
 
     ranks = agree(check)
     if more := sorted(set(ranks[0][0]).difference(*(own for _, own in ranks))):
