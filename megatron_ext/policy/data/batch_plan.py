@@ -5,7 +5,7 @@ Legend: B rows of this data-parallel rank, S positions.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +38,13 @@ class Place:
         return range(begin, begin + self.dp_size * self.copies, self.copies)
 
 
+class Counts(NamedTuple):
+    """Rows and tokens that count, by the names of what a loss divides by."""
+
+    global_valid_seqs: float
+    global_valid_toks: float
+
+
 _Share = tuple[list[list[int]], float, float]  # a rank's: rows of micro-batches, rows and tokens that count
 
 
@@ -48,13 +55,12 @@ class Step:
     Attributes:
         micro_batches: rows of each micro-batch.
         passes: how many micro-batches every rank runs; one with fewer repeats its first, to no effect.
-        valid_seqs, valid_toks: rows and tokens of the global batch that count.
+        counts: those of the global batch.
     """
 
     micro_batches: list[list[int]]
     passes: int
-    valid_seqs: float
-    valid_toks: float
+    counts: Counts
 
     def rows(self) -> list[tuple[list[int], bool]]:
         """For each pass the rows, and whether it counts."""
@@ -165,7 +171,7 @@ def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
     steps = []
     for number, (own, _, _) in enumerate(shares[place.dp_rank]):
         cuts, valid_seqs, valid_toks = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
-        steps.append(Step(own, max(map(len, cuts)), sum(valid_seqs), sum(valid_toks)))
+        steps.append(Step(own, max(map(len, cuts)), Counts(sum(valid_seqs), sum(valid_toks))))
     return steps
 
 

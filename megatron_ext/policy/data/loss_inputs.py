@@ -17,7 +17,7 @@ it drew each token (-1 for none), log-probabilities are among these; tokens with
 Legend: B rows, S positions, V vocabulary, K ids per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,9 @@ from megatron_ext.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.worker.scoring import Read, Scoring
 
+Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
-Call = Callable[[Tensor, BatchedDataDict, Tensor, Tensor], Any]
+Call = Callable[[Tensor, BatchedDataDict, Divisors], Any]
 
 
 class LossInputs(NamedTuple):
@@ -62,15 +63,15 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
     def read(micro_batch: BatchedDataDict) -> Tensor:
         return worker._row_log_probs(micro_batch, penalized and worker._narrowed(micro_batch))
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         with_plain = found.dim() == 3
         log_probs_BS = found[..., 0] if with_plain else found
         first = int(by_keywords)  # NeMo-RL's have none of the first token
         if with_plain:
             micro_batch["curr_logprobs_unfiltered"] = found[:, first:, 1]
         if not by_keywords:
-            return loss_fn(log_probs_BS, micro_batch, seqs, toks)
-        return loss_fn(next_token_logprobs=log_probs_BS[:, 1:], **_keywords(micro_batch, seqs, toks))
+            return loss_fn(log_probs_BS, micro_batch, *counts.values())
+        return loss_fn(next_token_logprobs=log_probs_BS[:, 1:], data=micro_batch, **counts)
 
     return LossInputs(read, call)
 
@@ -83,10 +84,10 @@ def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
             f"it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
         )
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         if rewards:
             found = found[torch.arange(len(found), device=found.device), worker._last_tokens(micro_batch)]
-        return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
+        return loss_fn(logits=found, data=micro_batch, **counts)
 
     return LossInputs(worker._row_logits, call)
 
@@ -102,18 +103,15 @@ def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
         ids_BSK = micro_batch["teacher_topk_indices"]
         return worker._row_read(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         k = micro_batch["teacher_topk_indices"].shape[2]
         student = found[:, :-1, :k]
         return loss_fn(
             student_topk_logprobs=student if zero else student.log_softmax(-1),
             teacher_topk_logprobs=micro_batch["teacher_topk_logits"].float().log_softmax(-1)[:, :-1],
             H_all=-found[:, :-1, k] if with_entropy else None,
-            **_keywords(micro_batch, seqs, toks),
+            data=micro_batch,
+            **counts,
         )
 
     return LossInputs(read, call)
-
-
-def _keywords(micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> dict[str, Any]:
-    return {"data": micro_batch, "global_valid_seqs": seqs, "global_valid_toks": toks}

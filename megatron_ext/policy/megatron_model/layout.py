@@ -26,11 +26,7 @@ def check_layout(settings: Settings, config: Any) -> None:
 
 
 def join_groups(settings: Settings, on_exit: ExitStack) -> None:
-    """Makes Megatron's groups, of which a process has one set, if there are none; `on_exit` closes those.
-
-    Raises:
-        ValueError: there are some, of other sizes than the settings ask for.
-    """
+    """Makes Megatron's groups, of which a process has one set, if there are none; `on_exit` closes those."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_parallel_size,

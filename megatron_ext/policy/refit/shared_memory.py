@@ -29,11 +29,7 @@ class BlockAddress:
 
 
 class SharedBlock:
-    """`buffer`, uint8 `[nbytes]`, mapped in this process, and its `address`; open for others until `free()`.
-
-    Raises:
-        OSError: there is no memory for it, or the system has no anonymous files.
-    """
+    """`buffer`, uint8 `[nbytes]`, mapped in this process, and its `address`; open for others until `free()`."""
 
     def __init__(self, nbytes: int):
         if not hasattr(os, "memfd_create"):

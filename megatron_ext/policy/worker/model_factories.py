@@ -27,10 +27,6 @@ def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
 
     With `gives_rewards` it is a sequence classifier with one label, made by `of_each_token`, else a causal language
     model. Nothing that lies in a folder is executed.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: `source` is none of these; from `make`, a folder cannot be loaded.
     """
     transformers = import_transformers()
     auto = transformers.AutoModelForSequenceClassification if gives_rewards else transformers.AutoModelForCausalLM

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Shape, training_steps
+from megatron_ext.policy.data.batch_plan import Counts, Shape, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.training import Metrics, Training
 
@@ -90,14 +90,14 @@ class TrainSteps(Training):
                 batch = BatchedDataDict(data).to(self.device)
                 self.model.train()
                 with torch.enable_grad():
-                    loss, metrics = self._run_step(step.parts, part, batch, step.loss_fn, (1.0, 1.0))
+                    loss, metrics = self._run_step(step.parts, part, batch, step.loss_fn, Counts(1.0, 1.0))
         except BaseException:
             self.abort_train_step()
             raise
         step.parts += 1
         step.loss += loss
-        step.valid_seqs += part.valid_seqs
-        step.valid_toks += part.valid_toks
+        step.valid_seqs += part.counts.global_valid_seqs
+        step.valid_toks += part.counts.global_valid_toks
         step.metrics += metrics
 
     def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class TrainSteps(Training):
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         with timed(timer, "finish_train_step"):
             self._open_step = None
-            self._note(metrics, step.metrics, (step.valid_seqs, step.valid_toks), step.scale)
+            self._note(metrics, step.metrics, Counts(step.valid_seqs, step.valid_toks), step.scale)
             factor = 1 / step.divisors()[step.normalizer]
             norm = self._update(0, factor)
             assert self.scheduler is not None

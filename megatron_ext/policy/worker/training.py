@@ -18,12 +18,11 @@ from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
-from megatron_ext.policy.data.batch_plan import Shape, Step, training_steps
+from megatron_ext.policy.data.batch_plan import Counts, Shape, Step, training_steps
 from megatron_ext.policy.data.loss_inputs import inputs_of
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.scoring import Scoring
 
-Counts = tuple[float, float]  # rows and tokens that a loss is divided by
 Metrics = list[dict[str, float]]  # of each micro-batch
 
 
@@ -77,12 +76,11 @@ class Training(Scoring):
             batch = BatchedDataDict(data).to(self.device)
             self.model.train(not eval_mode)
             for number, step in enumerate(steps):
-                counts = (step.valid_seqs, step.valid_toks)
                 with torch.set_grad_enabled(not eval_mode):
                     self._zero_grad()
-                    loss, found = self._run_step(number, step, batch, loss_fn, counts)
+                    loss, found = self._run_step(number, step, batch, loss_fn, step.counts)
                 losses.append(loss)
-                self._note(metrics, found, counts, lambda name: 1 / len(steps))
+                self._note(metrics, found, step.counts, lambda name: 1 / len(steps))
                 if not eval_mode:
                     norms.append(self._update(number))
             if eval_mode:
@@ -121,7 +119,7 @@ class Training(Scoring):
         """Forward and backward over a global batch, or a part of it: its loss, once all ranks know that it is one, and
         what `loss_fn` measured of this rank's micro-batches. `counts`: what the loss divides by.
         """
-        rows_that_count, tokens_that_count = (torch.tensor(n, device=self.device) for n in counts)
+        divisors = {name: torch.tensor(n, device=self.device) for name, n in counts._asdict().items()}
         inputs = inputs_of(self, loss_fn)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         fault: Exception | None = None
@@ -133,7 +131,7 @@ class Training(Scoring):
             loss, found = nothing, None
             if real and fault is None:
                 try:
-                    loss, found = _validated(inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
+                    loss, found = _validated(inputs.call(output, micro_batch, divisors))
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
@@ -164,7 +162,7 @@ class Training(Scoring):
             for name, value in numbers.items():
                 extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
                 row[name] = value if extreme else value * scale(name)
-            row |= {"num_valid_samples": valid, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
+            row |= {"num_valid_samples": valid, **counts._asdict()}
             if self.optimizer is not None:
                 row["lr"] = self.optimizer.param_groups[0]["lr"]
             for name, value in row.items():
