@@ -100,9 +100,6 @@ class HeldWeights:
             self.buffer, where = self._block.buffer, self._block.address
         self.handle = WeightsHandle(bucket.rows, where)
 
-    def write(self, row: Row, weight: Tensor) -> None:
-        row.view(self.buffer).copy_(weight)
-
     def finish(self) -> None:
         """Waits for the device: other processes do not."""
         if self.buffer.device.type == "cuda":

@@ -116,7 +116,7 @@ class Refitting(Backend):
         for row in chosen[0].rows if chosen else ():
             weight = exports[row.name].make()
             if self._held is not None:
-                self._held.write(row, weight)
+                row.view(self._held.buffer).copy_(weight)
         if self._held is None:
             return {}
         self._held.finish()

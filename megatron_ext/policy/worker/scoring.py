@@ -214,7 +214,6 @@ class Scoring(Backend):
                 "whose input_type is 'logit', or leave reward_model_cfg out"
             )
         settings, narrowed, rows = self.settings, self._narrowed(micro_batch), self._rows(micro_batch)
-        kept_BSK = micro_batch.get(KEPT_IDS) if narrowed else None
 
         def readouts(labels: Tensor, kept: Tensor | None = None) -> list[ReadOut]:
             own: ReadOut
@@ -226,9 +225,9 @@ class Scoring(Backend):
             return [own, LogProbs(labels)] if with_plain else [own]
 
         labels = self._labels_that_count(rows, micro_batch)
-        beside = None  # of what each position predicts: 0 for none, as where it pads
-        if kept_BSK is not None:
-            beside = rows.laid(F.pad(kept_BSK[:, 1:] + 1, (0, 0, 0, 1)))
+        beside = None
+        if narrowed and KEPT_IDS in micro_batch:  # of what each position predicts: 0 for none, as where it pads
+            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:] + 1, (0, 0, 0, 1)))
         found = self._read_out(Asked(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
