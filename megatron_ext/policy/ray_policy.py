@@ -169,9 +169,7 @@ class RayPolicy(RayRefit):
         `finish_generation` after several calls save copying the weights for each.
         """
         batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
-        own = -(-batch.size // self.world_size)
-        shares = [range(own * i, min(own * (i + 1), batch.size)) for i in range(self.world_size)]
-        shares = [share or range(batch.size - 1, batch.size) for share in shares]  # no rows left: the last one again
+        shares = _shares(batch.size, self.world_size)
         args = [(batch.select_indices(share), greedy, seed, list(share)) for share in shares]
         found = self._collect(self._begin_each("generate", args))
         padding = {"output_ids": pad_token_of(self._make["config"], self._make["tokenizer"])}
@@ -244,11 +242,8 @@ class RayPolicy(RayRefit):
     def _score(self, method: str, timer: Timer | None, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
         """`method` for all rows, an equal share of them on each data-parallel rank."""
         batch = BatchedDataDict(data)
-        own = -(-batch.size // self.dp_size)
-        # A rank with no rows left takes part with the last one.
-        starts = [min(own * i, max(batch.size - 1, 0)) for i in range(self.dp_size)]
         # Copies: of a view the whole would be sent.
-        shards = [batch.select_indices(range(start, min(start + own, batch.size))) for start in starts]
+        shards = [batch.select_indices(share) for share in _shares(batch.size, self.dp_size)]
         with timed(timer, method):
             found = BatchedDataDict.from_batches(self._each(method, shards, *args))
         return found.slice(0, batch.size)
@@ -260,6 +255,12 @@ class RayPolicy(RayRefit):
         by_rank = [(kept[self._place.replica(rank)], *args) for rank in range(self.world_size)]
         found = self._collect(self._begin_each(method, by_rank))
         return [found[rank] for rank in self._place.first_ranks()]
+
+
+def _shares(rows: int, ranks: int) -> list[range]:
+    """An equal run of rows for each rank; one with none left takes part with the last row."""
+    own = -(-rows // ranks)
+    return [range(own * i, min(own * (i + 1), rows)) or range(max(rows - 1, 0), rows) for i in range(ranks)]
 
 
 def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:
