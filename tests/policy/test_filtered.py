@@ -56,10 +56,6 @@ def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLIN
     return cls(config, init_reference_model=reference_model)
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def check_scores(cls, layout, kind):
     data = tiny_batch(8)
     for sampling in (SAMPLING, {"temperature": 0.7, "top_p": 0.6}, {"temperature": 0.7, "top_k": 4}):
@@ -82,9 +78,7 @@ def check_scores(cls, layout, kind):
         worker.get_topk_logits(mine, 0)
 
 
-@pytest.mark.parametrize(
-    "layout, kind", [("tp_sp", "fixed"), slow("cp", "packed"), slow("dp", "packed"), slow("cp", "dynamic")]
-)
+@pytest.mark.parametrize("layout, kind", [("tp_sp", "fixed"), ("cp", "packed"), ("dp", "packed"), ("cp", "dynamic")])
 @ranks(2)
 def test_scores(layout, kind):
     check_scores(DTensorPolicyWorker, LAYOUTS[layout], kind)
@@ -171,18 +165,12 @@ def named(worker):
     return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in worker.model.named_parameters()]
 
 
-QUICK = [("filtered", "tp_sp"), ("distillation", "cp")]
-
-
-@pytest.mark.parametrize(
-    "name, layout", QUICK + [slow(*case) for case in itertools.product(LOSSES, LAYOUTS) if case not in QUICK]
-)
+@pytest.mark.parametrize("name, layout", itertools.product(LOSSES, LAYOUTS))
 @ranks(2)
 def test_losses(name, layout):
     check_loss(DTensorPolicyWorker, name, LAYOUTS[layout], "packed" if layout == "dp" else "fixed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp_sp", "cp"])
 @ranks(2)
 def test_megatron(layout):
@@ -195,7 +183,6 @@ def test_megatron(layout):
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 @ranks(2, 4)
 def test_packed_distillation(backend):

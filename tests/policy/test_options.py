@@ -60,7 +60,7 @@ def forward_calls(worker):
     return calls
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("recompute", [False, True])
 @ranks(2)
 def test_activation_checkpointing(recompute):
     config = config_with(activation_checkpointing=recompute)
