@@ -10,7 +10,15 @@ import torch.nn.functional as F
 
 from megatron_ext import reference
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from megatron_ext.policy import (
+    ClippedPGLoss,
+    DistillationLossFn,
+    DTensorPolicyWorker,
+    LossInputType,
+    LossType,
+    MegatronPolicyWorker,
+    NLLLoss,
+)
 from megatron_ext.policy.config import read_config
 from tests.operators import Largest
 from tests.policy.problems import (
@@ -34,6 +42,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}
 SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
 K = 3
+BACKENDS = pytest.mark.parametrize("cls", [DTensorPolicyWorker, MegatronPolicyWorker])
 
 
 def model_of(cls):
@@ -175,7 +184,6 @@ def test_losses(name, layout):
 @ranks(2)
 def test_megatron(layout):
     from megatron_ext.megatron.fusion_report import reset_fusion_report
-    from megatron_ext.policy import MegatronPolicyWorker
 
     reset_fusion_report()
     check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
@@ -183,13 +191,10 @@ def test_megatron(layout):
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@BACKENDS
 @ranks(2, 4)
-def test_packed_distillation(backend):
+def test_packed_distillation(cls):
     """Documents end to end, cut over tensor- and context-parallel ranks and both, as NeMo-RL's recipe has them."""
-    from megatron_ext.policy import MegatronPolicyWorker
-
-    cls = {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend]
     both = {"tp": 2, "cp": 2, "sequence_parallel": True}
     layouts = [both] if dist.get_world_size() == 4 else [LAYOUTS["tp_sp"], LAYOUTS["cp"]]
     for layout, name in itertools.product(layouts, ("distillation", "distillation of k")):
@@ -207,14 +212,9 @@ def _widest_logits(columns):
 
 
 @ranks(1)
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(backend):
-    from megatron_ext.policy import MegatronPolicyWorker
-
-    cls, data = (
-        {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend],
-        with_teacher(tiny_batch(16), K),
-    )
+@BACKENDS
+def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(cls):
+    data = with_teacher(tiny_batch(16), K)
     columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
     assert data["input_ids"].numel() > 2 * chunk
     batch = {"train_global_batch_size": 16, "train_micro_batch_size": 16, "logprob_batch_size": 16}
