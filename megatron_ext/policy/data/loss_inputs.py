@@ -64,14 +64,13 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
         return worker._row_log_probs(micro_batch, penalized and worker._narrowed(micro_batch))
 
     def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
-        with_plain = found.dim() == 3
-        log_probs_BS = found[..., 0] if with_plain else found
-        first = int(by_keywords)  # NeMo-RL's have none of the first token
-        if with_plain:
-            micro_batch["curr_logprobs_unfiltered"] = found[:, first:, 1]
-        if not by_keywords:
-            return loss_fn(log_probs_BS, micro_batch, *counts.values())
-        return loss_fn(next_token_logprobs=log_probs_BS[:, 1:], data=micro_batch, **counts)
+        if by_keywords:  # NeMo-RL's have none of the first token
+            found = found[:, 1:]
+        if found.dim() == 3:
+            micro_batch["curr_logprobs_unfiltered"], found = found[..., 1], found[..., 0]
+        if by_keywords:
+            return loss_fn(next_token_logprobs=found, data=micro_batch, **counts)
+        return loss_fn(found, micro_batch, *counts.values())
 
     return LossInputs(read, call)
 

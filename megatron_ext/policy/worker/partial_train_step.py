@@ -69,7 +69,11 @@ class TrainSteps(Training):
         """
         self._refuse_open_step("begin_train_step()")
         self._check_trains("begin_train_step()")
-        _check_sums(loss_fn)
+        if weight := getattr(loss_fn, "positive_example_nll_weight", None):
+            raise ValueError(
+                f"begin_train_step() with a loss whose positive_example_nll_weight is {weight}: that term is a mean "
+                f"over each micro-batch, which the step's counts would divide again; use train(), or set it to 0"
+            )
         self.model.train()
         self._zero_grad()
         self._open_step = OpenStep(loss_fn, self._train_shape(mbs))
@@ -142,13 +146,3 @@ class TrainSteps(Training):
             raise RuntimeError(
                 f"{act} while a training step is open: call finish_train_step() or abort_train_step() first"
             )
-
-
-def _check_sums(loss_fn: LossFunction) -> None:
-    """Raises ValueError for a loss that would not be what `train` makes of it once the counts divide it."""
-    weight = getattr(loss_fn, "positive_example_nll_weight", None)
-    if weight:
-        raise ValueError(
-            f"begin_train_step() with a loss whose positive_example_nll_weight is {weight}: that term is a mean over "
-            f"each micro-batch, which the step's counts would divide again; use train(), or set it to 0"
-        )
