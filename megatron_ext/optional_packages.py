@@ -12,9 +12,9 @@ def why_not_importable(name: str) -> str | None:
     package = name.partition(".")[0]
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        return f"{package} is not installed ({error})"
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or package).partition(".")[0] == package:
+            return f"{package} is not installed ({error})"
         return why_not_loaded(package, error)
     return None
 

@@ -1,11 +1,11 @@
 """Which ways into other frameworks would work here, and why the others would not: what the doctor says of them."""
 
 import contextlib
-import importlib
 import io
 import warnings
 
 from megatron_ext.integrations import nemo_rl, trl, verl
+from megatron_ext.optional_packages import why_not_importable
 
 _OURS = {
     "integrations.nemo_rl.apply()": nemo_rl,
@@ -24,17 +24,6 @@ def ways() -> dict[str, str | None]:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         found = {way: module._substitution.why_not() for way, module in _OURS.items()}
-        return found | {way: _missing(packages) for way, packages in _NEED.items()}
-
-
-def _missing(packages: tuple[str, ...]) -> str | None:
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name == package:
-                return f"{package} is not installed"
-            return f"{package} cannot be imported: {error}"
-        except Exception as error:  # whatever a broken package raises is a finding
-            return f"{package} cannot be imported: {type(error).__name__}: {error}"
-    return None
+        return found | {
+            way: next(filter(None, map(why_not_importable, packages)), None) for way, packages in _NEED.items()
+        }

@@ -213,31 +213,21 @@ def _is_there(module: str) -> bool:
 
 def _counted(ours: Any, row: Replaced) -> Any:
     """What counts its calls and runs `ours`; nothing else refers to it: where it stands later, it was put there."""
-    if not isinstance(ours, type):
-
-        @functools.wraps(ours)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            _count(row)
-            return ours(*args, **kwargs)
-
-        return call
-
-    inner = getattr(ours, "apply" if issubclass(ours, torch.autograd.Function) else "forward")
+    of_class = isinstance(ours, type)
+    applied = of_class and issubclass(ours, torch.autograd.Function)
+    runs = "apply" if applied else "forward"
+    inner = getattr(ours, runs) if of_class else ours
 
     @functools.wraps(inner)
     def counting(*args: Any, **kwargs: Any) -> Any:
-        _count(row)
+        if not torch.compiler.is_compiling():
+            row.calls += 1
         return inner(*args, **kwargs)
 
-    named = {"__doc__": ours.__doc__, "__module__": ours.__module__}
-    if issubclass(ours, torch.autograd.Function):
-        return type(ours.__name__, (ours,), {**named, "apply": staticmethod(counting)})
-    return type(ours.__name__, (ours,), {**named, "forward": counting})
-
-
-def _count(row: Replaced) -> None:
-    if not torch.compiler.is_compiling():
-        row.calls += 1
+    if not of_class:
+        return counting
+    call = staticmethod(counting) if applied else counting
+    return type(ours.__name__, (ours,), {"__doc__": ours.__doc__, "__module__": ours.__module__, runs: call})
 
 
 def _replace(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[str, ...]]:

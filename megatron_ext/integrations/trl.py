@@ -7,7 +7,7 @@ a weight partitioned by DeepSpeed ZeRO-3, is left to TRL's own function, with a 
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,12 +43,10 @@ def selective_log_softmax(
     if row_mask is not None:
         row_mask = _of_tokens(row_mask, index, logits)
     if index.dim() == logits.dim():
-        picked = head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature)
-        assert isinstance(picked, Tensor)
+        picked = cast(Tensor, head.gather_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature))
         return picked if row_mask is None else picked.where(row_mask.unsqueeze(-1), 0.0)
-    found = head.token_log_probs(_plain(logits), index, tp_group=UNSHARDED, temperature=temperature, loss_mask=row_mask)
-    assert isinstance(found, Tensor)
-    return found
+    options: Any = {"tp_group": UNSHARDED, "temperature": temperature, "loss_mask": row_mask}
+    return cast(Tensor, head.token_log_probs(_plain(logits), index, **options))
 
 
 def selective_log_softmax_and_entropy(

@@ -5,7 +5,7 @@ and for any hidden size; the rest from logits. Results are fp32 (fp64 for fp64).
 replaced where Megatron-Core is installed: nothing calls them else. See docs/rl.md.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,9 +109,7 @@ def vocab_parallel_log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tens
 
     The logits stay as they are, where verl's own overwrites them. 1 collective, backward none.
     """
-    found = head.token_log_probs(logits, labels)
-    assert isinstance(found, Tensor)
-    return found
+    return cast(Tensor, head.token_log_probs(logits, labels))
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: Tensor) -> Tensor:
@@ -135,9 +133,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     `inplace_backward` is without effect: the gradient never takes the memory of the logits, because callers read them
     again for the entropy.
     """
-    found = head.token_log_probs(logits, labels, tp_group=UNSHARDED)
-    assert isinstance(found, Tensor)
-    return found
+    return cast(Tensor, head.token_log_probs(logits, labels, tp_group=UNSHARDED))
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
@@ -150,28 +146,22 @@ def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) ->
     return head.token_entropy(logits, tp_group=UNSHARDED, chunk_tokens=chunk_size)
 
 
+def _seam(module: str, ours: Any, **options: Any) -> Seam:
+    return Seam(f"verl.utils.{module}", ours.__name__, ours, **options)
+
+
 def _seams() -> list[Seam]:
-    megatron, functional = "verl.utils.megatron.tensor_parallel", "verl.utils.torch_functional"
+    megatron, functional = "megatron.tensor_parallel", "torch_functional"
     return [
-        Seam("verl.utils.kernel.linear_cross_entropy", "linear_cross_entropy", linear_cross_entropy),
-        Seam("verl.utils.experimental.torch_functional", "FusedLinearForPPO", FusedLinearForPPO),
-        Seam(functional, "logprobs_from_logits", logprobs_from_logits),
-        Seam(functional, "entropy_from_logits", entropy_from_logits, required=False),
-        Seam(functional, "entropy_from_logits_with_chunking", entropy_from_logits_with_chunking, required=False),
-        Seam(
-            megatron,
-            "vocab_parallel_log_probs_from_logits",
-            vocab_parallel_log_probs_from_logits,
-            needs="megatron.core",
-        ),
-        Seam(megatron, "vocab_parallel_entropy", vocab_parallel_entropy, needs="megatron.core"),
-        Seam(
-            megatron,
-            "vocab_parallel_entropy_with_chunking",
-            vocab_parallel_entropy_with_chunking,
-            required=False,  # since verl 0.9
-            needs="megatron.core",
-        ),
+        _seam("kernel.linear_cross_entropy", linear_cross_entropy),
+        _seam("experimental.torch_functional", FusedLinearForPPO),
+        _seam(functional, logprobs_from_logits),
+        _seam(functional, entropy_from_logits, required=False),
+        _seam(functional, entropy_from_logits_with_chunking, required=False),
+        _seam(megatron, vocab_parallel_log_probs_from_logits, needs="megatron.core"),
+        _seam(megatron, vocab_parallel_entropy, needs="megatron.core"),
+        # since verl 0.9
+        _seam(megatron, vocab_parallel_entropy_with_chunking, required=False, needs="megatron.core"),
     ]
 
 

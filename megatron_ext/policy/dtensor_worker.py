@@ -1,6 +1,5 @@
 """The policy worker on Hugging Face models: tensor parallel by DTensor, data parallel by FSDP2, context parallel."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,6 @@ from megatron_ext.dtensor import (
     _parallelize_model,
     causal_lm_from_logits,
     causal_lm_read,
-    clip_grad_by_total_norm_,
     get_grad_norm,
     tie_word_embeddings,
 )
@@ -21,9 +19,10 @@ from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.plans import choose_plan
 from megatron_ext.dtensor.pretrained.loading import load_whole
 from megatron_ext.dtensor.pretrained.saving import own_weights
-from megatron_ext.head import ReadOut
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
+from megatron_ext.policy.worker.backend import Asked
 from megatron_ext.policy.worker.device_memory import move_buffers
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
@@ -96,26 +95,24 @@ class DTensorPolicyWorker(PolicyWorker):
                 f"see each other; set sequence_packing.enabled to False"
             )
 
-    def _read_out(
-        self,
-        tokens_BS: Tensor,
-        cu_seqlens: Tensor | None,
-        readouts: Callable[..., Sequence[ReadOut]],
-        columns: int,
-        beside: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "temperature": self.settings.temperature}
-        skip = labels is not None and self.settings.skip_masked_tokens
-        options |= {"labels": labels, "skip_ignored": skip}
-        options |= {"bits": self.settings.bits, "logit_dtype": self.settings.logit_dtype}
-        return causal_lm_read(self.model, tokens_BS, readouts, columns=columns, beside=beside, **options)
+    def _read_out(self, asked: Asked) -> Tensor:
+        return causal_lm_read(
+            self.model,
+            asked.rows.tokens,
+            asked.readouts,
+            columns=asked.columns,
+            cu_seqlens=asked.rows.cu_seqlens,
+            beside=asked.beside,
+            labels=asked.labels,
+            skip_ignored=asked.labels is not None and self.settings.skip_masked_tokens,
+            **self._head_options,
+        )
 
-    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+    def _whole_logits(self, rows: Rows, columns: int) -> Tensor:
         def whole(logits: Tensor, _: Any, tp_group: Group, vocab: VocabShard) -> Tensor:
             return whole_vocabulary(logits.float() / self.settings.temperature, tp_group, vocab)
 
-        return causal_lm_from_logits(self.model, tokens_BS, whole, columns=columns, cu_seqlens=cu_seqlens)
+        return causal_lm_from_logits(self.model, rows.tokens, whole, columns=columns, cu_seqlens=rows.cu_seqlens)
 
     def _end_inference(self) -> None:
         """FSDP2 keeps the root's own weights whole until a backward pass: cast, and not those of the optimizer."""
@@ -126,12 +123,8 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reduce_gradients(self) -> None:
         """FSDP2 has done it in backward."""
 
-    def _clip_gradients(self, max_norm: float | None) -> float:
-        parameters = list(self.model.parameters())
-        norm = get_grad_norm(parameters, self._dp_cp_group, self._tp_group)
-        if max_norm is not None:
-            clip_grad_by_total_norm_(parameters, max_norm, norm)
-        return norm
+    def _gradient_norm(self) -> float:
+        return get_grad_norm(list(self.model.parameters()), self._dp_cp_group, self._tp_group)
 
     @property
     def _vocabulary(self) -> int:

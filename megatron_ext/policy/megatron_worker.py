@@ -1,7 +1,7 @@
 """The policy worker on Megatron-Core's GPTModel, with our layers and head, and Megatron's data parallelism."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
@@ -23,9 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.emulation import megatron_on_cpu
-from megatron_ext.head import ReadOut
 from megatron_ext.head.reduction import side_by_side
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import token_bound
@@ -35,8 +33,9 @@ from megatron_ext.megatron.output_processors import ReadOuts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.batch_plan import Step
+from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.data.whole_vocabulary import whole_vocabulary
-from megatron_ext.policy.megatron_model import llama as llama
+from megatron_ext.policy.megatron_model import llama
 from megatron_ext.policy.megatron_model.chunks import (
     Chunks,
     build_pieces,
@@ -48,7 +47,7 @@ from megatron_ext.policy.megatron_model.chunks import (
     run_pipeline,
 )
 from megatron_ext.policy.megatron_model.layout import check_layout, join_groups, transformer_config
-from megatron_ext.policy.worker.backend import Export, whole
+from megatron_ext.policy.worker.backend import Asked, Export, whole
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.policy_worker import PolicyWorker
 from megatron_ext.policy.worker.scoring import Read, T, Use
@@ -182,35 +181,26 @@ class MegatronPolicyWorker(PolicyWorker):
         group = parallel_state.get_pipeline_model_parallel_group()
         return cast(T, all_gather_object(found if last else None, group)[-1])
 
-    def _read_out(
-        self,
-        tokens_BS: Tensor,
-        cu_seqlens: Tensor | None,
-        readouts: Callable[..., Sequence[ReadOut]],
-        columns: int,
-        beside: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        labels_BS = next_tokens(tokens_BS if labels is None else labels, cu_seqlens)
+    def _read_out(self, asked: Asked) -> Tensor:
+        rows, beside, labels = asked.rows, asked.beside, asked.labels
+        labels_BS = next_tokens(rows.tokens if labels is None else labels, rows.cu_seqlens)
         at_most = token_bound(self.settings.skip_masked_tokens)
 
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
             parts = [inputs.split(labels_BS, IGNORE_INDEX), *([] if beside is None else [inputs.split(beside)])]
             given = [x.transpose(0, 1) for x in parts]  # as the model's hidden states lie
             only: Any = {} if labels is None else {"counts": given[0] != IGNORE_INDEX, "at_most": at_most}
-            only |= {"bits": self.settings.bits, "logit_dtype": self.settings.logit_dtype}
-            only |= {"temperature": self.settings.temperature}
-            processor = ReadOuts(readouts=readouts(*given), **only)
+            processor = ReadOuts(readouts=asked.readouts(*given), **only, **self._head_options)
             forward = partial(forward_with_fused_head, self._piece, output_processor=processor)
             if not self._piece.post_process:
                 return forward(*inputs.arguments, **inputs.options), None
-            shape = (*given[0].t().shape, columns)
+            shape = (*given[0].t().shape, asked.columns)
             like = next(self._piece.parameters())
             return or_refuse(lambda: side_by_side(forward(*inputs.arguments, **inputs.options), 2), shape, like)
 
-        return self._on_whole_sequences(tokens_BS, cu_seqlens, read, columns)
+        return self._on_whole_sequences(rows, read, asked.columns)
 
-    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+    def _whole_logits(self, rows: Rows, columns: int) -> Tensor:
         def read(inputs: Inputs) -> tuple[Tensor, ValueError | None]:
             made = self._piece(*inputs.arguments, **inputs.options)
             if self._piece.post_process:
@@ -219,36 +209,33 @@ class MegatronPolicyWorker(PolicyWorker):
                 made = whole_vocabulary(logits, group, VocabShard.split(self._vocabulary, group))
             return made, None
 
-        return self._on_whole_sequences(tokens_BS, cu_seqlens, read, columns)
+        return self._on_whole_sequences(rows, read, columns)
 
     def _on_whole_sequences(
-        self,
-        tokens_BS: Tensor,
-        cu_seqlens: Tensor | None,
-        read: Callable[[Inputs], tuple[Tensor, ValueError | None]],
-        columns: int,
+        self, rows: Rows, read: Callable[[Inputs], tuple[Tensor, ValueError | None]], columns: int
     ) -> Tensor:
         """`[B, S, columns]` of what `read` makes of a pass of this rank's parts, and what it refuses."""
-        inputs = self._inputs(tokens_BS, cu_seqlens)
+        inputs = self._inputs(rows)
         dtype = self.settings.dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
             made, fault = read(inputs)
-        rows, length = tokens_BS.shape
+        count, length = rows.tokens.shape
         if not self._piece.post_process:  # hidden states, for the next stage; nobody reads what is returned
             self._passed_on = made.float()
-            return made.new_zeros(rows, length, columns, dtype=torch.float32)
-        return inputs.parts.gather_or_refuse(made, 1, fault)[:rows, :length]
+            return made.new_zeros(count, length, columns, dtype=torch.float32)
+        return inputs.parts.gather_or_refuse(made, 1, fault)[:count, :length]
 
-    def _inputs(self, tokens_BS: Tensor, cu_seqlens: Tensor | None) -> "Inputs":
-        (rows, length), group = tokens_BS.shape, parallel_state.get_context_parallel_group()
+    def _inputs(self, rows: Rows) -> Inputs:
+        (count, length), cu_seqlens = rows.tokens.shape, rows.cu_seqlens
         more = max(self._least_shape[1] - length, 0)
         more += -(length + more) % self._length_multiple
-        padded = (more, max(self._least_shape[0] - rows, 0))
+        padded = (more, max(self._least_shape[0] - count, 0))
         options = {}
         if cu_seqlens is not None:
             cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:] + more] if more else [cu_seqlens]).int()
             options["packed_seq_params"] = _packing(cu_seqlens)
-        return Inputs(tokens_BS, SequenceParts(group, cu_seqlens), padded, options)
+        parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
+        return Inputs(rows.tokens, parts, padded, options)
 
     @property
     def _length_multiple(self) -> int:
@@ -266,17 +253,13 @@ class MegatronPolicyWorker(PolicyWorker):
         for parameter in self.model.parameters():
             parameter.grad = cast(Any, parameter).main_grad
 
-    def _clip_gradients(self, max_norm: float | None) -> float:
+    def _gradient_norm(self) -> float:
         square = torch.zeros((), device=self.device)
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
+        for parameter in self.model.parameters():
             assert parameter.grad is not None
             if not self.model.is_second_copy(parameter):
                 square += parameter.grad.norm() ** 2 / self._copies_of(parameter)
-        norm = float(all_reduce(square, dist.group.WORLD).sqrt())
-        if max_norm is not None:
-            clip_grad_by_total_norm_(parameters, max_norm, norm)
-        return norm
+        return float(all_reduce(square, dist.group.WORLD).sqrt())
 
     def _move_model(self, device: torch.device) -> None:
         """Megatron's data parallelism hangs its hooks on gradient accumulators, which a parameter that moves to another

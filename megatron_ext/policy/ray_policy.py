@@ -144,26 +144,23 @@ class RayPolicy(RayRefit):
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """ "logprobs" `[B, S]` of all rows; see the worker's."""
-        with timed(timer, "get_logprobs"):
-            return self._score("get_logprobs", data, micro_batch_size)
+        return self._score("get_logprobs", timer, data, micro_batch_size)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """ "reference_logprobs" `[B, S]` of all rows; see the worker's."""
-        with timed(timer, "get_reference_policy_logprobs"):
-            return self._score("get_reference_policy_logprobs", data, micro_batch_size)
+        return self._score("get_reference_policy_logprobs", timer, data, micro_batch_size)
 
     def get_topk_logits(
         self, data: Mapping[str, Any], k: int, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
         """ "topk_logits" and "topk_indices" `[B, S, k]` of all rows; see the worker's."""
-        with timed(timer, "get_topk_logits"):
-            return self._score("get_topk_logits", data, k, micro_batch_size)
+        return self._score("get_topk_logits", timer, data, k, micro_batch_size)
 
     def score(self, data: Mapping[str, Any]) -> BatchedDataDict:
         """ "scores" `[B]` of all rows, of a reward model; see the worker's."""
-        return self._score("score", data)
+        return self._score("score", None, data)
 
     def generate(self, data: Mapping[str, Any], greedy: bool = False, seed: int | None = None) -> BatchedDataDict:
         """A worker's `generate` for all rows, an equal share of them on every worker: each has the whole model.
@@ -172,16 +169,11 @@ class RayPolicy(RayRefit):
         `finish_generation` after several calls save copying the weights for each.
         """
         batch = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
-        own = -(-batch.size // self.world_size)
-        shares = [range(own * i, min(own * (i + 1), batch.size)) for i in range(self.world_size)]
-        shares = [share or range(batch.size - 1, batch.size) for share in shares]  # no rows left: the last one again
-        self._check_alive()
-        begun = [
-            actor.call.remote("generate", batch.select_indices(share), greedy, seed, list(share))
-            for actor, share in zip(self._actors, shares, strict=True)
-        ]
+        shares = _shares(batch.size, self.world_size)
+        args = [(batch.select_indices(share), greedy, seed, list(share)) for share in shares]
+        found = self._collect(self._begin_each("generate", args))
         padding = {"output_ids": pad_token_of(self._make["config"], self._make["tokenizer"])}
-        return BatchedDataDict.from_batches(self._collect(begun), padding).slice(0, batch.size)
+        return BatchedDataDict.from_batches(found, padding).slice(0, batch.size)
 
     def prepare_for_generation(self) -> None:
         """Every worker makes a whole copy of the model to sample from; see its `prepare_for_generation`."""
@@ -247,26 +239,28 @@ class RayPolicy(RayRefit):
         """Stops CUDA's profiler in every worker; does nothing on the CPU."""
         self._all("stop_gpu_profiling")
 
-    def _score(self, method: str, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
+    def _score(self, method: str, timer: Timer | None, data: Mapping[str, Any], *args: Any) -> BatchedDataDict:
         """`method` for all rows, an equal share of them on each data-parallel rank."""
         batch = BatchedDataDict(data)
-        own = -(-batch.size // self.dp_size)
-        # A rank with no rows left takes part with the last one.
-        starts = [min(own * i, max(batch.size - 1, 0)) for i in range(self.dp_size)]
         # Copies: of a view the whole would be sent.
-        shards = [batch.select_indices(range(start, min(start + own, batch.size))) for start in starts]
-        found = BatchedDataDict.from_batches(self._each(method, shards, *args))
+        shards = [batch.select_indices(share) for share in _shares(batch.size, self.dp_size)]
+        with timed(timer, method):
+            found = BatchedDataDict.from_batches(self._each(method, shards, *args))
         return found.slice(0, batch.size)
 
     def _each(self, method: str, shards: list[BatchedDataDict], *args: Any) -> list[Any]:
         """Calls `method` with each data-parallel rank's shard: the results of the first rank of each."""
         self._check_alive()
         kept = [self._ray.put(shard) for shard in shards]  # once, not once for each rank that shares it
-        begun = [
-            actor.call.remote(method, kept[self._place.replica(rank)], *args) for rank, actor in enumerate(self._actors)
-        ]
-        found = self._collect(begun)
+        by_rank = [(kept[self._place.replica(rank)], *args) for rank in range(self.world_size)]
+        found = self._collect(self._begin_each(method, by_rank))
         return [found[rank] for rank in self._place.first_ranks()]
+
+
+def _shares(rows: int, ranks: int) -> list[range]:
+    """An equal run of rows for each rank; one with none left takes part with the last row."""
+    own = -(-rows // ranks)
+    return [range(own * i, min(own * (i + 1), rows)) or range(max(rows - 1, 0), rows) for i in range(ranks)]
 
 
 def _with_all_metrics(found: list[dict[str, Any]]) -> dict[str, Any]:

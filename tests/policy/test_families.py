@@ -50,16 +50,11 @@ def check(model, **options):
     "name, options",
     [
         ("gpt_oss", {"tp": 2, "experts": 2, "sequence_parallel": True}),
-        *(
-            pytest.param(*cell, marks=pytest.mark.slow)
-            for cell in [
-                ("mistral", {"cp": 2, "kind": "packed"}),
-                ("phi3", {"tp": 2}),
-                ("gemma2", {"tp": 2, "kind": "dynamic"}),
-                ("qwen3_moe", {"tp": 2}),
-                ("deepseek_v3", {"tp": 2, "experts": 2}),
-            ]
-        ),
+        ("mistral", {"cp": 2, "kind": "packed"}),
+        ("phi3", {"tp": 2}),
+        ("gemma2", {"tp": 2, "kind": "dynamic"}),
+        ("qwen3_moe", {"tp": 2}),
+        ("deepseek_v3", {"tp": 2, "experts": 2}),
     ],
 )
 @ranks(2)

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 
 from megatron_ext import reference
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.policy import ClippedPGLoss, DistillationLossFn, DTensorPolicyWorker, LossInputType, LossType, NLLLoss
+from megatron_ext.policy import (
+    ClippedPGLoss,
+    DistillationLossFn,
+    DTensorPolicyWorker,
+    LossInputType,
+    LossType,
+    MegatronPolicyWorker,
+    NLLLoss,
+)
 from megatron_ext.policy.config import read_config
 from tests.operators import Largest
 from tests.policy.problems import (
@@ -34,6 +42,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {"dp": {}, "tp_sp": {"tp": 2, "sequence_parallel": True}, "cp": {"cp": 2}}
 SAMPLING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8}
 K = 3
+BACKENDS = pytest.mark.parametrize("cls", [DTensorPolicyWorker, MegatronPolicyWorker])
 
 
 def model_of(cls):
@@ -54,10 +63,6 @@ def filtered(logits, data, top_k, top_p):
 def worker_of(cls=DTensorPolicyWorker, reference_model=False, generation=SAMPLING, kind="fixed", **layout):
     config = tiny_config(model_of(cls), **batching(kind) | layout, generation=generation)
     return cls(config, init_reference_model=reference_model)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def check_scores(cls, layout, kind):
@@ -82,9 +87,7 @@ def check_scores(cls, layout, kind):
         worker.get_topk_logits(mine, 0)
 
 
-@pytest.mark.parametrize(
-    "layout, kind", [("tp_sp", "fixed"), slow("cp", "packed"), slow("dp", "packed"), slow("cp", "dynamic")]
-)
+@pytest.mark.parametrize("layout, kind", [("tp_sp", "fixed"), ("cp", "packed"), ("dp", "packed"), ("cp", "dynamic")])
 @ranks(2)
 def test_scores(layout, kind):
     check_scores(DTensorPolicyWorker, LAYOUTS[layout], kind)
@@ -171,23 +174,16 @@ def named(worker):
     return [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in worker.model.named_parameters()]
 
 
-QUICK = [("filtered", "tp_sp"), ("distillation", "cp")]
-
-
-@pytest.mark.parametrize(
-    "name, layout", QUICK + [slow(*case) for case in itertools.product(LOSSES, LAYOUTS) if case not in QUICK]
-)
+@pytest.mark.parametrize("name, layout", itertools.product(LOSSES, LAYOUTS))
 @ranks(2)
 def test_losses(name, layout):
     check_loss(DTensorPolicyWorker, name, LAYOUTS[layout], "packed" if layout == "dp" else "fixed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp_sp", "cp"])
 @ranks(2)
 def test_megatron(layout):
     from megatron_ext.megatron.fusion_report import reset_fusion_report
-    from megatron_ext.policy import MegatronPolicyWorker
 
     reset_fusion_report()
     check_scores(MegatronPolicyWorker, LAYOUTS[layout], "packed")
@@ -195,14 +191,10 @@ def test_megatron(layout):
         check_loss(MegatronPolicyWorker, name, LAYOUTS[layout], "fixed")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+@BACKENDS
 @ranks(2, 4)
-def test_packed_distillation(backend):
+def test_packed_distillation(cls):
     """Documents end to end, cut over tensor- and context-parallel ranks and both, as NeMo-RL's recipe has them."""
-    from megatron_ext.policy import MegatronPolicyWorker
-
-    cls = {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend]
     both = {"tp": 2, "cp": 2, "sequence_parallel": True}
     layouts = [both] if dist.get_world_size() == 4 else [LAYOUTS["tp_sp"], LAYOUTS["cp"]]
     for layout, name in itertools.product(layouts, ("distillation", "distillation of k")):
@@ -220,14 +212,9 @@ def _widest_logits(columns):
 
 
 @ranks(1)
-@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
-def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(backend):
-    from megatron_ext.policy import MegatronPolicyWorker
-
-    cls, data = (
-        {"dtensor": DTensorPolicyWorker, "megatron": MegatronPolicyWorker}[backend],
-        with_teacher(tiny_batch(16), K),
-    )
+@BACKENDS
+def test_logits_are_made_a_chunk_at_a_time_and_whole_for_losses_of_logits_alone(cls):
+    data = with_teacher(tiny_batch(16), K)
     columns, chunk = VOCAB + (cls is MegatronPolicyWorker), 64
     assert data["input_ids"].numel() > 2 * chunk
     batch = {"train_global_batch_size": 16, "train_micro_batch_size": 16, "logprob_batch_size": 16}

@@ -174,7 +174,7 @@ def test_prompts_that_cannot_be():
     for change, message in (
         ({"input_lengths": data["input_lengths"] * 0}, "must lie in 1 to 7"),
         ({"input_ids": data["input_ids"] + VOCAB}, "input_ids are"),
-        ({"input_ids": data["input_ids"][0]}, r"they must be \[rows"),
+        ({"input_ids": data["input_ids"][0]}, r"must be a tensor of integers \[rows"),
     ):
         with pytest.raises(ValueError, match=message):
             worker.generate({**data, **change})

@@ -60,7 +60,7 @@ def test_names_are_those_of_files(tmp_path, config):
     assert {name.partition("layers.0.")[2] for name in true if "layers.0." in name and "experts." in name} == experts
 
 
-@pytest.mark.parametrize("backend", [pytest.param("dtensor", marks=pytest.mark.slow), "megatron"])
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 @ranks(2)
 def test_iterated_after_training(backend):
     """All ranks get every weight whole, as one process has it, in buckets that are no larger than asked for."""
@@ -148,7 +148,6 @@ def test_weights_are_freed_when_vllm_fails(method):
     assert open_now == []
 
 
-@pytest.mark.slow
 @ranks(3)
 def test_refit_of_vllm_by_broadcast():
     """The policy is rank 0 of the jobs' group, the engine's two workers are 1 and 2."""

@@ -54,20 +54,17 @@ def config(kind="fixed", generation=None, **layout):
     return tiny_config(MODEL, generation=generation, **batching(kind), **layout)
 
 
-QUICK = [(DTensorPolicyWorker, "cp", "packed"), (MegatronPolicyWorker, "tp_sp", "packed")]
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in (
-        *QUICK,
+@pytest.mark.parametrize(
+    "backend, layout, kind",
+    [
+        (DTensorPolicyWorker, "cp", "packed"),
         (DTensorPolicyWorker, "tp_sp", "fixed"),
         (DTensorPolicyWorker, "dp", "dynamic"),
+        (MegatronPolicyWorker, "tp_sp", "packed"),
         (MegatronPolicyWorker, "cp", "packed"),
         (MegatronPolicyWorker, "dp", "fixed"),
-    )
-]
-
-
-@pytest.mark.parametrize("backend, layout, kind", CASES)
+    ],
+)
 @ranks(2)
 def test_scores_and_a_step(backend, layout, kind):
     """With a penalty on the whole distribution beside it; filters of the configuration stand back."""

@@ -53,7 +53,6 @@ def test_two_ranks(layout):
     check(layout)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=["dp_tp", "dp_cp", "cp_tp"])
 @ranks(4)
 def test_four_ranks(layout):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -61,7 +60,7 @@ def forward_calls(worker):
     return calls
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("recompute", [False, True])
 @ranks(2)
 def test_activation_checkpointing(recompute):
     config = config_with(activation_checkpointing=recompute)
@@ -178,10 +177,6 @@ def test_the_loss_scale_grows_after_good_steps_and_stops_at_one():
     from megatron_ext.policy.worker.loss_scale import GROWTH_STEPS, LossScale
 
     scale = LossScale(dynamic=True)
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.full((1,), scale.value)
-    scale.unscale([parameter])
-    assert parameter.grad.item() == 1
     assert not any(scale.overflowed(1.0) for _ in range(GROWTH_STEPS))
     assert scale.value == 2.0**15
     assert [scale.overflowed(float("inf")) for _ in range(16)] == [True] * 15 + [False]

@@ -109,10 +109,10 @@ def gpt2():
     "model, options",
     [
         (tied, {"tp": 2, "sequence_parallel": True}),
-        pytest.param(tiny_model, {"cp": 2, "kind": "packed"}, marks=pytest.mark.slow),
-        pytest.param(gemma2, {"kind": "dynamic"}, marks=pytest.mark.slow),
-        pytest.param(qwen3_moe, {"tp": 2, "experts": 2}, marks=pytest.mark.slow),
-        pytest.param(gpt2, {}, marks=pytest.mark.slow),
+        (tiny_model, {"cp": 2, "kind": "packed"}),
+        (gemma2, {"kind": "dynamic"}),
+        (qwen3_moe, {"tp": 2, "experts": 2}),
+        (gpt2, {}),
     ],
     ids=["llama-tp-sp", "llama-cp", "gemma2-fsdp", "qwen3_moe-ep", "gpt2-fsdp"],
 )

@@ -34,8 +34,8 @@ def trained(backend, data, loss_fn=GRPO, **overrides):
         return found, costs.flops
 
 
-@pytest.mark.parametrize("skip", [True, pytest.param(30, marks=pytest.mark.slow)], ids=["as many as count", "a bound"])
-@pytest.mark.parametrize("kind", [pytest.param("fixed", marks=pytest.mark.slow), "packed"])
+@pytest.mark.parametrize("skip", [True, 30], ids=["as many as count", "a bound"])
+@pytest.mark.parametrize("kind", ["fixed", "packed"])
 @pytest.mark.parametrize("backend", [DTensorPolicyWorker, MegatronPolicyWorker])
 @ranks(2)
 def test_a_step_is_that_of_one_process(backend, kind, skip):

@@ -25,17 +25,13 @@ class Labels:
         yield
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "loss_fn, kind",
     [
         (ClippedPGLoss(0.1, token_level_loss=False), "fixed"),
-        slow(ClippedPGLoss(0.1), "packed"),
-        slow(NLLLoss(), "fixed"),
-        slow(DPOLossFn(), "packed"),
+        (ClippedPGLoss(0.1), "packed"),
+        (NLLLoss(), "fixed"),
+        (DPOLossFn(), "packed"),
     ],
     ids=str,
 )

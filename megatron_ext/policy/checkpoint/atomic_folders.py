@@ -71,11 +71,7 @@ def saves(path: Path) -> list[str]:
 
 
 def of_one_save(paths: Sequence[Path]) -> list[Path]:
-    """For each path the folder to read: itself or, where a save was cut short, what it held before.
-
-    Raises:
-        ValueError: one holds nothing complete, or they are of different saves.
-    """
+    """For each path the folder to read: itself or, where a save was cut short, what it held before."""
     choices = [_by_save(path) for path in paths]
     for path, found in zip(paths, choices, strict=True):
         if not found:

@@ -9,16 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _TYPE = "__type__"
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set}
-_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (tuple, set, dict, OrderedDict, Counter)}
 
 
 def to_json(value: Any, name: str = "facts") -> Any:
-    """What `json` writes and reads back as it is, and `from_json` turns into `value`.
-
-    Raises:
-        ValueError: a part of `value` is of a type that would not come back; `name` tells which.
-    """
+    """What `json` writes and reads back as it is, and `from_json` turns into `value`, which errors call `name`."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -26,10 +21,11 @@ def to_json(value: Any, name: str = "facts") -> Any:
         return [to_json(x, f"{name}[{i}]") for i, x in enumerate(value)]
     if kind is dict and _TYPE not in value and all(type(key) is str for key in value):
         return {key: to_json(x, f"{name}[{key!r}]") for key, x in value.items()}
-    if _SEQUENCES.get(kind.__name__) is kind:
-        return {_TYPE: kind.__name__, "items": [to_json(x, f"{name}[{i}]") for i, x in enumerate(value)]}
-    if _MAPPINGS.get(kind.__name__) is kind:
-        items = [[to_json(key, name), to_json(x, f"{name}[{key!r}]")] for key, x in value.items()]
+    if _KINDS.get(kind.__name__) is kind:
+        if isinstance(value, Mapping):
+            items = [[to_json(key, name), to_json(x, f"{name}[{key!r}]")] for key, x in value.items()]
+        else:
+            items = to_json(list(value), name)
         return {_TYPE: kind.__name__, "items": items}
     raise ValueError(
         f"{name} is {value!r}, a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: make it a "
@@ -38,11 +34,7 @@ def to_json(value: Any, name: str = "facts") -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The inverse of `to_json`.
-
-    Raises:
-        ValueError: a type that `to_json` does not write.
-    """
+    """The inverse of `to_json`."""
     if isinstance(value, list):
         return [from_json(x) for x in value]
     if not isinstance(value, Mapping):
@@ -50,8 +42,6 @@ def from_json(value: Any) -> Any:
     if _TYPE not in value:
         return {key: from_json(x) for key, x in value.items()}
     kind, items = value[_TYPE], from_json(value["items"])
-    if kind in _MAPPINGS:
-        return _MAPPINGS[kind](dict(items))
-    if kind not in _SEQUENCES:
+    if kind not in _KINDS:
         raise ValueError(f"{kind} is no type of a fact")
-    return _SEQUENCES[kind](items)
+    return _KINDS[kind](items if kind in ("tuple", "set") else dict(items))

@@ -19,22 +19,22 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.policy.checkpoint import atomic_folders
 from megatron_ext.policy.checkpoint.atomic_folders import FACTS
 from megatron_ext.policy.checkpoint.json_values import from_json, to_json
-from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_tensors, check_whole, read_index
-from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.checkpoint.tensor_index import Reader, Writer, check_whole, read_index
+from megatron_ext.policy.data.agreement_of_ranks import agree, world
 from megatron_ext.policy.ray.heartbeat import outside_wait
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ def save_together(*parts: Part) -> None:
             What the paths held before is still there.
     """
     paths = [_followed(part.path) for part in parts]
-    lead = _rank() == 0
+    lead = group_rank(world()) == 0
     facts: list[Any] = []
 
     def begin() -> str:
@@ -115,7 +115,7 @@ def find(**paths: str | Path) -> list[Found]:
         folder_of = zip(paths, given, atomic_folders.of_one_save(places), strict=True)
         return [_verified(kind, path, folder) for kind, path, folder in folder_of]
 
-    return agree(verify)[_rank()]
+    return agree(verify)[group_rank(world())]
 
 
 def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
@@ -123,9 +123,15 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
     (the stages of a pipeline have different ones)."""
 
     def check() -> tuple[list[str], list[str]]:
-        index = read_index(found.folder)
-        check_tensors(found.path, index, tensors, _SAME_MODEL)
-        return sorted(index.state_dict_metadata), list(tensors)
+        there = read_index(found.folder).state_dict_metadata
+        for name, tensor in tensors.items():
+            size = getattr(there.get(name), "size", None)
+            if size != tensor.shape:
+                other = "lacks it" if size is None else f"has it as {list(size)}"
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)} here and the checkpoint {found.path} {other}: {_SAME_MODEL}"
+                )
+        return sorted(there), list(tensors)
 
     ranks = agree(check)
     if more := sorted(set(ranks[0][0]).difference(*(own for _, own in ranks))):
@@ -137,7 +143,7 @@ def must_hold(found: Found, tensors: Mapping[str, Tensor]) -> None:
 def read(found: Found, tensors: Mapping[str, Tensor]) -> None:
     """Reads into `tensors`, in place, what `must_hold` found there."""
     try:
-        dcp.load(dict(tensors), storage_reader=Reader(found.folder), no_dist=_alone())
+        dcp.load(dict(tensors), storage_reader=Reader(found.folder))
     except CheckpointException as error:
         raise ValueError(f"the checkpoint {found.path} cannot be read: {error}") from None
 
@@ -149,7 +155,7 @@ def _write(
     writers = [Writer(folder) for folder in folders]
     for part, writer in zip(parts, writers, strict=True):
         try:
-            dcp.save(dict(part.tensors), storage_writer=writer, no_dist=_alone())
+            dcp.save(dict(part.tensors), storage_writer=writer)
         except CheckpointException as error:
             raise OSError(f"the checkpoint {part.path} was not written: {error}") from None
     own = [(folder, sorted(writer.written)) for folder, writer in zip(folders, writers, strict=True)]
@@ -165,7 +171,7 @@ def _write(
                 file.flush()
                 os.fsync(file.fileno())
 
-    agree(lambda: finish() if _rank() == 0 else None)
+    agree(lambda: finish() if group_rank(world()) == 0 else None)
     return files
 
 
@@ -181,7 +187,8 @@ def _check_written(paths: list[Path], folders: list[Path], which: str, files: li
         ]
 
     def read_back() -> None:
-        other = (_rank() + (_ranks() + 1) // 2) % _ranks()
+        ranks = group_size(world())
+        other = (group_rank(world()) + (ranks + 1) // 2) % ranks
         for path, folder, of_ranks in zip(paths, folders, files, strict=True):
             found = checksums(folder, list(of_ranks[other]))
             if wrong := [name for name, entry in of_ranks[other].items() if found[name] != entry]:
@@ -226,7 +233,7 @@ def _verified(kind: str, path: Path, folder: Path) -> Found:
         check_whole(read_index(folder), {name: size for name, (size, _) in listed.items()})
         facts = from_json(said["facts"])
         wrong = [name for name, (size, _) in listed.items() if _size(folder / name) != size]
-        own = [] if wrong else _own_share(listed)
+        own = [] if wrong else sorted(listed)[group_rank(world()) :: group_size(world())]
         sums = checksums(folder, own)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the checkpoint {path} is incomplete or damaged ({error}); load another one") from None
@@ -271,19 +278,3 @@ def _size(file: Path) -> int | None:
 def _followed(path: str | Path) -> Path:
     """Absolute, without links on the way: what lies there is replaced, and not a link to it."""
     return Path(os.path.realpath(path))
-
-
-def _own_share(names: Iterable[str]) -> list[str]:
-    return sorted(names)[_rank() :: _ranks()]
-
-
-def _alone() -> bool:
-    return not dist.is_initialized()
-
-
-def _rank() -> int:
-    return 0 if _alone() else dist.get_rank()
-
-
-def _ranks() -> int:
-    return 1 if _alone() else dist.get_world_size()

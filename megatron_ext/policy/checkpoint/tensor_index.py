@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -106,17 +105,6 @@ def check_whole(metadata: Metadata, sizes: Mapping[str, int]) -> None:
             raise ValueError(f"the index has pieces of {name} that do not make a whole of {list(entry.size)}")
         if any((name, chunk.offsets) not in places for chunk in entry.chunks):
             raise ValueError(f"the index has a piece of {name} without its place in a file")
-
-
-def check_tensors(path: Path, metadata: Metadata, tensors: Mapping[str, Tensor], remedy: str) -> None:
-    """Raises ValueError, which ends in `remedy`, unless all these tensors are there in their shapes."""
-    there = metadata.state_dict_metadata
-    for name, tensor in tensors.items():
-        entry = there.get(name)
-        size = entry.size if isinstance(entry, TensorStorageMetadata) else None
-        if size != tensor.shape:
-            found = "lacks it" if size is None else f"has it as {list(size)}"
-            raise ValueError(f"{name} is {list(tensor.shape)} here and the checkpoint {path} {found}: {remedy}")
 
 
 def _covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_ext.distributed.collectives import all_gather_object
+from megatron_ext.distributed.groups import Group
 
 T = TypeVar("T")
 
@@ -43,8 +44,7 @@ def agree(act: Callable[[], T]) -> list[T]:
     except Exception as error:
         fault = error
     failed = None if fault is None else (_kind(fault), f"{type(fault).__name__}: {fault}")
-    world = dist.group.WORLD if dist.is_initialized() else None
-    found = all_gather_object((failed, result), world)
+    found = all_gather_object((failed, result), world())
     if fault is not None:
         raise fault
     for rank, (other, _) in enumerate(found):
@@ -52,6 +52,11 @@ def agree(act: Callable[[], T]) -> list[T]:
             kind, message = other
             raise kind(f"rank {rank} failed: {message}")
     return [result for _, result in found]
+
+
+def world() -> Group:
+    """All ranks; None in a process that stands alone."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _kind(fault: Exception) -> type[FailedElsewhere]:

@@ -3,19 +3,19 @@
 Legend: B rows of this data-parallel rank, S positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_ext.losses.worker_protocol import LossType, rows_together, token_weights, valid_counts
+from megatron_ext.losses.worker_protocol import LossType, rows_together, valid_counts
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.config import check_positive
 from megatron_ext.policy.data.agreement_of_ranks import agree
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, check_kept_ids
 from megatron_ext.policy.data.micro_batches import fixed, packed, within_tokens
-from megatron_ext.policy.data.packed_rows import inside_rows
+from megatron_ext.policy.data.packed_rows import counted
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,16 @@ class Place:
         return range(begin, begin + self.dp_size * self.copies, self.copies)
 
 
+class Counts(NamedTuple):
+    """Rows and tokens that count, by the names of what a loss divides by."""
+
+    global_valid_seqs: float
+    global_valid_toks: float
+
+
+_Share = tuple[list[list[int]], float, float]  # a rank's: rows of micro-batches, rows and tokens that count
+
+
 @dataclass(frozen=True)
 class Step:
     """A global batch on this rank.
@@ -45,13 +55,12 @@ class Step:
     Attributes:
         micro_batches: rows of each micro-batch.
         passes: how many micro-batches every rank runs; one with fewer repeats its first, to no effect.
-        valid_seqs, valid_toks: rows and tokens of the global batch that count.
+        counts: those of the global batch.
     """
 
-    micro_batches: tuple[list[int], ...]
+    micro_batches: list[list[int]]
     passes: int
-    valid_seqs: float = 0.0
-    valid_toks: float = 0.0
+    counts: Counts
 
     def rows(self) -> list[tuple[list[int], bool]]:
         """For each pass the rows, and whether it counts."""
@@ -78,9 +87,13 @@ class Shape:
         check_positive("mbs (micro_batch_size)", self.rows)
 
     def cut(self, data: BatchedDataDict, unit: int = 1) -> list[list[int]]:
-        found = self._cut(data, unit)
+        if self.kind == "fixed":
+            found = fixed(data.size, self.rows, unit)
+        else:
+            lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
+            found = (packed if self.kind == "packed" else within_tokens)(lengths, self.tokens, unit)
         if self.at_most is not None and "token_mask" in data:
-            left_B = ((token_weights(data) != 0) & inside_rows(data)).sum(1)
+            left_B = counted(data)[:, 1:].sum(1)  # nothing predicts the first token
             most = max((int(left_B[rows].sum()) for rows in found), default=0)
             if most > self.at_most:
                 raise ValueError(
@@ -89,98 +102,101 @@ class Shape:
                 )
         return found
 
-    def _cut(self, data: BatchedDataDict, unit: int) -> list[list[int]]:
-        if self.kind == "fixed":
-            return fixed(data.size, self.rows, unit)
-        lengths = [-(-n // self.multiple) * self.multiple for n in data["input_lengths"].tolist()]
-        return (
-            packed(lengths, self.tokens, unit) if self.kind == "packed" else within_tokens(lengths, self.tokens, unit)
-        )
-
 
 def training_steps(
-    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int, shape: Shape, place: Place
+    data: Mapping[str, Any], loss_fn: Any, global_batch_size: int | None, shape: Shape, place: Place
 ) -> list[Step]:
-    """The global batches in `data`, this rank's rows of which follow each other.
+    """The global batches in `data`, this rank's rows of which follow each other; with None a single one, of which the
+    ranks may have different numbers of rows.
 
     Communicates: two collectives of a few bytes over all ranks.
 
     Raises:
         ValueError: on every rank, if the data of one of them cannot be trained on; the message says why.
     """
-    check_positive("gbs", global_batch_size)
-    unit = getattr(loss_fn, "unit", 1)
+    if global_batch_size is not None:
+        check_positive("gbs", global_batch_size)
 
-    def prepare() -> tuple[int, list[list[list[int]]], list[tuple[float, float]]]:
-        batch = _checked(data, shape, _needs(loss_fn))
-        own, rest = divmod(global_batch_size, place.dp_size)
-        if rest or batch.size % own:
-            raise ValueError(
-                f"data has {batch.size} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
-                f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
-            )
-        if shape.kind == "fixed" and own % shape.rows:
-            raise ValueError(
-                f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
-                f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
-            )
-        batches = [batch.get_batch(i, own) for i in range(batch.size // own)]
-        cuts = [shape.cut(part, rows_together(loss_fn)) for part in batches]
-        shifted = [[[i * own + row for row in rows] for rows in cut] for i, cut in enumerate(cuts)]
-        return batch.size, shifted, [valid_counts(part, unit) for part in batches]
+    def prepare() -> list[_Share]:
+        batch = checked(data, _needs(loss_fn, shape), shape.vocabulary)
+        own = batch.size
+        if global_batch_size is not None:
+            own = _own_rows(batch.size, global_batch_size, shape, place)
+        shares = []
+        for first in range(0, batch.size, own):
+            part = batch.slice(first, first + own)
+            cut = [[first + row for row in rows] for rows in shape.cut(part, rows_together(loss_fn))]
+            shares.append((cut, *valid_counts(part, getattr(loss_fn, "unit", 1))))
+        return shares
 
-    found = _one_per_replica(agree(prepare), place)
-    sizes = [size for size, _, _ in found]
-    if len(set(sizes)) > 1:
-        raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
-    steps = []
-    for i, micro_batches in enumerate(found[place.dp_rank][1]):
-        counts = [valid[i] for _, _, valid in found]
-        passes = max(len(cuts[i]) for _, cuts, _ in found)
-        steps.append(Step(tuple(micro_batches), passes, sum(rows for rows, _ in counts), sum(n for _, n in counts)))
-    return steps
+    return _agreed(prepare, place)
 
 
-def partial_step(data: Mapping[str, Any], loss_fn: Any, shape: Shape, place: Place) -> Step:
-    """A part of a global batch, of which the ranks may have different numbers of rows; else as `training_steps`."""
-    unit = getattr(loss_fn, "unit", 1)
-
-    def prepare() -> tuple[list[list[int]], tuple[float, float]]:
-        batch = _checked(data, shape, _needs(loss_fn))
-        return shape.cut(batch, rows_together(loss_fn)), valid_counts(batch, unit)
-
-    found = _one_per_replica(agree(prepare), place)
-    valid_seqs, valid_toks = (sum(counts) for counts in zip(*(valid for _, valid in found), strict=True))
-    return Step(tuple(found[place.dp_rank][0]), max(len(cut) for cut, _ in found), valid_seqs, valid_toks)
+def _own_rows(rows: int, global_batch_size: int, shape: Shape, place: Place) -> int:
+    """How many rows of a global batch are this rank's."""
+    own, rest = divmod(global_batch_size, place.dp_size)
+    if rest or rows % own:
+        raise ValueError(
+            f"data has {rows} rows on each of {place.dp_size} data-parallel ranks, the global batch size is "
+            f"{global_batch_size}: it must divide by {place.dp_size}, and rows by the quotient; drop or repeat rows"
+        )
+    if shape.kind == "fixed" and own % shape.rows:
+        raise ValueError(
+            f"a global batch of {global_batch_size} has {own} rows on a rank, a micro-batch {shape.rows}: the rows "
+            f"must be a multiple of it; change train_micro_batch_size (mbs) or train_global_batch_size (gbs)"
+        )
+    return own
 
 
 def scoring_step(data: Mapping[str, Any], shape: Shape, place: Place) -> Step:
     """All rows of `data` once; communication and errors as for `training_steps`."""
     needs = ("input_ids", "input_lengths")
-    found = _one_per_replica(agree(lambda: shape.cut(_checked(data, shape, needs))), place)
-    return Step(tuple(found[place.dp_rank]), max(map(len, found)))
+    return _agreed(lambda: [(shape.cut(checked(data, needs, shape.vocabulary)), 0.0, 0.0)], place)[0]
 
 
-def _needs(loss_fn: Any) -> Sequence[str]:
+def _agreed(prepare: Callable[[], list[_Share]], place: Place) -> list[Step]:
+    """The steps of which each rank prepares its share."""
+    found = agree(prepare)
+    for replica, first in enumerate(place.first_ranks()):
+        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
+        if any(found[rank] != found[first] for rank in ranks):
+            raise ValueError(
+                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
+                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
+            )
+    shares = [found[first] for first in place.first_ranks()]
+    if len(set(map(len, shares))) > 1:
+        sizes = [sum(len(rows) for cut, *_ in of_a_rank for rows in cut) for of_a_rank in shares]
+        raise ValueError(f"data has {sizes} rows on the data-parallel ranks: all must have as many; shard it evenly")
+    steps = []
+    for number, (own, _, _) in enumerate(shares[place.dp_rank]):
+        cuts, valid_seqs, valid_toks = zip(*(of_a_rank[number] for of_a_rank in shares), strict=True)
+        steps.append(Step(own, max(map(len, cuts)), Counts(sum(valid_seqs), sum(valid_toks))))
+    return steps
+
+
+def _needs(loss_fn: Any, shape: Shape) -> list[str]:
     needs = [*getattr(loss_fn, "needs", ()), "input_ids", "sample_mask"]
+    if shape.kind != "fixed":
+        needs.append("input_lengths")
     kind = getattr(getattr(loss_fn, "loss_type", None), "value", None)  # NeMo-RL's losses have an enum of their own
     return [*needs, "token_mask"] if kind == LossType.TOKEN_LEVEL.value else needs
 
 
-def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> BatchedDataDict:
+def checked(data: Mapping[str, Any], needs: Iterable[str], vocabulary: int, least: int = 2) -> BatchedDataDict:
+    """`data`, if it has what it needs: one row or more, of `least` positions or more, tokens below `vocabulary`."""
     batch = BatchedDataDict(data)
-    missing = sorted({*needs, *(["input_lengths"] if shape.kind != "fixed" else [])} - set(batch))
-    if missing:
+    if missing := sorted({*needs} - set(batch)):
         raise ValueError(f"data lacks {', '.join(missing)}: it has {', '.join(sorted(batch)) or 'nothing'}; add them")
     tokens_BS = batch["input_ids"]
     if not isinstance(tokens_BS, Tensor) or tokens_BS.dim() != 2 or tokens_BS.is_floating_point():
         raise ValueError("input_ids must be a tensor of integers [rows, positions]; pad the rows behind")
-    if batch.size == 0 or tokens_BS.shape[1] < 2:
-        raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of two tokens or more")
-    least, most = int(tokens_BS.min()), int(tokens_BS.max())
-    if least < 0 or most >= shape.vocabulary:
+    if batch.size == 0 or tokens_BS.shape[1] < least:
+        raise ValueError(f"input_ids are {list(tokens_BS.shape)}: there must be a row, of {least} tokens or more")
+    lowest, highest = int(tokens_BS.min()), int(tokens_BS.max())
+    if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"input_ids are {least} to {most}: they must lie in 0 to {shape.vocabulary - 1}, padding too, as the model "
+            f"input_ids are {lowest} to {highest}: they must lie in 0 to {vocabulary - 1}, padding too, as the model "
             f"knows no other tokens; give it the tokenizer that the model was made with"
         )
     for name, dims in (("sample_mask", 1), ("input_lengths", 1), ("token_mask", 2), (KEPT_IDS, 3)):
@@ -200,17 +216,5 @@ def _checked(data: Mapping[str, Any], shape: Shape, needs: Sequence[str]) -> Bat
     if lengths is not None and not bool(((lengths >= 1) & (lengths <= tokens_BS.shape[1])).all()):
         raise ValueError(f"input_lengths are {lengths.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
     if KEPT_IDS in batch:
-        check_kept_ids(tokens_BS, batch[KEPT_IDS], shape.vocabulary)
+        check_kept_ids(tokens_BS, batch[KEPT_IDS], vocabulary)
     return batch
-
-
-def _one_per_replica(found: list[Any], place: Place) -> list[Any]:
-    """What each data-parallel rank found; ranks that hold the same rows must have found the same."""
-    for replica, first in enumerate(place.first_ranks()):
-        ranks = [rank for rank in range(len(found)) if place.replica(rank) == replica]
-        if any(found[rank] != found[first] for rank in ranks):
-            raise ValueError(
-                f"ranks {', '.join(map(str, ranks))} hold shards of one model and got different data: tensor-, "
-                f"context- and pipeline-parallel ranks must get the same rows; shard data by dp_rank"
-            )
-    return [found[first] for first in place.first_ranks()]

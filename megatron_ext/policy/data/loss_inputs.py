@@ -17,7 +17,7 @@ it drew each token (-1 for none), log-probabilities are among these; tokens with
 Legend: B rows, S positions, V vocabulary, K ids per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,9 @@ from megatron_ext.losses.worker_protocol import LossInputType, rows_together
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.worker.scoring import Read, Scoring
 
+Divisors = Mapping[str, Tensor]  # `Counts` by name, in its order
 # Of what was read, its micro-batch, and the counts that the loss divides by: loss and metrics.
-Call = Callable[[Tensor, BatchedDataDict, Tensor, Tensor], Any]
+Call = Callable[[Tensor, BatchedDataDict, Divisors], Any]
 
 
 class LossInputs(NamedTuple):
@@ -38,11 +39,7 @@ class LossInputs(NamedTuple):
 
 
 def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
-    """How `worker` gets what `loss_fn` reads.
-
-    Raises:
-        ValueError: its `input_type` is not known.
-    """
+    """How `worker` gets what `loss_fn` reads."""
     kind = getattr(loss_fn, "input_type", None)
     value = getattr(kind, "value", kind)
     if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:
@@ -53,7 +50,7 @@ def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
     if value in (None, LossInputType.LOGPROB.value):
         return _log_probs(worker, loss_fn, by_keywords=value is not None)
     if value == LossInputType.LOGIT.value:
-        return _rewards(worker, loss_fn) if worker.settings.gives_rewards else _logits(worker, loss_fn)
+        return _logits(worker, loss_fn)
     if value == LossInputType.DISTILLATION.value:
         return _distillation(worker, loss_fn)
     known = ", ".join(repr(known.value) for known in LossInputType)
@@ -66,43 +63,32 @@ def _log_probs(worker: Scoring, loss_fn: Any, by_keywords: bool) -> LossInputs:
     def read(micro_batch: BatchedDataDict) -> Tensor:
         return worker._row_log_probs(micro_batch, penalized and worker._narrowed(micro_batch))
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
-        with_plain = found.dim() == 3
-        log_probs_BS = found[..., 0] if with_plain else found
-        first = int(by_keywords)  # NeMo-RL's have none of the first token
-        if with_plain:
-            micro_batch["curr_logprobs_unfiltered"] = found[:, first:, 1]
-        if not by_keywords:
-            return loss_fn(log_probs_BS, micro_batch, seqs, toks)
-        return loss_fn(next_token_logprobs=log_probs_BS[:, 1:], **_keywords(micro_batch, seqs, toks))
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
+        if by_keywords:  # NeMo-RL's have none of the first token
+            found = found[:, 1:]
+        if found.dim() == 3:
+            micro_batch["curr_logprobs_unfiltered"], found = found[..., 1], found[..., 0]
+        if by_keywords:
+            return loss_fn(next_token_logprobs=found, data=micro_batch, **counts)
+        return loss_fn(found, micro_batch, *counts.values())
 
     return LossInputs(read, call)
 
 
 def _logits(worker: Scoring, loss_fn: Any) -> LossInputs:
-    def read(micro_batch: BatchedDataDict) -> Tensor:
-        return worker._row_logits(micro_batch, worker._vocabulary)
-
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
-        return loss_fn(logits=found, **_keywords(micro_batch, seqs, toks))
-
-    return LossInputs(read, call)
-
-
-def _rewards(worker: Scoring, loss_fn: Any) -> LossInputs:
-    known = hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1
-    if worker.settings.batching.kind != "fixed" and not known:
+    rewards, kind = worker.settings.gives_rewards, worker.settings.batching.kind
+    if rewards and kind != "fixed" and not (hasattr(loss_fn, "unit") or rows_together(loss_fn) > 1):
         raise ValueError(
-            f"{type(loss_fn).__name__} has no `unit`, and {worker.settings.batching.kind} micro-batches may part rows "
-            f"that belong together: set it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
+            f"{type(loss_fn).__name__} has no `unit`, and {kind} micro-batches may part rows that belong together: set "
+            f"it to 2 for pairs, 1 for rows by themselves, or use fixed micro-batches"
         )
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
-        last_B = worker._last_tokens(micro_batch)
-        rewards = found[torch.arange(len(found), device=found.device), last_B]
-        return loss_fn(logits=rewards, **_keywords(micro_batch, seqs, toks))
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
+        if rewards:
+            found = found[torch.arange(len(found), device=found.device), worker._last_tokens(micro_batch)]
+        return loss_fn(logits=found, data=micro_batch, **counts)
 
-    return LossInputs(worker._row_rewards, call)
+    return LossInputs(worker._row_logits, call)
 
 
 def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
@@ -116,18 +102,15 @@ def _distillation(worker: Scoring, loss_fn: Any) -> LossInputs:
         ids_BSK = micro_batch["teacher_topk_indices"]
         return worker._row_read(micro_batch, of_student, ids_BSK.shape[2] + with_entropy, ids_BSK)
 
-    def call(found: Tensor, micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> Any:
+    def call(found: Tensor, micro_batch: BatchedDataDict, counts: Divisors) -> Any:
         k = micro_batch["teacher_topk_indices"].shape[2]
         student = found[:, :-1, :k]
         return loss_fn(
             student_topk_logprobs=student if zero else student.log_softmax(-1),
             teacher_topk_logprobs=micro_batch["teacher_topk_logits"].float().log_softmax(-1)[:, :-1],
             H_all=-found[:, :-1, k] if with_entropy else None,
-            **_keywords(micro_batch, seqs, toks),
+            data=micro_batch,
+            **counts,
         )
 
     return LossInputs(read, call)
-
-
-def _keywords(micro_batch: BatchedDataDict, seqs: Tensor, toks: Tensor) -> dict[str, Any]:
-    return {"data": micro_batch, "global_valid_seqs": seqs, "global_valid_toks": toks}

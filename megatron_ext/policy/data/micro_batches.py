@@ -7,11 +7,7 @@ from collections.abc import Sequence
 
 
 def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
-    """Runs of `size` rows, in order; the last may be shorter.
-
-    Raises:
-        ValueError: `size` is no positive multiple of `unit`.
-    """
+    """Runs of `size` rows, in order; the last may be shorter."""
     if size < 1 or size % unit:
         raise ValueError(
             f"micro-batch size is {size}: it must be a positive multiple of {unit}, rows that stay together"
@@ -20,11 +16,7 @@ def fixed(rows: int, size: int, unit: int = 1) -> list[list[int]]:
 
 
 def within_tokens(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]]:
-    """Rows of similar lengths, so many that all of them as long as the longest take at most `tokens` positions.
-
-    Raises:
-        ValueError: a unit of rows alone takes more.
-    """
+    """Rows of similar lengths, so many that all of them as long as the longest take at most `tokens` positions."""
     found: list[list[int]] = []
     longest = 0
     for rows in sorted(_units(lengths, unit), key=lambda rows: -max(lengths[i] for i in rows)):
@@ -41,9 +33,6 @@ def packed(lengths: Sequence[int], tokens: int, unit: int = 1) -> list[list[int]
     """Rows of at most `tokens` tokens together: longest first, where they fit.
 
     First-fit decreasing needs at most 11/9 of the fewest bins, and one (Johnson, 1973).
-
-    Raises:
-        ValueError: a unit of rows alone takes more.
     """
     found: list[list[int]] = []
     room: list[int] = []

@@ -19,6 +19,16 @@ def inside_rows(data: Mapping[str, Any]) -> Tensor:
     return torch.ones_like(tokens_BS, dtype=torch.bool) if lengths is None else column_S < lengths[:, None]
 
 
+def counted(data: Mapping[str, Any]) -> Tensor:
+    """bool `[B, S]`: the tokens of rows, but for those where `token_mask` `[B, S]` or `sample_mask` `[B]` is 0."""
+    counts_BS = inside_rows(data)
+    if (tokens := data.get("token_mask")) is not None:
+        counts_BS = counts_BS & (tokens != 0)
+    if (rows := data.get("sample_mask")) is not None:
+        counts_BS = counts_BS & (rows != 0)[:, None]
+    return counts_BS
+
+
 @dataclass(frozen=True)
 class Rows:
     """Right-padded rows.
@@ -59,13 +69,8 @@ class Rows:
         return laid_TK[None]
 
     def labels_that_count(self, data: Mapping[str, Any]) -> Tensor:
-        """`tokens`, with -100 outside the rows and where `token_mask` `[B, S]` or `sample_mask` `[B]` is 0."""
-        counts_BS = self.inside_BS
-        if (tokens := data.get("token_mask")) is not None:
-            counts_BS = counts_BS & (tokens != 0)
-        if (rows := data.get("sample_mask")) is not None:
-            counts_BS = counts_BS & (rows != 0)[:, None]
-        return self.tokens.masked_fill(self.laid(counts_BS[..., None])[..., 0].logical_not(), -100)
+        """`tokens`, with -100 where one does not count."""
+        return self.tokens.masked_fill(self.laid(counted(data)[..., None])[..., 0].logical_not(), -100)
 
     def at_positions(self, found: Tensor) -> Tensor:
         """`[B, S, ...]` of `found`, one for each of `tokens`; 0 outside the rows."""

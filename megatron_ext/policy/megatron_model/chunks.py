@@ -95,10 +95,8 @@ def is_expert(name: str) -> bool:
 def catalogue(model: Chunks) -> dict[str, Place]:
     """All weights of the whole model in its order, on every rank."""
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    stage, expert_rank = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
 
     def own() -> dict[str, Place]:
         found = {}

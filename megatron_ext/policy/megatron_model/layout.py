@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.policy.config import Settings
-from megatron_ext.policy.megatron_model import llama as llama
+from megatron_ext.policy.megatron_model import llama
 
 
 def check_layout(settings: Settings, config: Any) -> None:
@@ -26,11 +26,7 @@ def check_layout(settings: Settings, config: Any) -> None:
 
 
 def join_groups(settings: Settings, on_exit: ExitStack) -> None:
-    """Makes Megatron's groups, of which a process has one set, if there are none; `on_exit` closes those.
-
-    Raises:
-        ValueError: there are some, of other sizes than the settings ask for.
-    """
+    """Makes Megatron's groups, of which a process has one set, if there are none; `on_exit` closes those."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tensor_parallel_size,
@@ -42,11 +38,6 @@ def join_groups(settings: Settings, on_exit: ExitStack) -> None:
             create_gloo_process_groups=False,
         )
         on_exit.callback(parallel_state.destroy_model_parallel)
-    _check_groups(settings)
-
-
-def _check_groups(settings: Settings) -> None:
-    """Raises ValueError unless Megatron's groups, of which a process has one set, are of these sizes."""
     asked = {
         "tensor": (settings.tensor_parallel_size, parallel_state.get_tensor_model_parallel_world_size()),
         "context": (settings.context_parallel_size, parallel_state.get_context_parallel_world_size()),

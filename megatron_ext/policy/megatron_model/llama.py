@@ -197,11 +197,7 @@ def _of_state(name: str, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def experts_together(state: Iterable[str]) -> bool:
-    """Whether transformers keeps the experts of a layer in two tensors, by the names of its weights.
-
-    Raises:
-        ValueError: they have the names that Mixtral's have in transformers 4.
-    """
+    """Whether transformers keeps the experts of a layer in two tensors, by the names of its weights."""
     names = list(state)
     if any(".block_sparse_moe." in name for name in names):
         raise ValueError("Mixtral on Megatron needs transformers 5, whose names its weights get; upgrade transformers")

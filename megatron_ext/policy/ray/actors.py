@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -47,16 +47,7 @@ class Timeouts:
 
 
 class RayActors:
-    """Workers that `worker_cls` makes of the arguments `make`, one on each of `world_size` ranks.
-
-    Args:
-        bundle: what Ray reserves for an actor; it sees no other GPUs.
-        env_vars: environment variables of the actors.
-        timeouts: how long what may take.
-
-    Raises:
-        ImportError: Ray is not installed.
-    """
+    """Workers that `worker_cls` makes of the arguments `make`, one on each of `world_size` ranks."""
 
     def __init__(
         self,
@@ -121,17 +112,10 @@ class RayActors:
             if self._timeouts.heartbeat_s is not None:
                 self._liveness = Liveness(self._ray, places, self._timeouts.heartbeat_s)
             make = self._make | {"weights_path": weights_path, "optimizer_path": optimizer_path}
-            begun = [
-                actor.build.remote(
-                    rank,
-                    self.world_size,
-                    address,
-                    self._worker_cls,
-                    make,
-                    None if self._liveness is None else self._liveness.monitor(rank),
-                )
-                for rank, actor in enumerate(self._actors)
-            ]
+            begun = []
+            for rank, actor in enumerate(self._actors):
+                monitor = None if self._liveness is None else self._liveness.monitor(rank)
+                begun.append(actor.build.remote(rank, self.world_size, address, self._worker_cls, make, monitor))
             self._collect(begun, self._timeouts.start_s)
         except BaseException as error:
             self._kill(f"the actors did not start: {type(error).__name__}: {error}")
@@ -161,8 +145,11 @@ class RayActors:
         return self._collect(self._begin(method, *args))
 
     def _begin(self, method: str, *args: Any) -> list[Any]:
+        return self._begin_each(method, [args] * self.world_size)
+
+    def _begin_each(self, method: str, args_by_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
         self._check_alive()
-        return [actor.call.remote(method, *args) for actor in self._actors]
+        return [actor.call.remote(method, *args) for actor, args in zip(self._actors, args_by_rank, strict=True)]
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -259,7 +246,7 @@ class _Actor:
         make: dict[str, Any],
         monitor: Any,
     ) -> None:
-        """Makes the worker. `monitor` gets the beats; None: there are none."""
+        """Makes the worker; `monitor` gets the beats."""
         names = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": address[0], "MASTER_PORT": address[1]}
         names["TORCHELASTIC_USE_AGENT_STORE"] = True  # rank 0 joins the store that is there, as under torchrun
         if rank:
@@ -284,11 +271,7 @@ def _worker_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 
 
 def import_ray() -> Any:
-    """The module `ray`.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The module `ray`; where it is not installed, an ImportError that says so."""
     try:
         import ray
     except ImportError as error:

@@ -1,7 +1,7 @@
 """The weights of a policy of Ray actors, for generators in this process or elsewhere."""
 
 import platform
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -86,16 +86,12 @@ class RayRefit(RayActors):
 
     def _nearest(self, own: torch.device) -> str:
         """The id of a device that both this process and an actor on its host have: `own`, if it is one."""
-        actors = self.get_gpu_info()
-        shared = [device for device in visible_devices() if (platform.node(), device) in map(_where, actors)]
+        actors = {(info["device_id"], info["node"]) for info in self.get_gpu_info()}
+        shared = [device for device in visible_devices() if (device, platform.node()) in actors]
         if not shared:
             raise ValueError(
                 f"refit() on {platform.node()} sees {', '.join(visible_devices())}, the actors are on "
-                f"{', '.join(sorted({f'{device} of {host}' for host, device in map(_where, actors)}))}: the model must "
-                f"be on a device of theirs; use init_collective elsewhere"
+                f"{', '.join(f'{device} of {host}' for device, host in sorted(actors))}: the model must be on a device "
+                f"of theirs; use init_collective elsewhere"
             )
         return device_id(own) if device_id(own) in shared else shared[0]
-
-
-def _where(info: Mapping[str, Any]) -> tuple[str, str]:
-    return info["node"], info["device_id"]

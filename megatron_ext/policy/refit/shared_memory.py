@@ -29,11 +29,7 @@ class BlockAddress:
 
 
 class SharedBlock:
-    """`buffer`, uint8 `[nbytes]`, mapped in this process, and its `address`; open for others until `free()`.
-
-    Raises:
-        OSError: there is no memory for it, or the system has no anonymous files.
-    """
+    """`buffer`, uint8 `[nbytes]`, mapped in this process, and its `address`; open for others until `free()`."""
 
     def __init__(self, nbytes: int):
         if not hasattr(os, "memfd_create"):
@@ -57,11 +53,7 @@ class SharedBlock:
 
 
 def map_block(address: BlockAddress) -> Tensor:
-    """uint8 `[nbytes]` of another process. Writes to it stay in this one.
-
-    Raises:
-        ValueError: the block was freed, its owner has died, or it is not of this host.
-    """
+    """uint8 `[nbytes]` of another process. Writes to it stay in this one."""
     try:
         descriptor = os.open(address.path, os.O_RDONLY) if address.host == platform.node() else -1
     except OSError:

@@ -52,7 +52,7 @@ class Bucket:
     nbytes: int
 
 
-def buckets(info: WeightInfo, buffer_bytes: int) -> list[Bucket]:
+def buckets(info: WeightInfo, buffer_bytes: float = math.inf) -> list[Bucket]:
     """The weights in their order, as many to a bucket as fit."""
     found: list[Bucket] = []
     rows: list[Row] = []
@@ -99,9 +99,6 @@ class HeldWeights:
             self._block = SharedBlock(bucket.nbytes)
             self.buffer, where = self._block.buffer, self._block.address
         self.handle = WeightsHandle(bucket.rows, where)
-
-    def write(self, row: Row, weight: Tensor) -> None:
-        row.view(self.buffer).copy_(weight)
 
     def finish(self) -> None:
         """Waits for the device: other processes do not."""

@@ -105,9 +105,7 @@ class Refitting(Backend):
                 f"all of them make each weight whole together; pass the same, in the same order, on every rank"
             )
         own = [place for place, *_ in asked_for].index(here) == self.rank and (devices is None or here in devices)
-        chosen = weight_transfer.buckets(
-            {key: info[key] for key in keys}, sum(s.numel() * d.itemsize + 64 for s, d in info.values())
-        )
+        chosen = weight_transfer.buckets({key: info[key] for key in keys})
 
         def lay_open() -> None:
             if own and chosen:
@@ -118,7 +116,7 @@ class Refitting(Backend):
         for row in chosen[0].rows if chosen else ():
             weight = exports[row.name].make()
             if self._held is not None:
-                self._held.write(row, weight)
+                row.view(self._held.buffer).copy_(weight)
         if self._held is None:
             return {}
         self._held.finish()

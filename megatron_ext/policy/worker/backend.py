@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_ext.head import ReadOut, batch_invariant_mode
 from megatron_ext.policy.config import Settings, read_config
 from megatron_ext.policy.data.batch_plan import Place
+from megatron_ext.policy.data.packed_rows import Rows
 from megatron_ext.policy.worker import device_memory
 from megatron_ext.policy.worker.loss_scale import LossScale
 from megatron_ext.policy.worker.optimizer import make_optimizer, make_scheduler
@@ -25,6 +26,20 @@ class Export(NamedTuple):
 
     shape: torch.Size
     make: Callable[[], Tensor]
+
+
+class Asked(NamedTuple):
+    """Read-outs of a micro-batch, of each position's label and of `beside` `[B, S, K]`: `columns` numbers in all.
+
+    `labels`: the tokens, -100 where one does not count: such take no part in the head's products, as
+    `skip_masked_tokens` says. `rows`, `beside` and `labels` are as the model takes them, padded or packed.
+    """
+
+    rows: Rows
+    readouts: Callable[..., Sequence[ReadOut]]
+    columns: int
+    beside: Tensor | None = None
+    labels: Tensor | None = None
 
 
 class Backend(ABC):
@@ -55,23 +70,11 @@ class Backend(ABC):
         """The sharded model, with weights."""
 
     @abstractmethod
-    def _read_out(
-        self,
-        tokens_BS: Tensor,
-        cu_seqlens: Tensor | None,
-        readouts: Callable[..., Sequence[ReadOut]],
-        columns: int,
-        beside: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Tensor:
-        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`.
-
-        `labels`: the tokens, -100 where one does not count: such take no part in the head's products, as
-        `skip_masked_tokens` says.
-        """
+    def _read_out(self, asked: Asked) -> Tensor:
+        """`[B, S, columns]`: read-outs of hidden states, over the temperature; see `dtensor.causal_lm_read`."""
 
     @abstractmethod
-    def _whole_logits(self, tokens_BS: Tensor, cu_seqlens: Tensor | None, columns: int) -> Tensor:
+    def _whole_logits(self, rows: Rows, columns: int) -> Tensor:
         """fp32 `[B, S, columns]`: logits over the temperature, of the whole vocabulary on every rank."""
 
     @abstractmethod
@@ -83,8 +86,8 @@ class Backend(ABC):
         """What is left of summing gradients over the ranks, after the last backward pass."""
 
     @abstractmethod
-    def _clip_gradients(self, max_norm: float | None) -> float:
-        """The norm of all gradients, which are scaled down to `max_norm`."""
+    def _gradient_norm(self) -> float:
+        """That of all ranks' gradients together."""
 
     @abstractmethod
     def _state(self) -> dict[str, Tensor]:
@@ -102,6 +105,11 @@ class Backend(ABC):
     def _as_global(self, name: str, x: Tensor) -> Tensor:
         """A tensor shaped like this rank's part of the weight `name`, as the DTensor that it is a part of."""
         return x
+
+    @property
+    def _head_options(self) -> dict[str, Any]:
+        settings = self.settings
+        return {"temperature": settings.temperature, "bits": settings.bits, "logit_dtype": settings.logit_dtype}
 
     def _refuse_reference(self, act: str) -> None:
         if self._is_reference:

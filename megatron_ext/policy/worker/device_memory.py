@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megatron_ext.dtensor import to_local_if_dtensor
+
 
 def join_world() -> torch.device:
     """This rank's device, in the default process group: the one that is there, or torchrun's, or a world of one."""
@@ -83,17 +85,12 @@ def move_optimizer(optimizer: Optimizer | None, device: torch.device) -> None:
                 state[name] = value.to(device)
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a DTensor."""
-    return x.to_local() if hasattr(x, "to_local") else x
-
-
 @torch.no_grad()
 def copies_on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Local parts, pinned where they come from a GPU."""
     found = {}
     for name, x in tensors:
-        part = local(x)
+        part = to_local_if_dtensor(x)
         found[name] = torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda").copy_(part)
     return found
 
@@ -102,7 +99,7 @@ def copies_on_cpu(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def exchange(tensors: Iterable[tuple[str, Tensor]], others: dict[str, Tensor]) -> None:
     """Swaps the contents of local parts with those of `others`, one tensor at a time."""
     for name, x in tensors:
-        part = local(x)
+        part = to_local_if_dtensor(x)
         held = part.to(others[name].device, copy=True)
         part.copy_(others[name])
         others[name].copy_(held)

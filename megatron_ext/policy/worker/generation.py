@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import agree
+from megatron_ext.policy.data.batch_plan import checked
 from megatron_ext.policy.refit.worker_weights import Refitting
 from megatron_ext.policy.worker.model_factories import model_factories
 from megatron_ext.policy.worker.sampling import Sampler, SamplingSettings, row_seeds
+
+_NEEDS = ("input_ids", "input_lengths")
 
 
 class Generating(Refitting):
@@ -89,7 +92,8 @@ class Generating(Refitting):
         if not prepared:
             self.prepare_for_generation()
         try:
-            batch = _checked(data, self._vocabulary)
+            prompts = {name: data[name] for name in _NEEDS if name in data}
+            batch = checked(prompts, _NEEDS, self._vocabulary, least=1)
             self._generations += 1
             seed = self.settings.seed * 1_000_003 + self._generations if seed is None else seed
             numbers = range(batch.size) if rows is None else rows
@@ -159,20 +163,3 @@ def _stops(model: Any) -> list[int]:
     """Those that the model itself stops at."""
     found = model.generation_config.eos_token_id
     return [] if found is None else found if isinstance(found, list) else [found]
-
-
-def _checked(data: Mapping[str, Any], vocabulary: int) -> BatchedDataDict:
-    missing = [name for name in ("input_ids", "input_lengths") if name not in data]
-    if missing:
-        raise ValueError(f"data lacks {', '.join(missing)}: generate() needs right-padded prompts and their lengths")
-    tokens_BS, lengths_B = data["input_ids"], data["input_lengths"]
-    if tokens_BS.dim() != 2 or not tokens_BS.numel() or lengths_B.shape != tokens_BS.shape[:1]:
-        raise ValueError(
-            f"input_ids are {list(tokens_BS.shape)} and input_lengths {list(lengths_B.shape)}: they must be [rows, "
-            f"positions] and [rows], of one row or more"
-        )
-    if int(lengths_B.min()) < 1 or int(lengths_B.max()) > tokens_BS.shape[1]:
-        raise ValueError(f"input_lengths are {lengths_B.tolist()}: they must lie in 1 to {tokens_BS.shape[1]}")
-    if int(tokens_BS.min()) < 0 or int(tokens_BS.max()) >= vocabulary:
-        raise ValueError(f"input_ids are {int(tokens_BS.min())} to {int(tokens_BS.max())}: below {vocabulary}, from 0")
-    return BatchedDataDict(input_ids=tokens_BS, input_lengths=lengths_B)

@@ -1,9 +1,7 @@
 """A factor on the loss that keeps fp16 gradients from vanishing."""
 
 import math
-from collections.abc import Iterable, Mapping
-
-from torch import nn
+from collections.abc import Mapping
 
 GROWTH_STEPS = 1000
 
@@ -28,12 +26,6 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if self._dynamic and state:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
-
-    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Divides the gradients by it, in place."""
-        for parameter in parameters if self._dynamic else ():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.value)
 
     def overflowed(self, norm: float) -> bool:
         """Whether a step with gradients of this norm must be left out since the scale was too large."""

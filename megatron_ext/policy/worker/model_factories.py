@@ -3,12 +3,12 @@
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_ext.dtensor.decoder import import_transformers
-from megatron_ext.policy.worker.reward_model import of_each_token
 
 
 class ModelFactories(NamedTuple):
@@ -25,72 +25,40 @@ class ModelFactories(NamedTuple):
 def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
     """Of a local folder with safetensors, of a config of transformers, or of a function that makes a model.
 
-    With `gives_rewards` it is a sequence classifier with one label (see `reward_model`), else a causal language model.
-    Nothing that lies in a folder is executed.
-
-    Raises:
-        ImportError: transformers is not installed.
-        ValueError: `source` is none of these; from `make`, a folder cannot be loaded.
+    With `gives_rewards` it is a sequence classifier with one label, made by `of_each_token`, else a causal language
+    model. Nothing that lies in a folder is executed.
     """
-    if gives_rewards:
-        return _reward_model_factories(source)
     transformers = import_transformers()
-    from_config = transformers.AutoModelForCausalLM.from_config
-
+    auto = transformers.AutoModelForSequenceClassification if gives_rewards else transformers.AutoModelForCausalLM
     if isinstance(source, str):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-
-        def load() -> nn.Module:
-            return _loaded(transformers.AutoModelForCausalLM, source, config)
-
-        def empty() -> nn.Module:
-            model = from_config(config)
-            model.generation_config.eos_token_id = _stops_of_folder(source, model.generation_config)
-            return model
-
-        return ModelFactories(load, empty, config)
-    if isinstance(source, transformers.PretrainedConfig):
-
-        def build() -> nn.Module:
-            return from_config(copy.deepcopy(source))  # models write into their config: not into the caller's
-
-        return ModelFactories(build, build, source)
-    if not callable(source):
+    elif isinstance(source, transformers.PretrainedConfig):
+        config = copy.deepcopy(source)
+    elif callable(source):
+        make = (lambda: of_each_token(source())) if gives_rewards else source
+        return ModelFactories(make, make, None)
+    else:
         raise ValueError(
             f"model_name is a {type(source).__name__}: it must be a local folder, a transformers config, or a function "
             f"that makes a model"
         )
-    return ModelFactories(source, source, None)
-
-
-def _reward_model_factories(source: Any) -> ModelFactories:
-    transformers = import_transformers()
-    auto = transformers.AutoModelForSequenceClassification
-    if not isinstance(source, str | transformers.PretrainedConfig):
-        if not callable(source):
-            raise ValueError(f"model_name is a {type(source).__name__}: it must be a local folder or a config")
-
-        def make() -> nn.Module:
-            return of_each_token(source())
-
-        return ModelFactories(make, make, None)
-
-    def config() -> Any:
-        if isinstance(source, str):
-            found = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        else:
-            found = copy.deepcopy(source)
-        found.num_labels = 1
-        found.get_text_config().tie_word_embeddings = found.tie_word_embeddings = False  # `score` is no embedding
-        return found
+    if gives_rewards:
+        config.num_labels = 1
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False  # `score` is no embedding
 
     def build() -> nn.Module:
-        return of_each_token(auto.from_config(config()))
+        model = auto.from_config(copy.deepcopy(config))  # models write into their config
+        if gives_rewards:
+            return of_each_token(model)
+        if isinstance(source, str):
+            model.generation_config.eos_token_id = _stops_of_folder(source, model.generation_config)
+        return model
 
     def load() -> nn.Module:
-        return of_each_token(_loaded(auto, source, config()))
+        model = _loaded(auto, source, config)
+        return of_each_token(model) if gives_rewards else model
 
-    return ModelFactories(load if isinstance(source, str) else build, build, config())
+    return ModelFactories(load if isinstance(source, str) else build, build, config)
 
 
 def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:
@@ -103,11 +71,7 @@ def _loaded(auto: Any, folder: str, config: Any) -> nn.Module:
 
 
 def _stops_of_folder(folder: str, own: Any) -> Any:
-    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json says; else `own`'s.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """`eos_token_id` of the folder's generation_config.json, which may have more than config.json; else `own`'s."""
     if not os.path.isfile(os.path.join(folder, "generation_config.json")):
         return own.eos_token_id
     try:
@@ -115,3 +79,30 @@ def _stops_of_folder(folder: str, own: Any) -> Any:
     except Exception as error:  # of many kinds: JSON, the operating system, settings that exclude each other
         raise ValueError(f"{folder}/generation_config.json cannot be read ({error}); mend or remove it") from error
     return own.eos_token_id if found is None else found
+
+
+class _OfEachToken:
+    """In front of a class of transformers: its forward without the choice of a row's last token.
+
+    Then its head is to the rest of the model what an lm head is: sharded, read and trained like one of few columns.
+    """
+
+    def get_output_embeddings(self: Any) -> nn.Module:
+        return self.score
+
+    def forward(self: Any, input_ids: Tensor, **inputs: Any) -> Any:
+        hidden = getattr(self, self.base_model_prefix)(input_ids=input_ids, **inputs)[0]
+        return SimpleNamespace(logits=self.score(hidden))
+
+
+def of_each_token(model: nn.Module) -> nn.Module:
+    """`model`, whose forward from now on gives `logits` `[B, S, labels]`, of each token given those before it."""
+    decoder = getattr(model, str(getattr(model, "base_model_prefix", "")), None)
+    if decoder is None or not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} is not a reward model that is known here: it must be one of transformers' for "
+            f"sequence classification with a decoder and a linear layer `score`"
+        )
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (_OfEachToken, cls), {"__module__": cls.__module__})
+    return model

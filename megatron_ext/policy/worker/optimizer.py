@@ -12,11 +12,7 @@ from megatron_ext.policy.config import check_kwargs, import_from_path
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter], description: Mapping[str, Any] | None) -> Optimizer:
-    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`.
-
-    Raises:
-        ValueError: there is no description, or no such class, or a number is text.
-    """
+    """The optimizer of `{"name": "torch.optim.AdamW", "kwargs": {...}}`."""
     if not description or "name" not in description:
         raise ValueError(
             f"optimizer is {description!r}: pass {{'name': 'torch.optim.AdamW', 'kwargs': {{'lr': 1e-5}}}}"
@@ -34,12 +30,9 @@ def make_scheduler(
 ) -> LRScheduler:
     """The schedule of `{"name": ..., "kwargs": ...}`, or of a list of such with one `{"milestones": [...]}` where one
     follows another. None: the learning rate stays.
-
-    Raises:
-        ValueError: no such class, one that needs more than the number of the step, or no milestones in a list.
     """
     if description is None:
-        return LambdaLR(optimizer, lr_lambda=_constant)
+        return LambdaLR(optimizer, lr_lambda=lambda step: 1.0)
     if isinstance(description, Mapping):
         cls = import_from_path(description["name"])
         if isinstance(cls, type) and issubclass(cls, ReduceLROnPlateau):
@@ -55,7 +48,3 @@ def make_scheduler(
         raise ValueError(f"scheduler is a list with {len(milestones)} entries of milestones: it must have one")
     parts = [make_scheduler(optimizer, entry) for entry in description if "milestones" not in entry]
     return SequentialLR(optimizer, parts, list(milestones[0]))
-
-
-def _constant(step: int) -> float:
-    return 1.0

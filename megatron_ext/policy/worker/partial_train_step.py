@@ -16,7 +16,7 @@ import torch
 
 from megatron_ext.losses.worker_protocol import LossFunction, LossType
 from megatron_ext.policy.batch import BatchedDataDict
-from megatron_ext.policy.data.batch_plan import Shape, partial_step
+from megatron_ext.policy.data.batch_plan import Counts, Shape, training_steps
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.training import Metrics, Training
 
@@ -69,7 +69,11 @@ class TrainSteps(Training):
         """
         self._refuse_open_step("begin_train_step()")
         self._check_trains("begin_train_step()")
-        _check_sums(loss_fn)
+        if weight := getattr(loss_fn, "positive_example_nll_weight", None):
+            raise ValueError(
+                f"begin_train_step() with a loss whose positive_example_nll_weight is {weight}: that term is a mean "
+                f"over each micro-batch, which the step's counts would divide again; use train(), or set it to 0"
+            )
         self.model.train()
         self._zero_grad()
         self._open_step = OpenStep(loss_fn, self._train_shape(mbs))
@@ -86,18 +90,18 @@ class TrainSteps(Training):
         step = self._opened("train_microbatch()")
         try:
             with timed(timer, "train_microbatch"):
-                part = partial_step(data, step.loss_fn, step.shape, self._place)
+                part = training_steps(data, step.loss_fn, None, step.shape, self._place)[0]
                 batch = BatchedDataDict(data).to(self.device)
                 self.model.train()
                 with torch.enable_grad():
-                    loss, metrics = self._run_step(step.parts, part, batch, step.loss_fn, (1.0, 1.0))
+                    loss, metrics = self._run_step(step.parts, part, batch, step.loss_fn, Counts(1.0, 1.0))
         except BaseException:
             self.abort_train_step()
             raise
         step.parts += 1
         step.loss += loss
-        step.valid_seqs += part.valid_seqs
-        step.valid_toks += part.valid_toks
+        step.valid_seqs += part.counts.global_valid_seqs
+        step.valid_toks += part.counts.global_valid_toks
         step.metrics += metrics
 
     def finish_train_step(self, timer: Timer | None = None) -> dict[str, Any]:
@@ -118,7 +122,7 @@ class TrainSteps(Training):
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         with timed(timer, "finish_train_step"):
             self._open_step = None
-            self._note(metrics, step.metrics, (step.valid_seqs, step.valid_toks), step.scale)
+            self._note(metrics, step.metrics, Counts(step.valid_seqs, step.valid_toks), step.scale)
             factor = 1 / step.divisors()[step.normalizer]
             norm = self._update(0, factor)
             assert self.scheduler is not None
@@ -142,13 +146,3 @@ class TrainSteps(Training):
             raise RuntimeError(
                 f"{act} while a training step is open: call finish_train_step() or abort_train_step() first"
             )
-
-
-def _check_sums(loss_fn: LossFunction) -> None:
-    """Raises ValueError for a loss that would not be what `train` makes of it once the counts divide it."""
-    weight = getattr(loss_fn, "positive_example_nll_weight", None)
-    if weight:
-        raise ValueError(
-            f"begin_train_step() with a loss whose positive_example_nll_weight is {weight}: that term is a mean over "
-            f"each micro-batch, which the step's counts would divide again; use train(), or set it to 0"
-        )

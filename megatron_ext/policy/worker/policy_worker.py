@@ -240,13 +240,8 @@ class PolicyWorker(TrainSteps, Generating):
 
 def _check_format(checkpointing: Mapping[str, Any]) -> None:
     """Raises ValueError where NeMo-RL's configuration asks for files that `save_checkpoint` does not write."""
-    for key, allowed in (
-        ("model_save_format", (None, "torch_save")),
-        ("save_consolidated", (None, False)),
-        ("is_peft", (None, False)),
-        ("is_async", (None, False)),
-    ):
-        if checkpointing.get(key) not in allowed:
+    for key in ("model_save_format", "save_consolidated", "is_peft", "is_async"):
+        if checkpointing.get(key) not in (None, "torch_save" if key == "model_save_format" else False):
             raise ValueError(
                 f"checkpointing_cfg.{key} is {checkpointing[key]!r}: checkpoints are torch.distributed.checkpoint's "
                 f"files of whole weights, written before save_checkpoint() returns; leave the key out"

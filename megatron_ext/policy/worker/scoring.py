@@ -16,11 +16,10 @@ from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.batch_plan import Shape, Step, scoring_step
 from megatron_ext.policy.data.kept_ids import KEPT_IDS, replayed
-from megatron_ext.policy.data.packed_rows import Rows
+from megatron_ext.policy.data.packed_rows import Rows, inside_rows
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker import device_memory
-from megatron_ext.policy.worker.backend import Backend
-from megatron_ext.policy.worker.reward_model import last_tokens
+from megatron_ext.policy.worker.backend import Asked, Backend
 
 T = TypeVar("T")
 Read = Callable[[BatchedDataDict], Tensor]
@@ -105,16 +104,16 @@ class Scoring(Backend):
                 f"reward_model_cfg.enabled, or ask get_logprobs() for log-probabilities"
             )
         with timed(timer, "score"):
-            found = self._scored(data, None, self._row_rewards)
+            found = self._scored(data, None, self._row_logits)
         return BatchedDataDict(scores=found[torch.arange(len(found)), self._last_tokens(data), 0])
 
     def _last_tokens(self, data: Mapping[str, Any]) -> Tensor:
+        """`[B]`: the place whose number is a row's, as transformers has it: its last token that is not padding."""
         config: Any = self.model.config
-        return last_tokens(data["input_ids"], data["input_lengths"], config.get_text_config().pad_token_id)
-
-    def _row_rewards(self, micro_batch: BatchedDataDict) -> Tensor:
-        """`[B, S, 1]`: what a reward model says of each position."""
-        return self._row_logits(micro_batch, 1)
+        tokens_BS, counts_BS = data["input_ids"], inside_rows(data)
+        if (padding := config.get_text_config().pad_token_id) is not None:
+            counts_BS = counts_BS & (tokens_BS != padding)
+        return (torch.arange(tokens_BS.shape[1], device=tokens_BS.device) * counts_BS).amax(1)
 
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
@@ -215,7 +214,6 @@ class Scoring(Backend):
                 "whose input_type is 'logit', or leave reward_model_cfg out"
             )
         settings, narrowed, rows = self.settings, self._narrowed(micro_batch), self._rows(micro_batch)
-        kept_BSK = micro_batch.get(KEPT_IDS) if narrowed else None
 
         def readouts(labels: Tensor, kept: Tensor | None = None) -> list[ReadOut]:
             own: ReadOut
@@ -227,10 +225,10 @@ class Scoring(Backend):
             return [own, LogProbs(labels)] if with_plain else [own]
 
         labels = self._labels_that_count(rows, micro_batch)
-        beside = None  # of what each position predicts: 0 for none, as where it pads
-        if kept_BSK is not None:
-            beside = rows.laid(F.pad(kept_BSK[:, 1:] + 1, (0, 0, 0, 1)))
-        found = self._read_out(rows.tokens, rows.cu_seqlens, readouts, 1 + with_plain, beside, labels)
+        beside = None
+        if narrowed and KEPT_IDS in micro_batch:  # of what each position predicts: 0 for none, as where it pads
+            beside = rows.laid(F.pad(micro_batch[KEPT_IDS][:, 1:] + 1, (0, 0, 0, 1)))
+        found = self._read_out(Asked(rows, readouts, 1 + with_plain, beside, labels))
         if narrowed:
             found = found.where(found > -torch.inf, 0.0)
         return rows.at_tokens(found if with_plain else found[..., 0])
@@ -247,11 +245,11 @@ class Scoring(Backend):
         rows, given, labels = self._rows(micro_batch), None, None
         if beside is not None:
             given, labels = rows.laid(beside), self._labels_that_count(rows, micro_batch)
-        return rows.at_positions(self._read_out(rows.tokens, rows.cu_seqlens, readouts, columns, given, labels))
+        return rows.at_positions(self._read_out(Asked(rows, readouts, columns, given, labels)))
 
-    def _row_logits(self, micro_batch: BatchedDataDict, columns: int) -> Tensor:
-        """fp32 `[B, S, columns]`: the logits of each position, of the whole vocabulary on every rank, which holds them
-        all. 0 behind a row's end."""
+    def _row_logits(self, micro_batch: BatchedDataDict) -> Tensor:
+        """fp32 `[B, S, V]`: the logits of each position, of the whole vocabulary on every rank, which holds them all;
+        of a reward model `[B, S, 1]`. 0 behind a row's end."""
         if (bits := self.settings.bits) not in (None, "fast"):
             raise ValueError(
                 f'bits is "{bits}", by that key or by batch_invariant_mode, and logits are asked for, which the model '
@@ -262,5 +260,5 @@ class Scoring(Backend):
                 f"logit_dtype is {self.settings.logit_dtype}, and logits are asked for, which the model "
                 f"makes, in a dtype of its own: take a loss of log-probabilities, or leave the key out"
             )
-        rows = self._rows(micro_batch)
-        return rows.at_positions(self._whole_logits(rows.tokens, rows.cu_seqlens, columns))
+        rows, columns = self._rows(micro_batch), 1 if self.settings.gives_rewards else self._vocabulary
+        return rows.at_positions(self._whole_logits(rows, columns))

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.dtensor import clip_grad_by_total_norm_
 from megatron_ext.head.validation.option_checks import token_bound
 from megatron_ext.losses.worker_protocol import LossFunction
 from megatron_ext.policy.batch import BatchedDataDict
 from megatron_ext.policy.data.agreement_of_ranks import RuntimeErrorElsewhere
-from megatron_ext.policy.data.batch_plan import Shape, Step, training_steps
+from megatron_ext.policy.data.batch_plan import Counts, Shape, Step, training_steps
 from megatron_ext.policy.data.loss_inputs import inputs_of
 from megatron_ext.policy.data.timer import Timer, timed
 from megatron_ext.policy.worker.scoring import Scoring
 
-Counts = tuple[float, float]  # rows and tokens that a loss is divided by
 Metrics = list[dict[str, float]]  # of each micro-batch
 
 
@@ -68,32 +68,26 @@ class Training(Scoring):
         self._refuse_open_step("train()")
         if not eval_mode:
             self._check_trains("train()")
-        with timed(timer, "train"):
-            return self._train(data, loss_fn, eval_mode, gbs, mbs)
-
-    def _train(
-        self, data: Mapping[str, Any], loss_fn: LossFunction, eval_mode: bool, gbs: int | None, mbs: int | None
-    ) -> dict[str, Any]:
         global_batch_size = self.settings.global_batch_size if gbs is None else gbs
-        steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
-        batch = BatchedDataDict(data).to(self.device)
         losses, norms = [], []
         metrics: defaultdict[str, list[float]] = defaultdict(list)
-        self.model.train(not eval_mode)
-        for number, step in enumerate(steps):
-            counts = (step.valid_seqs, step.valid_toks)
-            with torch.set_grad_enabled(not eval_mode):
-                self._zero_grad()
-                loss, found = self._run_step(number, step, batch, loss_fn, counts)
-            losses.append(loss)
-            self._note(metrics, found, counts, lambda name: 1 / len(steps))
-            if not eval_mode:
-                norms.append(self._update(number))
-        if eval_mode:
-            self._end_inference()
-        else:
-            assert self.scheduler is not None
-            self.scheduler.step()
+        with timed(timer, "train"):
+            steps = training_steps(data, loss_fn, global_batch_size, self._train_shape(mbs), self._place)
+            batch = BatchedDataDict(data).to(self.device)
+            self.model.train(not eval_mode)
+            for number, step in enumerate(steps):
+                with torch.set_grad_enabled(not eval_mode):
+                    self._zero_grad()
+                    loss, found = self._run_step(number, step, batch, loss_fn, step.counts)
+                losses.append(loss)
+                self._note(metrics, found, step.counts, lambda name: 1 / len(steps))
+                if not eval_mode:
+                    norms.append(self._update(number))
+            if eval_mode:
+                self._end_inference()
+            else:
+                assert self.scheduler is not None
+                self.scheduler.step()
         return self._report(losses, None if eval_mode else norms, metrics)
 
     def _check_trains(self, act: str) -> None:
@@ -125,7 +119,7 @@ class Training(Scoring):
         """Forward and backward over a global batch, or a part of it: its loss, once all ranks know that it is one, and
         what `loss_fn` measured of this rank's micro-batches. `counts`: what the loss divides by.
         """
-        rows_that_count, tokens_that_count = (torch.tensor(n, device=self.device) for n in counts)
+        divisors = {name: torch.tensor(n, device=self.device) for name, n in counts._asdict().items()}
         inputs = inputs_of(self, loss_fn)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         fault: Exception | None = None
@@ -137,7 +131,7 @@ class Training(Scoring):
             loss, found = nothing, None
             if real and fault is None:
                 try:
-                    loss, found = _validated(inputs.call(output, micro_batch, rows_that_count, tokens_that_count))
+                    loss, found = _validated(inputs.call(output, micro_batch, divisors))
                 except Exception as error:  # the other ranks wait for this one's share of the model
                     fault = error
             total += loss.detach()
@@ -164,8 +158,11 @@ class Training(Scoring):
             valid = numbers.pop("num_valid_samples", 1.0)
             if valid <= 0:
                 continue
-            row = {name: value if is_extreme(name) else value * scale(name) for name, value in numbers.items()}
-            row |= {"num_valid_samples": valid, "global_valid_seqs": counts[0], "global_valid_toks": counts[1]}
+            row = {}
+            for name, value in numbers.items():
+                extreme = "_min" in name or "_max" in name  # these are not added up, as in NeMo-RL
+                row[name] = value if extreme else value * scale(name)
+            row |= {"num_valid_samples": valid, **counts._asdict()}
             if self.optimizer is not None:
                 row["lr"] = self.optimizer.param_groups[0]["lr"]
             for name, value in row.items():
@@ -194,12 +191,12 @@ class Training(Scoring):
         """Multiplies the gradients by `factor`, clips them and steps the optimizer. The norm before clipping."""
         assert self.optimizer is not None
         self._reduce_gradients()
-        self._loss_scale.unscale(self.model.parameters())
+        factor /= self._loss_scale.value
         if factor != 1:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        norm = self._clip_gradients(self.settings.max_grad_norm)
+        norm = self._gradient_norm()
         if self._loss_scale.overflowed(norm):
             self._zero_grad()
             return norm
@@ -209,6 +206,8 @@ class Training(Scoring):
                 f"the gradient norm of global batch {number} is {norm}: it must be finite; the weights are those "
                 f"before it; look into its data, or lower the learning rate"
             )
+        if self.settings.max_grad_norm is not None:
+            clip_grad_by_total_norm_(self.model.parameters(), self.settings.max_grad_norm, norm)
         self.optimizer.step()
         self._zero_grad()
         return norm
@@ -238,8 +237,3 @@ def _kinds(returned: Any) -> str:
     if isinstance(returned, tuple | list):
         return f"{len(returned)} things ({', '.join(type(one).__name__ for one in returned)})"
     return "None" if returned is None else f"a {type(returned).__name__}"
-
-
-def is_extreme(name: str) -> bool:
-    """Whether a metric of this name is a smallest or largest number: those are not added up, as in NeMo-RL."""
-    return "_min" in name or "_max" in name
