@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from megatron_ext.megatron.pipeline.paused_forward import AskFurtherEmbeddings, Expect, Losses, ask
+from megatron_ext.megatron.pipeline.paused_forward import Losses, known
 
 
 class ModelCall:
@@ -77,13 +77,13 @@ def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int, connect: Any) ->
     """The embedding that a layer of MTP asks for, of token ids `[B, S]`. `connect(answer, send)` is autograd's."""
     call = _under_way.get()
     if call.embeddings is None:
-        ids, answer, send = ask(AskFurtherEmbeddings())
+        ids, answer, send = known().further.pop()
         embeddings = connect(answer, send).chunk(layers, batch_dim)
         call.embeddings = list(zip(ids.chunk(layers), embeddings, strict=True))
     if not call.embeddings:
         raise ValueError(f"the layers of multi-token prediction ask for more embeddings than they are: {layers}")
     expected, embedding = call.embeddings.pop(0)
-    ask(Expect(ids_BS, expected, "token ids of a layer of multi-token prediction"))
+    known().expect(ids_BS, expected, "token ids of a layer of multi-token prediction")
     return embedding
 
 
@@ -104,5 +104,5 @@ def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int, ask_all: Any) -> t
             "a loss is asked of hidden states that are not those of the model's last layer or of a layer of "
             "multi-token prediction: a vocabulary shared over pipeline stages has no other losses"
         )
-    ask(Expect(labels_BS, call.labels[which[0]], "labels of a layer of multi-token prediction"))
+    known().expect(labels_BS, call.labels[which[0]], "labels of a layer of multi-token prediction")
     return call.losses.part(which[0], 1 + layers), which[0]

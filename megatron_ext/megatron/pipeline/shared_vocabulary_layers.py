@@ -7,7 +7,7 @@ Legend: B batch, S sequence positions of this context-parallel rank, T = S B tok
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +18,7 @@ from megatron_ext.megatron.fused_loss.module_calls import Hooks
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, promise_logits
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.pipeline import multi_token_stage
+from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, Losses, ask
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_pieces
 
@@ -130,6 +131,14 @@ class SharedOutputLayer(SharedRows):
         if found.hits is not None:
             logits.terms.hits = labels_BS, found.hits
         return _Losses.apply(hidden, found.loss, found.unit_dx, functools.partial(found.send, which))
+
+
+class Sharing(NamedTuple):
+    """How a model, on all of its chunks on this stage, shares its vocabulary."""
+
+    groups: PipelineGroups
+    embedding: SharedEmbedding
+    output: SharedOutputLayer
 
 
 _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]

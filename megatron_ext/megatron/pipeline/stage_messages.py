@@ -9,10 +9,9 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.byte_buffer import Form
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent
 from megatron_ext.megatron.pipeline.packed_messages import Marks, empty_parcel
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 
 
 class Sizes(NamedTuple):
@@ -38,21 +37,14 @@ class StageMessages:
     learn it when they launch `Sent.TOKENS`, and wait for it on the host.
     """
 
-    def __init__(
-        self,
-        groups: PipelineGroups,
-        given: tuple[int, int],
-        config: Any,
-        embedding: SharedEmbedding,
-        output: SharedOutputLayer,
-    ):
-        """`given`: micro_batch_size and seq_length of the schedule."""
-        self.groups, self.config = groups, config
+    def __init__(self, sharing: Sharing, config: Any, batch: int, sequence: int):
+        """`batch`, `sequence`: micro_batch_size and seq_length of the schedule."""
+        self.groups, embedding, output = sharing
+        self.config = config
         self.dtype, self.device = output.weight.dtype, output.weight.device
         self.in_slices = embedding.reduce_scatter_embeddings
         self.predictions = 1 + output.mtp_layers
         self.marks = Marks(self.device)
-        batch, sequence = given
         self.given = self._sizes(batch, sequence // parallel_state.get_context_parallel_world_size())
         self.vary = bool(config.variable_seq_lengths)
         self._found: dict[int, Sizes] = {}

@@ -25,28 +25,21 @@ from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Pass, Sent, Shape
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 from megatron_ext.megatron.pipeline.side_stream import Aside, SideWork
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 
 
-class GradientSync:
-    """When data parallelism may reduce gradients, by the config's `no_sync_func` and `grad_sync_func`."""
-
-    def __init__(self, config: Any):
-        self._config = config
-
-    @contextlib.contextmanager
-    def held_until(self, last: bool) -> Iterator[None]:
-        """A pass that gives gradients. They may be reduced in the last one, unless that is to be done at the end."""
-        functions = self._config.no_sync_func
-        if functions is None or (last and self._config.grad_sync_func is None):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for function in functions if isinstance(functions, (list, tuple)) else [functions]:
-                stack.enter_context(function())
-            yield
+@contextlib.contextmanager
+def gradients_held(config: Any, last: bool) -> Iterator[None]:
+    """A pass that gives gradients: data parallelism may reduce them in the last one, or is told to at the end."""
+    functions = config.no_sync_func
+    if functions is None or (last and config.grad_sync_func is None):
+        functions = ()
+    with contextlib.ExitStack() as stack:
+        for function in functions if isinstance(functions, (list, tuple)) else [functions]:
+            stack.enter_context(function())
+        yield
 
 
 class VocabularyPasses:
@@ -63,16 +56,9 @@ class VocabularyPasses:
         grad_embeddings: on the stages that have `sums`.
     """
 
-    def __init__(
-        self,
-        messages: StageMessages,
-        embedding: SharedEmbedding,
-        output: SharedOutputLayer,
-        sync: GradientSync,
-        shape: Shape,
-    ):
-        self.messages, self.groups, self.marks = messages, messages.groups, messages.marks
-        self.embedding, self.output, self.sync = embedding, output, sync
+    def __init__(self, messages: StageMessages, sharing: Sharing, shape: Shape):
+        self.messages, self.marks = messages, messages.marks
+        self.groups, self.embedding, self.output = _, embedding, output = sharing
         self.backward, self.beside = not shape.forward_only, shape.beside
         fuse = output.gradient_accumulation_fusion
         self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
@@ -307,5 +293,5 @@ class VocabularyPasses:
         """Hand a gradient to autograd, as a layer's backward would: data parallelism's hooks run."""
         self.left[weight] -= 1
         if gradient is not None:
-            with self.sync.held_until(self.left[weight] == 0):
+            with gradients_held(self.messages.config, self.left[weight] == 0):
                 weight.backward(gradient)
