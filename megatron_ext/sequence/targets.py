@@ -89,10 +89,8 @@ class PaddedParts:
 
         With a `fault` it is raised: on the other ranks too, after the first all-gather.
         """
-        parts, fault = SequenceParts(self.cp_group), self.fault or fault
-        if group_size(self.cp_group) == 1:
-            return parts.gather_or_refuse(x, 1, fault)[:, : self.length]
-        return parts.gather_in_two_or_refuse(x, 1, fault, self._needed)[:, : self.length]
+        parts = SequenceParts(self.cp_group)
+        return parts.gather_or_refuse(x, 1, self.fault or fault, self._needed)[:, : self.length]
 
     @property
     def _needed(self) -> int:

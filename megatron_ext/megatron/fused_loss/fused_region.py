@@ -101,13 +101,14 @@ class Region:
     ):
         """The output layer's forward."""
 
-        def compute(hidden: Tensor, given_weight: Tensor | None) -> Tensor:
+        def make(terms: Terms, hidden: Tensor) -> Tensor:
+            self.asked(terms)
             return self.stock_forward(
-                hidden, weight=given_weight, runtime_gather_output=runtime_gather_output, **others
+                hidden, weight=terms.weight, runtime_gather_output=runtime_gather_output, **others
             )[0]
 
         layer = self.layer
-        logits = promise_logits(layer, input_, weight, runtime_gather_output, compute, self.asked, self.parameter_hooks)
+        logits = promise_logits(layer, input_, weight, runtime_gather_output, make, self.parameter_hooks)
         return logits, layer.bias if layer.skip_bias_add else None
 
     def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:

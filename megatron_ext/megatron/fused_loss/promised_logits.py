@@ -49,9 +49,9 @@ class Terms:
     Attributes:
         hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.
         weight: what the layer was given; None: its own.
-        compute: has the layer make the logits, unscaled, from hidden states and weight.
+        make: called once when somebody asks for the logits themselves, with these terms and hidden states: the layer's
+            logits, unscaled.
         hooks: the layer's forward hooks about parameters.
-        asked: told once when somebody asks for the logits themselves.
         made: the logits, once somebody did.
         with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
             also where who asks for them does so under `no_grad`.
@@ -62,8 +62,7 @@ class Terms:
     layer: Any
     hidden: Tensor
     weight: Tensor | None
-    compute: Callable[[Tensor, Tensor | None], Tensor]
-    asked: Callable[["Terms"], None]
+    make: Callable[["Terms", Tensor], Tensor]
     hooks: Hooks
     scale: float = 1.0
     made: Tensor | None = None
@@ -112,10 +111,9 @@ class Terms:
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
         if self.made is None:
-            self.asked(self)
 
             def forward(hidden: Tensor) -> Any:
-                return self.compute(hidden, self.weight), None
+                return self.make(self, hidden), None
 
             with (
                 torch.inference_mode(False),
@@ -213,8 +211,7 @@ def promise_logits(
     hidden: Tensor,
     weight: Tensor | None,
     gathered: bool | None,
-    compute: Callable[[Tensor, Tensor | None], Tensor],
-    asked: Callable[[Terms], None],
+    make: Callable[[Terms, Tensor], Tensor],
     hooks: Hooks,
 ) -> PromisedLogits:
     """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off.
@@ -230,7 +227,7 @@ def promise_logits(
             f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
             f"gathered logits"
         )
-    return PromisedLogits.of(Terms(layer, hidden, weight, compute, asked, hooks))
+    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks))
 
 
 def tp_group(layer: Any):

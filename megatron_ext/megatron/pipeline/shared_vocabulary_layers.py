@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.megatron.fused_loss.module_calls import Hooks
-from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, promise_logits
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.pipeline import multi_token_stage
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
@@ -107,9 +107,7 @@ class SharedOutputLayer(SharedRows):
                 "the output layer was given another weight than its own: over a vocabulary shared by pipeline stages "
                 "it has the embedding's rows or its own; build the model without that, or train without sharing"
             )
-        return promise_logits(
-            self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS
-        ), None
+        return promise_logits(self, input_, None, runtime_gather_output, _no_logits, _NO_HOOKS), None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {} if self.tied else super().sharded_state_dict(*args, **kwargs)
@@ -144,7 +142,7 @@ class Sharing(NamedTuple):
 _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
 
 
-def _no_logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
+def _no_logits(terms: Terms, hidden: Tensor) -> Tensor:
     raise ValueError(
         "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
         "model with labels, or train without sharing"
