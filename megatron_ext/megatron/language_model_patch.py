@@ -14,6 +14,7 @@ The patch sits on the classes or on single models; `unpatch_...` puts the origin
 come before those of its layer spec (see `spec_head`), and these before those of the classes.
 """
 
+import functools
 import inspect
 import weakref
 from typing import Any
@@ -130,11 +131,10 @@ def _forward(original: Any, settings: HeadSettings) -> Any:
     return log_probs.forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
-def _postprocess(original: Any, settings: HeadSettings) -> Any:
-    return _fused(original, settings, patch_points.POSTPROCESS)
-
-
-_MAKES: dict[str, function_wrapping.Make] = {patch_points.FORWARD: _forward, patch_points.POSTPROCESS: _postprocess}
+_MAKES: dict[str, function_wrapping.Make] = {
+    patch_points.FORWARD: _forward,
+    patch_points.POSTPROCESS: functools.partial(_fused, name=patch_points.POSTPROCESS),
+}
 
 
 def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:

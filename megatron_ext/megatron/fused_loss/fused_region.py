@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,6 @@ from megatron_ext.head.training_loss import (
 )
 from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
-from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.fused_loss.module_calls import attribute, calling, split_hooks
@@ -26,7 +26,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     check_graph,
     promise_logits,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
+from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
@@ -81,13 +81,12 @@ class Region:
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.promise(*args, **kwargs)
+        forward = partial(self.promise)
+        forward.promises = True  # type: ignore[attr-defined]
 
         def loss(model: Any, *args: Any, **kwargs: Any) -> Tensor:
             return self.loss(*args, **kwargs)
 
-        forward.promises = True  # type: ignore[attr-defined]
         with (
             calling(self.layer, forward, self.other_hooks),
             attribute(self.model, patch_points.LOSS, MethodType(loss, self.model)),  # a method of the model, as before
@@ -171,7 +170,8 @@ class Region:
         """Somebody wants real logits: say who, and what they cost."""
         if self.quiet:
             return
-        place = _who_asks()
+        frame, _ = caller_outside(torch)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.counters.logits_made[place] += 1
         whose = (
             "Megatron's own function, to which labels of -100 count" if self.settings.changed_loss() is None else "ours"
@@ -221,9 +221,3 @@ def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
             f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
             f"under context parallelism pass this rank's part of them, as of the tokens"
         )
-
-
-def _who_asks() -> str:
-    """ "file:line" of the code that uses a promise as logits."""
-    frame, _ = caller_outside(torch)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
