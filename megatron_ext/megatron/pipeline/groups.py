@@ -5,7 +5,6 @@ which order, see `order.stage_programs`: it is the same on all stages, so one gr
 """
 
 import os
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +45,8 @@ class PipelineGroups:
     def __init__(self, fault: ValueError | None = None) -> None:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self.stages, self.stage = pipeline.size(), pipeline.rank()
+        self.last = self.stages - 1
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.last
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.statistics = parallel_state.get_model_parallel_group()
         like = (self.tp, *(pipeline for _ in _OWN))
@@ -62,18 +63,6 @@ class PipelineGroups:
     def __getitem__(self, kind: Sent) -> Any:
         """The pipeline's ranks, for one kind of message."""
         return self._of[kind]
-
-    @cached_property
-    def last(self) -> int:
-        return self.stages - 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.last
 
     def close(self) -> None:
         """Megatron's groups are about to go, or are gone."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.byte_buffer import Form
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent, Shape, members, sources
 from megatron_ext.megatron.pipeline.packed_messages import Marks, empty_parcel
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 
@@ -37,10 +37,10 @@ class StageMessages:
     learn it when they launch `Sent.TOKENS`, and wait for it on the host.
     """
 
-    def __init__(self, sharing: Sharing, config: Any, batch: int, sequence: int):
+    def __init__(self, sharing: Sharing, shape: Shape, config: Any, batch: int, sequence: int):
         """`batch`, `sequence`: micro_batch_size and seq_length of the schedule."""
         self.groups, embedding, output = sharing
-        self.config = config
+        self.shape, self.config = shape, config
         self.dtype, self.device = output.weight.dtype, output.weight.device
         self.in_slices = embedding.reduce_scatter_embeddings
         self.predictions = 1 + output.mtp_layers
@@ -91,27 +91,20 @@ class StageMessages:
     def launch(self, exchange: Exchange) -> None:
         """Begin to send what was put, or else to receive."""
         self._sent = [pending for pending in self._sent if not pending.done]
-        kind, n, _, sender = exchange
-        group = self.groups[kind]
-        buffer = self._put.pop(exchange, None)
-        if kind is Sent.TOKENS and self.vary:
-            self._launch_shape(n, group)
-        if kind in (Sent.FORWARD, Sent.BACKWARD):
-            if buffer is not None:
-                step = 1 if kind is Sent.FORWARD else -1
-                target = (sender + step) % self.groups.stages
-                self.sent(collectives.start_send(buffer, group, target))
+        group, of_two = self.groups[exchange.kind], exchange.kind in (Sent.FORWARD, Sent.BACKWARD)
+        if exchange.kind is Sent.TOKENS and self.vary:
+            self._launch_shape(exchange.micro_batch, group)
+        ((sender, _),) = sources(exchange, self.shape)
+        if exchange in self._put:
+            buffer = self._put.pop(exchange)
+            if of_two:
+                self.sent(collectives.start_send(buffer, group, members(exchange, self.shape)[1]))
             else:
-                self._arriving[exchange] = collectives.start_receive(self._room(exchange), group, sender)
-            return
-        source = 0 if kind in (Sent.TOKENS, Sent.GRAD_EMBEDDING) else self.groups.last
-        if buffer is not None:
-            self.sent(collectives.start_broadcast(buffer, group, source))
+                self.sent(collectives.start_broadcast(buffer, group, sender))
         else:
-            self._arriving[exchange] = collectives.start_broadcast(self._room(exchange), group, source)
-
-    def _room(self, exchange: Exchange) -> Tensor:
-        return empty_parcel(self.forms(exchange), self.device)
+            room = empty_parcel(self.forms(exchange), self.device)
+            begin = collectives.start_receive if of_two else collectives.start_broadcast
+            self._arriving[exchange] = begin(room, group, sender)
 
     def _launch_shape(self, micro_batch: int, group: Any) -> None:
         if self.groups.is_first:

@@ -56,7 +56,7 @@ class StageRun:
         self.groups, self.output = sharing.groups, sharing.output
         self.backward = not call.forward_only
         self.device = self.output.weight.device
-        self.messages = StageMessages(sharing, config, call.micro_batch_size, call.seq_length)
+        self.messages = StageMessages(sharing, shape, config, call.micro_batch_size, call.seq_length)
         self.marks = self.messages.marks
         self.vocabulary = VocabularyPasses(self.messages, sharing, shape)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)

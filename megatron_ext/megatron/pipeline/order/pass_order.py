@@ -239,29 +239,14 @@ def pass_duration(times: Times) -> Callable[[int, Pass], float]:
         Kind.PRODUCTS: times.products,
         Kind.WEIGHT: times.weight,
         Kind.ROWS: times.rows,
-        Kind.RESULT: 0.0,
-        Kind.TOKENS: 0.0,
-        Kind.LOSS: 0.0,
     }
 
     def duration(stage: int, what: Pass) -> float:
         if what.kind is Kind.FORWARD:
             return times.forward[stage][what.chunk]
-        return times.backward[stage][what.chunk] if what.kind is Kind.BACKWARD else same[what.kind]
+        return times.backward[stage][what.chunk] if what.kind is Kind.BACKWARD else same.get(what.kind, 0.0)
 
     return duration
-
-
-def layer_needs(shape: Shape, send: float) -> Needs:
-    """What layers wait for: those before them (forward) or after them (backward), on the neighbouring stage."""
-
-    def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        for exchange in needed(stage, what, shape):
-            if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
-                for source_stage, source in sources(exchange, shape):
-                    yield source_stage, source, send
-
-    return needs
 
 
 def message_times(times: Times) -> dict[Sent, float]:
