@@ -85,14 +85,17 @@ def models_inside(model: Any) -> list[Any]:
     """
     inside = model.modules() if isinstance(model, torch.nn.Module) else [model]
     found = [one for one in inside if isinstance(one, LanguageModule) or not missing(type(one))]
-    if found:
-        for one in found:
-            check_layout(type(one))
-        return found
     stage = getattr(model, "module", model)
-    if getattr(stage, "post_process", True) and getattr(stage, "add_decoder", True):
-        check_layout(type(stage))
-    return []
+    has_labels = getattr(stage, "post_process", True) and getattr(stage, "add_decoder", True)
+    for kind in map(type, found or ([stage] if has_labels else [])):
+        lacking = missing(kind)
+        if lacking:
+            raise ValueError(
+                f"{kind.__name__} lacks {', '.join(lacking)}, and nothing inside it has them: the fused head goes in "
+                f"there; pass a language model of Megatron-Core ({megatron.core.__version__} here), or a model around "
+                f"one"
+            )
+    return found
 
 
 def missing(kind: type) -> list[str]:
@@ -107,20 +110,6 @@ def missing(kind: type) -> list[str]:
     if not callable(inspect.getattr_static(kind, LOSS, None)):
         lacking.append(f"a method {LOSS}()")
     return lacking
-
-
-def check_layout(kind: type) -> None:
-    """Find what the fused head needs of a model's class.
-
-    Raises:
-        ValueError: something is missing; the message says what.
-    """
-    lacking = missing(kind)
-    if lacking:
-        raise ValueError(
-            f"{kind.__name__} lacks {', '.join(lacking)}, and nothing inside it has them: the fused head goes in "
-            f"there; pass a language model of Megatron-Core ({megatron.core.__version__} here), or a model around one"
-        )
 
 
 def why_not_fused(model: Any) -> str | None:

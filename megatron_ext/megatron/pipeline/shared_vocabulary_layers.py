@@ -6,7 +6,6 @@ has piece r p + s of the vocabulary, a part of what Megatron's own layers would 
 Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -128,7 +127,13 @@ class SharedOutputLayer(SharedRows):
             found, which = _ask_losses(hidden.detach(), labels_BS), 0
         if found.hits is not None:
             logits.terms.hits = labels_BS, found.hits
-        return _Losses.apply(hidden, found.loss, found.unit_dx, functools.partial(found.send, which))
+
+        def dx(grad_BS: Tensor) -> Tensor:
+            unit_dx, own_SB = found.unit_dx, found.send(which, grad_BS)  # of this rank's part of the sequence
+            assert unit_dx is not None
+            return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype)
+
+        return _Sent.apply(hidden, found.loss, dx)
 
 
 class Sharing(NamedTuple):
@@ -158,30 +163,14 @@ def _sent(answer: Tensor, send_gradient: Any) -> Tensor:
 
 
 class _Sent(torch.autograd.Function):
-    """`answer`, whose gradient is sent to the other stages."""
+    """`answer`, whose gradient is given to `send`, which sends it to the other stages and returns that of `source`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, answer: Tensor, send: Any) -> Tensor:
+    def forward(ctx: Any, source: Tensor, answer: Tensor, send: Any) -> Tensor:
         ctx.send = send
         return answer.view_as(answer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.send(grad)
-        return None, None, None
-
-
-class _Losses(torch.autograd.Function):
-    """The losses `[B, S]` of hidden states, whose gradient is known up to that of each loss."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss_BS: Tensor, unit_dx: Tensor | None, send: Any) -> Tensor:
-        ctx.save_for_backward(unit_dx)
-        ctx.send = send
-        return loss_BS.view_as(loss_BS)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BS: Tensor) -> Any:
-        (unit_dx,) = ctx.saved_tensors
-        own_SB = ctx.send(grad_BS)  # this rank's part of the sequence
-        return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype), None, None, None
+        send, ctx.send = ctx.send, None  # which holds tensors
+        return send(grad), None, None
