@@ -98,11 +98,7 @@ def models_are_wrapped() -> bool:
 
 
 def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
-    """Wrap the methods of one model; they come before those of its class.
-
-    Raises:
-        ValueError: the model has such a method of its own, which is not its class's; nothing is changed.
-    """
+    """Wrap the methods of one model, which come before those of its class."""
     for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
         if name in vars(model) and not hasattr(vars(model)[name], "original"):
             raise ValueError(

@@ -30,11 +30,7 @@ from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, cou
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
-    """Whether the model keeps Megatron's own loss, which a warning says once.
-
-    Raises:
-        ValueError: it does, and `settings` ask for another loss or other bits.
-    """
+    """Whether the model keeps Megatron's own loss, which a warning says once; refused where `settings` ask for more."""
     reason, counters = patch_points.why_not_fused(model), counters_of(model)
     counters.left_to_megatron = reason
     if reason is None:

@@ -154,22 +154,14 @@ class PromisedLogits(Tensor):
         return promise
 
     def logits(self) -> Tensor:
-        """The real ones; transposed or detached they share memory, as of any tensor.
-
-        Raises:
-            ValueError: an `autograd.Function` made this promise.
-        """
+        """The real ones; transposed or detached they share memory, as of any tensor."""
         self.check_own()
         logits = self.terms.logits()
         logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
 
     def check_own(self) -> None:
-        """Refuse what an `autograd.Function` made of a promise: its backward would be left out.
-
-        Raises:
-            ValueError: that is so.
-        """
+        """Refuse what an `autograd.Function` made of a promise: its backward would be left out."""
         with torch._C.DisableTorchFunctionSubclass():
             if _GRAD_FN(self) is not None:
                 _refuse_function()
@@ -214,12 +206,8 @@ def promise_logits(
     make: Callable[[Terms, Tensor], Tensor],
     hooks: Hooks,
 ) -> PromisedLogits:
-    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off.
-
-    Raises:
-        ValueError: the logits would be gathered from several ranks; Megatron's loss of them is too high by the
-            logarithm of their number.
-    """
+    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off."""
+    # Megatron's loss of gathered logits is too high by the logarithm of the number of ranks.
     if (layer.gather_output if gathered is None else gathered) and group_size(tp_group(layer)) > 1:
         raise ValueError(
             f"{'parallel_output is False' if gathered is None else f'runtime_gather_output is {gathered}'} and there "
@@ -255,11 +243,7 @@ def _gathered(weight: DTensor) -> Tensor:
 
 
 def check_graph(logits: Tensor) -> None:
-    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there.
-
-    Raises:
-        ValueError: that is so.
-    """
+    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there."""
     nodes = [logits.grad_fn]
     seen = {None, *nodes}
     for node in nodes:  # which grows meanwhile

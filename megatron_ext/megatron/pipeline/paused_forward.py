@@ -89,11 +89,7 @@ class PausedForward:
 
 
 def known() -> Known:
-    """Within a paused forward: what it was told.
-
-    Raises:
-        RuntimeError: nobody has, the model was called outside of the schedule.
-    """
+    """Within a paused forward: what it was told; refused where the model was called outside of the schedule."""
     told = getattr(greenlet and greenlet.getcurrent(), "known", None)
     if told is None:
         raise RuntimeError(
@@ -104,7 +100,7 @@ def known() -> Known:
 
 
 def ask(question: AskEmbedding | AskLosses) -> Any:
-    """Within a paused forward: the schedule's answer. Raises as `known`."""
+    """Within a paused forward: the schedule's answer."""
     known()
     recording = torch.is_grad_enabled()
     answer = greenlet.getcurrent().parent.switch(question)

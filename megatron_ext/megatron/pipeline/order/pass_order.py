@@ -148,9 +148,6 @@ def simulate(
     """A timeline for each stage: it runs the passes of each of its queues in order, the most urgent ready one first.
 
     No pass is begun that would end after a RESULT is known to be ready: all stages' backward passes wait for it.
-
-    Raises:
-        NoOrder: the passes wait for each other in a circle.
     """
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
