@@ -38,6 +38,7 @@ _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _PRODUCTS = (Tensor.mul, torch.mul)
 _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
+_VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
@@ -270,23 +271,19 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
     """What the call makes of a promise of logits that nobody has made yet, if that is a promise again."""
-    terms = promise.terms
-    if promise is args[0] and not kwargs:
-        if func in _SAME and all(x.shape == promise.shape for x in args[1:]):
-            turned = promise.batch_first != terms.batch_outermost and 1 not in promise.shape[:2]
-            if func is Tensor.contiguous and turned:
-                terms = replace(terms, batch_outermost=promise.batch_first, hits=None)  # a copy
-            detached = promise.detached or func in (Tensor.detach, torch.detach)
-            return PromisedLogits.of(terms, promise.batch_first, detached)
-        if func in (Tensor.view, Tensor.reshape, torch.reshape) and _same_shape(promise, args[1:]):
-            return PromisedLogits.of(terms, promise.batch_first, promise.detached)
-        if func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
-            return PromisedLogits.of(terms, not promise.batch_first, promise.detached)
-    factor = _factor(promise, func, args, kwargs)
-    if factor is None:
+    terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached
+    factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
+    if factor is not None:
+        terms = replace(terms, scale=terms.scale * factor, hits=None)
+    elif alone and func in _SAME and all(x.shape == promise.shape for x in args[1:]):
+        detached |= func in (Tensor.detach, torch.detach)
+        if func is Tensor.contiguous and batch_first != terms.batch_outermost and 1 not in promise.shape[:2]:
+            terms = replace(terms, batch_outermost=batch_first, hits=None)  # a copy
+    elif alone and func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
+        batch_first = not batch_first
+    elif not (alone and func in _VIEWS and _same_shape(promise, args[1:])):
         return None
-    scaled = replace(terms, scale=terms.scale * factor, hits=None)
-    return PromisedLogits.of(scaled, promise.batch_first, promise.detached)
+    return PromisedLogits.of(terms, batch_first, detached)
 
 
 def _same_shape(promise: PromisedLogits, sizes: tuple) -> bool:

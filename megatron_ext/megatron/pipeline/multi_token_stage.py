@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
+from megatron_ext.megatron.fused_loss.module_calls import call_known
 from megatron_ext.megatron.pipeline.paused_forward import Losses, known
 
 
@@ -38,15 +39,13 @@ class ModelCall:
 
     def further_on(self, tensor_BS: Tensor, layers: int) -> list[Tensor]:
         """`P [B, S]`: the tensor, and what each layer of MTP finds in its place."""
-        known = inspect.signature(multi_token_prediction.roll_tensor).parameters
         settings = {
             "cp_group": parallel_state.get_context_parallel_group(),
             "packed_seq_params": self.arguments.get("packed_seq_params"),
         }
-        settings = {name: value for name, value in settings.items() if name in known}
         found = [tensor_BS]
         for _ in range(layers):
-            found.append(multi_token_prediction.roll_tensor(found[-1], shifts=-1, dims=-1, **settings)[0])
+            found.append(call_known(multi_token_prediction.roll_tensor, found[-1], shifts=-1, dims=-1, **settings)[0])
         return found
 
 

@@ -15,9 +15,9 @@ well.
 Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from megatron_ext.megatron.fused_loss.module_calls import call_known
 from megatron_ext.megatron.pipeline.order.pass_order import Run
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Pass, Sent, Shape, needed
 from megatron_ext.megatron.pipeline.order.stage_programs import Entry
@@ -126,10 +127,9 @@ class StageRun:
             "vp_stage": chunk if len(call.model) > 1 else None,
             "is_last_stage": self.groups.is_last and chunk == len(call.model) - 1,
         }
-        known = inspect.signature(schedules.forward_step).parameters
         self._enter_chunk(micro_batch, chunk)
-        arguments = {name: value for name, value in arguments.items() if name in known}
-        return PausedForward(lambda: schedules.forward_step(**arguments), Known(self.marks.expect, further))
+        step = partial(call_known, schedules.forward_step, **arguments)
+        return PausedForward(step, Known(self.marks.expect, further))
 
     def _enter_chunk(self, micro_batch: int, chunk: int) -> None:
         if len(self.call.model) > 1:
@@ -249,8 +249,9 @@ class StageRun:
         def go() -> Any:
             self._enter_chunk(n, chunk)
             with gradients_held(self.config, n == self.call.num_microbatches - 1):
-                model_type = schedules.get_model_type(self.call.model[chunk])
-                return _backward_step(input_, output, grad, model_type, self.config)
+                kind = schedules.get_model_type(self.call.model[chunk])  # which older versions want
+                step = schedules.backward_step
+                return call_known(step, input_, output, grad, model_type=kind, config=self.config)
 
         input_grad = self.marks.attempt(go)
         if is_back:
@@ -273,10 +274,3 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"schedule make {shape}: all micro-batches must be of the size that is given to it"
         )
     return tensor
-
-
-def _backward_step(input_: Any, output: Any, grad: Any, model_type: Any, config: Any) -> Any:
-    """Megatron's, which wants the model type in older versions."""
-    known = inspect.signature(schedules.backward_step).parameters
-    arguments = [input_, output, grad, model_type, config] if "model_type" in known else [input_, output, grad, config]
-    return schedules.backward_step(*arguments)
