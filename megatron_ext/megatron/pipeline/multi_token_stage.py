@@ -3,8 +3,6 @@
 Layer k of multi-token prediction (MTP) looks up the token ids k positions further on, and predicts the labels k further
 on. Both follow from the batch before any layer has run. So the passes of the vocabulary do them for all layers together
 with the model's own, as if a micro-batch had P = 1 + layers times as many sequences: one exchange, as without MTP.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
 import inspect

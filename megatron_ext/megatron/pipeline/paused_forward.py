@@ -3,9 +3,6 @@
 The user's `forward_step_func`, the model and the loss function stay as they are. They run in a coroutine (greenlet) of
 the same thread: where the model asks for embeddings or for losses, the schedule gets the question and may run other
 passes before it answers.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, R tensor-parallel ranks; P: 1, or
-with multi-token prediction 1 + its layers.
 """
 
 import contextvars

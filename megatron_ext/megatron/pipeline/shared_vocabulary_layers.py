@@ -2,8 +2,6 @@
 
 With p stages and t tensor-parallel ranks each rank holds V/(p t) rows: rank r of the tensor-parallel group on stage s
 has piece r p + s of the vocabulary, a part of what Megatron's own layers would give rank r.
-
-Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
 """
 
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ A pass that fails on one rank: see `packed_messages`.
 With multi-token prediction its layers are part of the last stage's forward pass, and the same messages are larger:
 see `multi_token_stage`. The embedding is then summed on the last stage too, and its gradient comes from there as
 well.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
 import time

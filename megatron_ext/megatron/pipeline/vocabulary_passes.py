@@ -2,9 +2,6 @@
 
 What is between two passes of a micro-batch lies in dictionaries by its number. The passes of the layers (`stage_run`)
 put in what the model asks, and take out what it is answered.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position: 1,
-or with multi-token prediction 1 + its layers (see `multi_token_stage`).
 """
 
 import contextlib
