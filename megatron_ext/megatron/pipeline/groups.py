@@ -55,7 +55,10 @@ class PipelineGroups:
         found = collectives.all_gather_object((own, fault and str(fault), one_queue), dist.group.WORLD)
         _raise_on_all(fault, [text for _, text, _ in found])
         self.one_queue = any(one for *_, one in found)
-        self._made = [_own_of(ranks) for ranks in zip(*(ranks for ranks, *_ in found), strict=True)]
+        self._made = []
+        for of_all_ranks in zip(*(ranks for ranks, *_ in found), strict=True):
+            own_group, _ = dist.new_subgroups_by_enumeration(sorted({tuple(ranks) for ranks in of_all_ranks}))
+            self._made.append(own_group)
         self.tp_aside, *rest = self._made
         self._of = {kind: group for kinds, group in zip(_OWN.values(), rest, strict=True) for kind in kinds}
         self._of[Sent.FORWARD] = pipeline
@@ -77,9 +80,3 @@ def _raise_on_all(own: ValueError | None, faults: list[str | None]) -> None:
     for rank, text in enumerate(faults):
         if text is not None:
             raise ValueError(f"the models of this job cannot share their vocabulary; rank {rank}: {text}")
-
-
-def _own_of(groups: Any) -> Any:
-    """Makes a new group of the ranks in each of `groups`, one entry for each rank of the job; returns this rank's."""
-    made = [dist.new_group(list(ranks)) for ranks in sorted({tuple(group) for group in groups})]
-    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
