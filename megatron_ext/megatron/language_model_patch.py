@@ -90,7 +90,8 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     signature, labels = inspect.signature(original), patch_points.label_argument(original)
 
     def method(self, *args, **kwargs):
-        given = signature.bind(self, *args, **kwargs).arguments | kwargs
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
         if (
             patch_points.region(type(self)) != name
@@ -103,7 +104,12 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             return original(self, *args, **kwargs)
         mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
         if mask is not None and labels is not None:
-            args, kwargs = _with_argument(signature, labels, log_probs.masked(given[labels], mask), args, kwargs)
+            counted = log_probs.masked(given[labels], mask)
+            if labels in bound.arguments:
+                bound.arguments[labels] = counted
+                args, kwargs = bound.args[1:], bound.kwargs
+            else:  # caught by the method's **kwargs
+                kwargs = kwargs | {labels: counted}
         with Region(self, settings).entered() as region:
             results = original(self, *args, **kwargs)
             if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
@@ -112,16 +118,6 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             return results
 
     return method
-
-
-def _with_argument(
-    signature: inspect.Signature, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a method, without `self`, with another value for the one of this name."""
-    if name in kwargs:
-        return args, kwargs | {name: value}
-    at = [*signature.parameters].index(name) - 1
-    return (*args[:at], value, *args[at + 1 :]), kwargs
 
 
 def _forward(original: Any, settings: HeadSettings) -> Any:
