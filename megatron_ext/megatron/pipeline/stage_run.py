@@ -176,10 +176,8 @@ class StageRun:
                 return self._up_to_losses(n, paused) if asks_losses else paused.go()
 
         if asks_losses:
-            self.marks.attempt(go)
-            if n not in self.vocabulary.hidden:
-                self.vocabulary.hidden[n] = self.vocabulary.no_hidden(n)
-            self.messages.put(Exchange(Sent.HIDDEN, n), *self.vocabulary.hidden[n])
+            found = self.vocabulary.hidden[n] = self.marks.attempt(go) or self.vocabulary.no_hidden(n)
+            self.messages.put(Exchange(Sent.HIDDEN, n), *found)
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
             output, tokens = self.marks.attempt(go, ([zeros], 0))
@@ -201,7 +199,8 @@ class StageRun:
         assert found is not None
         return found[0]
 
-    def _up_to_losses(self, n: int, paused: PausedForward) -> None:
+    def _up_to_losses(self, n: int, paused: PausedForward) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels."""
         question = paused.go()
         if not isinstance(question, AskLosses):
             raise ValueError(
@@ -217,7 +216,7 @@ class StageRun:
                 f"must be equal; train without autocast"
             )
         self.paused[n] = paused
-        self.vocabulary.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
+        return hidden, labels.transpose(0, 1).contiguous().long()
 
     def finish_loss(self, what: Pass) -> None:
         n, chunk = what.micro_batch, len(self.call.model) - 1
