@@ -176,28 +176,27 @@ def attend(
         )
     scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
 
-    parts_RTBGD = None
-    if ranks > 1:
-        parts_RTBGD = _gathered(torch.cat([k_TBGD, v_TBGD], -1), cp_group, fault)
-    if fault is not None:
-        raise fault
-    outputs = []
-    q_documents = q_SBHD.split(q_places)
     # Cut once: the gradients of all documents are then joined once, where slices would add up whole tensors.
-    if parts_RTBGD is None:
+    q_documents = q_SBHD.split(q_places)
+    if ranks == 1:
         kv_documents = list(zip(k_TBGD.split(kv_places), v_TBGD.split(kv_places), strict=True))
     else:
+        parts_RTBGD = _gathered(torch.cat([k_TBGD, v_TBGD], -1), cp_group, fault)
         channels = [k_TBGD.shape[-1], v_TBGD.shape[-1]]
         kv_documents = [
             merge_zigzag(parts.flatten(0, 1), ranks).split(channels, -1) for parts in parts_RTBGD.split(kv_places, 1)
         ]
+    if fault is not None:
+        raise fault
+    outputs = []
     for i, (q, (k, v)) in enumerate(zip(q_documents, kv_documents, strict=True)):
         q_length = q.shape[0] * ranks if q_packing is None else q_packing.lengths[i]
         kv_length = k.shape[0] if kv_packing is None else kv_packing.lengths[i]
         k, v = k[:kv_length], v[:kv_length]
-        size = q.shape[0] if ranks == 1 else q.shape[0] // 2
-        starts = [0] if ranks == 1 else [rank * size, (2 * ranks - 1 - rank) * size]
-        for place, start in enumerate(starts):
+        chunks = [0] if ranks == 1 else [rank, 2 * ranks - 1 - rank]
+        size = q.shape[0] // len(chunks)
+        for place, chunk in enumerate(chunks):
+            start = chunk * size
             rows = slice(place * size, place * size + min(size, max(0, q_length - start)))
             hidden = None if mask is None else mask[..., rows, :]
             first = start + kv_length - q_length
