@@ -255,34 +255,22 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
     queries, keys = q.shape[0], k.shape[0]
     left_hides = window.left is not None and first + queries - 1 > window.left
     right_hides = window.right is not None and first + window.right < keys - 1
-    bias = None
-    is_causal = False
-    if scores.softcap is not None:
+    causal = hidden is None and right_hides and not left_hides and window.right == 0 and first >= 0
+    bias = None if hidden is None else ~hidden
+    if scores.softcap is not None or ((left_hides or right_hides) and not causal):
         seen = window.visible(first, queries, keys, q.device)
-        return _attend_with_softcap(q, k, v, seen if hidden is None else seen & ~hidden, scores)
-    if hidden is not None:
-        bias = ~hidden
-        if left_hides or right_hides:
-            bias = bias & window.visible(first, queries, keys, q.device)
-    elif right_hides and not left_hides and window.right == 0 and first >= 0:
-        # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
-        is_causal = queries == keys
-        if not is_causal:
-            with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
-                bias = causal_lower_right(queries, keys)
-    elif left_hides or right_hides:
-        bias = window.visible(first, queries, keys, q.device)
-
-    channels = v.shape[-1]
+        bias = seen if bias is None else bias & seen
+    if scores.softcap is not None:
+        return _attend_with_softcap(q, k, v, bias, scores)
+    channels, dense = v.shape[-1], bias is not None
     if scores.sinks is not None:
         q, k, v = _with_sink(q, k, v, scores)
-        if is_causal or (bias is not None and type(bias) is not Tensor):
-            is_causal = False
-            with _disable_current_modes():
-                bias = causal_lower_right(queries, keys + 1)
-        elif bias is not None:
-            bias = F.pad(bias, (1, 0), value=True)
-    dense = bias is not None and type(bias) is Tensor
+        bias = None if bias is None else F.pad(bias, (1, 0), value=True)
+    # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
+    is_causal = causal and queries == k.shape[0]
+    if causal and not is_causal:
+        with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
+            bias = causal_lower_right(queries, k.shape[0])
     grouped = q.shape[2] != k.shape[2]
     no_flash = q.dtype in (torch.float32, torch.float64) or not torch.backends.cuda.flash_sdp_enabled()
     if grouped and q.device.type == "cuda" and (dense or no_flash):
@@ -319,9 +307,10 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor
     return q, k, F.pad(v, (0, width - v.shape[-1], 0, 0, 0, 0, 1, 0))
 
 
-def _attend_with_softcap(q, k, v, seen: Tensor, scores: _Scores) -> Tensor:
+def _attend_with_softcap(q, k, v, seen: Tensor | None, scores: _Scores) -> Tensor:
     """The same by hand, the softmax in fp32 at least, with tanh between the scores and their mask."""
     assert scores.softcap is not None
+    assert seen is not None
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     z_BHSK = torch.einsum("sbhd,kbhd->bhsk", q, k).to(torch.promote_types(q.dtype, torch.float32)) * scores.scale
     z_BHSK = scores.softcap * torch.tanh(z_BHSK / scores.softcap)
