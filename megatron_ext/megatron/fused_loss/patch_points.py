@@ -138,7 +138,9 @@ def why_not_linear(layer: Any) -> str | None:
             "generalized tensor parallelism cuts its output layer's weight over ranks that the fused head does not "
             "gather from; for the fused head set the size of generalized tensor parallelism to 1"
         )
-    rounded, operands = getattr(layer, "output_dtype", None), layer_dtype(layer)
+    rounded, weight = getattr(layer, "output_dtype", None), getattr(layer, "weight", None)
+    # One that borrows its weight says by its config what it multiplies in.
+    operands = getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
     if rounded not in (None, operands, torch.float32):
         return (
             f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
@@ -152,9 +154,3 @@ def why_not_linear(layer: Any) -> str | None:
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
     return None
-
-
-def layer_dtype(layer: Any) -> torch.dtype | None:
-    """The dtype that an output layer multiplies in, by its own weight or, where it borrows one, by its config."""
-    weight = getattr(layer, "weight", None)
-    return getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
