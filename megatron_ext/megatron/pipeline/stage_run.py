@@ -157,8 +157,7 @@ class StageRun:
         n, chunk = what.micro_batch, what.chunk
         batch, _, piece, width, _ = self.messages.sizes(n)
         asks_losses = self.shape.is_back(self.groups.stage, what)
-        asks_embeddings = asks_losses and self.messages.predictions > 1
-        further = [self.vocabulary.further(n)] if asks_embeddings else []
+        further = [self.vocabulary.further(n)] if asks_losses and self.shape.further else []
         input_ = None
         if self.shape.is_front(self.groups.stage, what):
             answer = self.vocabulary.embedding_of(n)

@@ -60,7 +60,7 @@ class VocabularyPasses:
         fuse = output.gradient_accumulation_fusion
         self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
         self.hits = output.mtp_layers > 0 and counts_acceptance()
-        self.asks_further = self.groups.is_last and messages.predictions > 1
+        self.asks_further = self.groups.is_last and shape.further
         self.side = SideWork(output.weight.device, shape.beside)
         self.ids: dict[int, Tensor] = {}
         self.parts: dict[int, list[Tensor]] = {}
@@ -267,7 +267,7 @@ class VocabularyPasses:
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
         parts = []
-        for kind in (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: min(self.messages.predictions, 2)]:
+        for kind in (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: 1 + self.messages.shape.further]:
             received = self.messages.arrived(Exchange(kind, n))
             parts.append(self.grad_embeddings.pop(n) if received is None else received[0])
         if self.embedding.reduce_scatter_embeddings:
