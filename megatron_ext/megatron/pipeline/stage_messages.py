@@ -13,6 +13,8 @@ from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent, Shape, m
 from megatron_ext.megatron.pipeline.packed_messages import Marks, empty_parcel
 from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 
+_OF_TWO = (Sent.FORWARD, Sent.BACKWARD)  # a sender and a receiver; all others are sent to all stages
+
 
 class Sizes(NamedTuple):
     """Of a micro-batch on this rank: B, S of all tensor-parallel ranks, S of its slice, H, P predictions a position."""
@@ -49,6 +51,7 @@ class StageMessages:
         self.vary = bool(config.variable_seq_lengths)
         self._found: dict[int, Sizes] = {}
         self._put: dict[Exchange, Tensor] = {}
+        self._own: dict[Exchange, list[Tensor]] = {}
         self._arriving: dict[Exchange, Pending] = {}
         self._sent: list[Pending] = []
 
@@ -68,7 +71,7 @@ class StageMessages:
         """Shapes and dtypes of the tensors in a message."""
         batch, sequence, piece, width, _ = sizes = self.sizes(exchange.micro_batch)
         tokens, losses = (sizes.sequences, sequence), (sequence, sizes.sequences)
-        if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
+        if exchange.kind in _OF_TWO:
             return [((piece, batch, width), self.config.pipeline_dtype)]
         if exchange.kind is Sent.TOKENS:
             return [(tokens, torch.int64)]
@@ -85,13 +88,16 @@ class StageMessages:
         return (piece, sequences, width) if self.in_slices else (sequences, sequence, width)
 
     def put(self, exchange: Exchange, *tensors: Tensor) -> None:
-        """What this stage will send, packed now: the pass may let go of the tensors."""
-        self._put[exchange] = self.marks.pack(*(tensor.detach() for tensor in tensors))
+        """What this stage will send, packed now. What goes to all stages arrives here too, as it is."""
+        found = [tensor.detach() for tensor in tensors]
+        self._put[exchange] = self.marks.pack(*found)
+        if exchange.kind not in _OF_TWO:
+            self._own[exchange] = found
 
     def launch(self, exchange: Exchange) -> None:
         """Begin to send what was put, or else to receive."""
         self._sent = [pending for pending in self._sent if not pending.done]
-        group, of_two = self.groups[exchange.kind], exchange.kind in (Sent.FORWARD, Sent.BACKWARD)
+        group, of_two = self.groups[exchange.kind], exchange.kind in _OF_TWO
         if exchange.kind is Sent.TOKENS and self.vary:
             self._launch_shape(exchange.micro_batch, group)
         ((sender, _),) = sources(exchange, self.shape)
@@ -120,10 +126,10 @@ class StageMessages:
         if exchange in self._arriving:
             self._arriving[exchange].wait()
 
-    def arrived(self, exchange: Exchange) -> list[Tensor] | None:
-        """None: this stage has it, nothing is sent."""
-        pending = self._arriving.pop(exchange, None)
-        return None if pending is None else self.marks.unpack(pending.wait(), self.forms(exchange))
+    def arrived(self, exchange: Exchange) -> list[Tensor]:
+        if exchange in self._own:
+            return self._own.pop(exchange)
+        return self.marks.unpack(self._arriving.pop(exchange).wait(), self.forms(exchange))
 
     def sent(self, pending: Pending) -> None:
         """What is on its way is kept."""

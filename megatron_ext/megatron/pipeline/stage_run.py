@@ -148,7 +148,7 @@ class StageRun:
             return ids.long()
 
         nothing = torch.zeros(expected, dtype=torch.int64, device=self.device)
-        ids = self.vocabulary.ids[what.micro_batch] = self.marks.attempt(begin, nothing)
+        ids = self.marks.attempt(begin, nothing)
         if self.messages.vary:
             self.messages.found(what.micro_batch, ids.shape[0] // given.predictions, ids.shape[1])
         self.messages.put(Exchange(Sent.TOKENS, what.micro_batch), ids)
@@ -175,7 +175,7 @@ class StageRun:
                 return self._up_to_losses(n, paused) if asks_losses else paused.go()
 
         if asks_losses:
-            found = self.vocabulary.hidden[n] = self.marks.attempt(go) or self.vocabulary.no_hidden(n)
+            found = self.marks.attempt(go) or self.vocabulary.no_hidden(n)
             self.messages.put(Exchange(Sent.HIDDEN, n), *found)
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
@@ -194,9 +194,7 @@ class StageRun:
         (exchange,) = (
             one for one in needed(self.groups.stage, what, self.shape) if one.kind in (Sent.FORWARD, Sent.BACKWARD)
         )
-        found = self.messages.arrived(exchange)
-        assert found is not None
-        return found[0]
+        return self.messages.arrived(exchange)[0]
 
     def _up_to_losses(self, n: int, paused: PausedForward) -> tuple[Tensor, Tensor]:
         """Hidden states and labels."""

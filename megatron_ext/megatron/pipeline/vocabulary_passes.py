@@ -46,11 +46,9 @@ class VocabularyPasses:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
         parts: this stage's part of the embedding, of B sequences and of the others.
         sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
-        hidden: hidden states `[S, P B, H]` and labels `[S, P B]`, on the last stage.
         products, statistics: of the head, between its passes.
         results: `linear_steps.Result` aside; its `unit_dx_TD` goes to `sums_of_dx` on the last stage.
-        grad_losses: `[S, P B]`, on the last stage.
-        grad_embeddings: on the stages that have `sums`.
+        grad_embeddings: on the stages that have `sums`, until they are sent.
     """
 
     def __init__(self, messages: StageMessages, sharing: Sharing, shape: Shape):
@@ -65,13 +63,11 @@ class VocabularyPasses:
         self.ids: dict[int, Tensor] = {}
         self.parts: dict[int, list[Tensor]] = {}
         self.sums: dict[int, Pending] = {}
-        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
         self.products: dict[int, linear_steps.Products] = {}
         self.statistics: dict[int, Aside] = {}
         self.results: dict[int, Aside] = {}
         self.sums_of_dx: dict[int, Aside] = {}
         self._part_of_dx: Pending | None = None  # on its way to the last stage
-        self.grad_losses: dict[int, Tensor] = {}
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
         # How often each parameter will get a gradient yet.
@@ -88,12 +84,9 @@ class VocabularyPasses:
 
     def look_up(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(Exchange(Sent.TOKENS, n))
-        if received is not None:
-            self.ids[n] = received[0].clone()
-        ids, vocab = self.ids[n], self.embedding.vocab
-        if not self.backward and not self.asks_further:
-            del self.ids[n]
+        ids, vocab = self.messages.arrived(Exchange(Sent.TOKENS, n))[0].clone(), self.embedding.vocab
+        if self.backward or self.asks_further:
+            self.ids[n] = ids
 
         @torch.no_grad()
         def rows(weight: Tensor) -> Tensor:
@@ -140,7 +133,7 @@ class VocabularyPasses:
 
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
-        hidden, labels = self.messages.arrived(Exchange(Sent.HIDDEN, n)) or self.hidden.pop(n)
+        hidden, labels = self.messages.arrived(Exchange(Sent.HIDDEN, n))
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -235,13 +228,11 @@ class VocabularyPasses:
         parts = self._grad_parts.pop(n, {})
         nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
         grad = torch.cat([parts.get(which, nothing) for which in range(self.messages.predictions)], 1)
-        self.grad_losses[n] = grad
         self.messages.put(Exchange(Sent.GRAD_LOSS, n), grad)
 
     def weight_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(Exchange(Sent.GRAD_LOSS, n))
-        grad = self.grad_losses.pop(n) if received is None else received[0]
+        (grad,) = self.messages.arrived(Exchange(Sent.GRAD_LOSS, n))
         result = self.side.take(self.results.pop(n))
 
         def go() -> None:
@@ -258,18 +249,16 @@ class VocabularyPasses:
 
     def put_embedding_gradient(self, n: int, sequences: int) -> None:
         """For all stages, when this one's backward pass has ended: of so many sequences, zeros if it has none."""
-        if n not in self.grad_embeddings:
-            shape = self.messages.embedding_shape(n, sequences)
-            self.grad_embeddings[n] = self.output.weight.new_zeros(shape)
+        grad = self.grad_embeddings.pop(n, None)
+        if grad is None:
+            grad = self.output.weight.new_zeros(self.messages.embedding_shape(n, sequences))
         kind = Sent.GRAD_EMBEDDING if self.groups.is_first else Sent.GRAD_FURTHER
-        self.messages.put(Exchange(kind, n), self.grad_embeddings[n])
+        self.messages.put(Exchange(kind, n), grad)
 
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        parts = []
-        for kind in (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: 1 + self.messages.shape.further]:
-            received = self.messages.arrived(Exchange(kind, n))
-            parts.append(self.grad_embeddings.pop(n) if received is None else received[0])
+        kinds = (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: 1 + self.messages.shape.further]
+        parts = [self.messages.arrived(Exchange(kind, n))[0] for kind in kinds]
         if self.embedding.reduce_scatter_embeddings:
             grad = collectives.all_gather(torch.cat(parts, 1), self.groups.tp).transpose(0, 1)
         else:
