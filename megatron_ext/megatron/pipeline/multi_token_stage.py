@@ -15,7 +15,7 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from megatron_ext.megatron.fused_loss.module_calls import call_known
-from megatron_ext.megatron.pipeline.paused_forward import Losses, known
+from megatron_ext.megatron.pipeline.paused_forward import AskLosses, Losses, ask, differentiable, known
 
 
 class ModelCall:
@@ -70,12 +70,12 @@ def ids_of_all(ids_BS: Tensor, layers: int) -> Tensor:
     return torch.cat(_under_way.get().further_on(ids_BS, layers)) if layers else ids_BS
 
 
-def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int, connect: Any) -> Tensor:
-    """The embedding that a layer of MTP asks for, of token ids `[B, S]`. `connect(answer, send)` is autograd's."""
+def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int) -> Tensor:
+    """The embedding that a layer of MTP asks for, of token ids `[B, S]`."""
     call = _under_way.get()
     if call.embeddings is None:
         ids, answer, send = known().further.pop()
-        embeddings = connect(answer, send).chunk(layers, batch_dim)
+        embeddings = differentiable(answer, send).chunk(layers, batch_dim)
         call.embeddings = list(zip(ids.chunk(layers), embeddings, strict=True))
     if not call.embeddings:
         raise ValueError(f"the layers of multi-token prediction ask for more embeddings than they are: {layers}")
@@ -84,8 +84,8 @@ def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int, connect: Any) ->
     return embedding
 
 
-def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int, ask_all: Any) -> tuple[Losses, int]:
-    """The losses of one prediction, of hidden states `[S, B, H]`, and its number; `ask_all` asks for all of them."""
+def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int) -> tuple[Losses, int]:
+    """The losses of one prediction, of hidden states `[S, B, H]`, and its number."""
     call = _under_way.get()
     if call.hidden is None or call.arguments.get("labels") is None:
         raise ValueError(
@@ -94,7 +94,7 @@ def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int, ask_all: Any) -> t
     parts = call.hidden.detach().chunk(1 + layers)
     if call.losses is None:
         call.labels = tuple(call.further_on(call.arguments["labels"], layers))
-        call.losses = ask_all(torch.cat(parts, 1), torch.cat(call.labels))
+        call.losses = ask(AskLosses(torch.cat(parts, 1), torch.cat(call.labels)))
     which = [at for at, part in enumerate(parts) if part.data_ptr() == hidden.data_ptr() and part.shape == hidden.shape]
     if len(which) != 1:
         raise ValueError(

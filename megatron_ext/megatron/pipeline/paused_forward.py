@@ -103,3 +103,21 @@ def ask(question: AskEmbedding | AskLosses) -> Any:
     answer = greenlet.getcurrent().parent.switch(question)
     torch.set_grad_enabled(recording)
     return answer
+
+
+def differentiable(answer: Tensor, send: Callable[[Tensor], Any], source: Tensor | None = None) -> Tensor:
+    """`answer`, whose gradient is given to `send`; what that returns is the gradient of `source`, if there is one."""
+    source = torch.zeros(0, device=answer.device, requires_grad=True) if source is None else source
+    return _Answer.apply(source, answer, send)
+
+
+class _Answer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, answer: Tensor, send: Any) -> Tensor:
+        ctx.send = send
+        return answer.view_as(answer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        send, ctx.send = ctx.send, None  # which holds tensors
+        return send(grad), None, None

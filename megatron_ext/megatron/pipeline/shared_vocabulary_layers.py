@@ -6,7 +6,6 @@ has piece r p + s of the vocabulary, a part of what Megatron's own layers would 
 
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Ter
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.pipeline import multi_token_stage
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, Losses, ask
+from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask, differentiable
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_pieces
 
 
@@ -65,8 +64,8 @@ class SharedEmbedding(SharedRows):
             return super().forward(input_)
         if self.stage > 0:
             batch_dim = 1 if self.reduce_scatter_embeddings else 0
-            return multi_token_stage.next_embedding(input_, self.mtp_layers, batch_dim, _sent)
-        return _sent(*ask(AskEmbedding(multi_token_stage.ids_of_all(input_, self.mtp_layers))))
+            return multi_token_stage.next_embedding(input_, self.mtp_layers, batch_dim)
+        return differentiable(*ask(AskEmbedding(multi_token_stage.ids_of_all(input_, self.mtp_layers))))
 
 
 class SharedOutputLayer(SharedRows):
@@ -120,9 +119,9 @@ class SharedOutputLayer(SharedRows):
             self.counters.losses_fused += 1
         hidden = logits.terms.hidden
         if self.mtp_layers:
-            found, which = multi_token_stage.losses_of(hidden, labels_BS, self.mtp_layers, _ask_losses)
+            found, which = multi_token_stage.losses_of(hidden, labels_BS, self.mtp_layers)
         else:
-            found, which = _ask_losses(hidden.detach(), labels_BS), 0
+            found, which = ask(AskLosses(hidden.detach(), labels_BS)), 0
         if found.hits is not None:
             logits.terms.hits = labels_BS, found.hits
 
@@ -131,7 +130,7 @@ class SharedOutputLayer(SharedRows):
             assert unit_dx is not None
             return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype)
 
-        return _Sent.apply(hidden, found.loss, dx)
+        return differentiable(found.loss, dx, hidden)
 
 
 class Sharing(NamedTuple):
@@ -150,25 +149,3 @@ def _no_logits(terms: Terms, hidden: Tensor) -> Tensor:
         "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
         "model with labels, or train without sharing"
     )
-
-
-def _ask_losses(hidden: Tensor, labels: Tensor) -> Losses:
-    return ask(AskLosses(hidden, labels))
-
-
-def _sent(answer: Tensor, send_gradient: Any) -> Tensor:
-    return _Sent.apply(torch.zeros(0, device=answer.device, requires_grad=True), answer, send_gradient)
-
-
-class _Sent(torch.autograd.Function):
-    """`answer`, whose gradient is given to `send`, which sends it to the other stages and returns that of `source`."""
-
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, answer: Tensor, send: Any) -> Tensor:
-        ctx.send = send
-        return answer.view_as(answer)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        send, ctx.send = ctx.send, None  # which holds tensors
-        return send(grad), None, None
