@@ -143,7 +143,7 @@ def test_a_folder_can_be_read_at_a_glance(folder):
 THEIRS = [
     *("emulation/state_space.py", "integrations/trl.py", "model_utils/*", "tensor_parallel/*", "megatron/attention.py"),
     "emulation/transformer_engine/*",
-    *("megatron/pipeline/schedule.py", "dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
+    *("dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
 ]
 BY_KEYWORDS = [
     "head/cross_entropy_of_hidden_states.py linear_*",

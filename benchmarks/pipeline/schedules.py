@@ -16,7 +16,6 @@ from megatron_ext.megatron.pipeline.order.pass_order import (
     Run,
     Shape,
     Times,
-    layer_needs,
     layer_order,
     length,
     pass_duration,
@@ -107,20 +106,20 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
     shape = setup.shape(chunks)
     head = setup.head_seconds(setup.tensor_parallel)
     per_layer = setup.layer_seconds
-    seconds = pass_duration(
-        Times(
-            forward=tuple(tuple(n * per_layer for n in stage) for stage in layers),
-            backward=tuple(tuple(2 * n * per_layer for n in stage) for stage in layers),
-            lookup=setup.lookup_seconds,
-            products=head.statistics,
-            weight=head.product + head.weight,
-            rows=setup.rows_seconds(setup.tensor_parallel),
-        )
+    times = Times(
+        forward=tuple(tuple(n * per_layer for n in stage) for stage in layers),
+        backward=tuple(tuple(2 * n * per_layer for n in stage) for stage in layers),
+        lookup=setup.lookup_seconds,
+        products=head.statistics,
+        weight=head.product + head.weight,
+        rows=setup.rows_seconds(setup.tensor_parallel),
+        send=setup.message(setup.slice_bytes),
     )
-    of_layers = layer_needs(shape, setup.message(setup.slice_bytes))
+    of_ours = pass_needs(shape, times)
 
     def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        return of_layers(stage, what) if what.kind in (Kind.FORWARD, Kind.BACKWARD) else ()
+        """Layers wait for layers alone."""
+        return [one for one in of_ours(stage, what) if {what.kind, one[1].kind} <= {Kind.FORWARD, Kind.BACKWARD}]
 
     def queue(stage: int) -> Iterator[Pass]:
         for what in layer_order(stage, shape, extra=0):
@@ -134,7 +133,7 @@ def stock(setup: Setup, layers: Layers) -> Timeline:
             if (what.kind, stage, what.chunk) == (Kind.BACKWARD, 0, 0):
                 yield Pass(Kind.ROWS, what.micro_batch)
 
-    runs = simulate([[list(queue(stage))] for stage in range(setup.stages)], needs, seconds)
+    runs = simulate([[list(queue(stage))] for stage in range(setup.stages)], needs, pass_duration(times))
     return Timeline(setup, runs, layers, shared=False, sent_bytes=chunks * setup.stock_sent_bytes)
 
 

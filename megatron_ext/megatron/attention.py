@@ -6,6 +6,7 @@ parallelism) or `TEDotProductAttention` (which needs Transformer Engine and CUDA
 
 import contextlib
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_ext.distributed.groups import Group, check_group, context_parallel_group, group_rank, group_size
+from megatron_ext.distributed.groups import Group, context_parallel_group, group_rank, group_size
 from megatron_ext.head.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.host_values import HostMemo
 from megatron_ext.sequence.zigzag import zigzag_positions
 
@@ -127,39 +129,10 @@ class CoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ValueError("attention_bias is given: this core attention has none; take Transformer Engine's")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        if packed_seq_params is None:
-            return self._whole(query, key, value, attention_mask, kind, self.cp_group)
-        cp_group = self.cp_group
-        if getattr(packed_seq_params, "cp_group", None) is not None:
-            cp_group = check_group(packed_seq_params.cp_group, "packed_seq_params.cp_group")
-        elif getattr(packed_seq_params, "local_cp_size", None) == 1:
-            cp_group = None
-        if packed_seq_params.qkv_format in (None, "sbhd"):
-            return self._whole(query, key, value, attention_mask, kind, cp_group)
-        return self._packed(query, key, value, kind, packed_seq_params, cp_group)
-
-    def _whole(self, query, key, value, mask: Tensor | None, kind: AttnMaskType, cp_group: Group) -> Tensor:
-        ranks, rank = group_size(cp_group), group_rank(cp_group)
-        queries, keys = query.shape[0], key.shape[0]
-        causal = kind.name in _CAUSAL
-        if causal and queries != keys and queries > 1 and kind.name != "causal_bottom_right":
-            raise ValueError(
-                f"the mask type is {kind.name}, with {queries} queries and {keys} keys: they must be as many, or there "
-                f"must be one query; with a key cache pass attn_mask_type=AttnMaskType.causal_bottom_right"
-            )
-        if mask is not None:
-            check_mask(mask, query, keys * ranks)
-            if causal and _only_causal(mask, queries, ranks, rank):
-                mask = None
-        window, dropout = self._window(causal), self._dropout()
-        with self._draws(dropout), attention_kernels(query, self.config):
-            if dropout > 0 and ranks == 1:
-                out = self._drop_as_megatron(query, key, value, window, mask, dropout)
-            else:
-                out = attend(query, key, value, window, mask=mask, cp_group=cp_group, scale=self.scale, dropout=dropout)
-        return out.flatten(2)
-
-    def _packed(self, query, key, value, kind: AttnMaskType, packed_seq_params, cp_group: Group) -> Tensor:
+        causal, cp_group = kind.name in _CAUSAL, SequenceParts.of(self.cp_group, packed_seq_params).group
+        if packed_seq_params is None or packed_seq_params.qkv_format in (None, "sbhd"):
+            mask = _narrowing(attention_mask, query, key, kind, cp_group)
+            return self._attend(query, key, value, causal, cp_group, mask=mask).flatten(2)
         if packed_seq_params.qkv_format != "thd":
             raise ValueError(
                 f"packed_seq_params.qkv_format is {packed_seq_params.qkv_format!r}: it must be 'thd' or 'sbhd'; "
@@ -170,7 +143,6 @@ class CoreAttention(MegatronModule):
                 f"query is {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: with packed "
                 f"sequences ('thd') they must be [tokens, heads, channels]; remove the batch dim"
             )
-        causal = kind.name in _CAUSAL
         q_packing = Packing.of(packed_seq_params.cu_seqlens_q, packed_seq_params.cu_seqlens_q_padded)
         kv_packing = Packing.of(packed_seq_params.cu_seqlens_kv, packed_seq_params.cu_seqlens_kv_padded)
         if causal and q_packing.lengths != kv_packing.lengths and kind.name != "causal_bottom_right":
@@ -178,26 +150,18 @@ class CoreAttention(MegatronModule):
                 f"the mask type is {kind.name}, with documents of {list(q_packing.lengths)} queries and "
                 f"{list(kv_packing.lengths)} keys: they must be equal; pass one cu_seqlens for both"
             )
-        dropout = self._dropout()
-        with self._draws(dropout), attention_kernels(query, self.config):
-            out = attend(
-                query.unsqueeze(1),
-                key.unsqueeze(1),
-                value.unsqueeze(1),
-                self._window(causal),
-                q_packing=q_packing,
-                kv_packing=kv_packing,
-                cp_group=cp_group,
-                scale=self.scale,
-                dropout=dropout,
-            )
+        query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        out = self._attend(query, key, value, causal, cp_group, q_packing=q_packing, kv_packing=kv_packing)
         return out.flatten(1)
 
-    def _window(self, causal: bool) -> Window:
-        return Window(self.window.left, 0) if causal else self.window
-
-    def _dropout(self) -> float:
-        return self.attention_dropout if self.training else 0.0
+    def _attend(self, query, key, value, causal: bool, cp_group: Group, **seen: Any) -> Tensor:
+        """`[s, b, h, d]`; `seen`: the arguments of `attend` that say what queries see beside the window."""
+        window = Window(self.window.left, 0) if causal else self.window
+        dropout = self.attention_dropout if self.training else 0.0
+        with self._draws(dropout), attention_kernels(query, self.config):
+            if dropout > 0 and group_size(cp_group) == 1 and "mask" in seen:
+                return self._drop_as_megatron(query, key, value, window, seen["mask"], dropout)
+            return attend(query, key, value, window, cp_group=cp_group, scale=self.scale, dropout=dropout, **seen)
 
     def _draws(self, dropout: float) -> contextlib.AbstractContextManager:
         """Where random numbers are drawn: as Megatron does, which forks further out under sequence parallelism."""
@@ -267,6 +231,21 @@ def _window_of_layer(config, layer_number: int) -> Window:
         return Window()
     left, right = (None if n == -1 else n for n in size)
     return Window(left, right)
+
+
+def _narrowing(mask: Tensor | None, query: Tensor, key: Tensor, kind: AttnMaskType, cp_group: Group) -> Tensor | None:
+    """`mask` of whole sequences if it fits; None if the type of mask says as much."""
+    ranks, queries, keys = group_size(cp_group), query.shape[0], key.shape[0]
+    causal = kind.name in _CAUSAL
+    if causal and queries != keys and queries > 1 and kind.name != "causal_bottom_right":
+        raise ValueError(
+            f"the mask type is {kind.name}, with {queries} queries and {keys} keys: they must be as many, or there "
+            f"must be one query; with a key cache pass attn_mask_type=AttnMaskType.causal_bottom_right"
+        )
+    if mask is None:
+        return None
+    check_mask(mask, query, keys * ranks)
+    return None if causal and _only_causal(mask, queries, ranks, group_rank(cp_group)) else mask
 
 
 def _only_causal(mask: Tensor, queries: int, ranks: int, rank: int) -> bool:

@@ -57,10 +57,6 @@ class _Refused:
         )
 
 
-def _refused(kind: str) -> ModuleSpec:
-    return ModuleSpec(module=_Refused, params={"kind": kind})
-
-
 # Checkpoints name the norms as Transformer Engine's fused layers do, so that either loads the other's.
 _MAMBA = ModuleSpec(
     module=MambaLayer,
@@ -145,7 +141,7 @@ hybrid_stack_spec = ModuleSpec(
     module=_Stack,
     submodules=HybridStackSubmodules(
         **{
-            name: _SERVED[name] if name in _SERVED else _refused(name.removesuffix("_layer"))
+            name: _SERVED.get(name, ModuleSpec(module=_Refused, params={"kind": name.removesuffix("_layer")}))
             for name in HybridStackSubmodules.__dataclass_fields__
         }
     ),

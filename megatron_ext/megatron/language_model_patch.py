@@ -14,6 +14,7 @@ The patch sits on the classes or on single models; `unpatch_...` puts the origin
 come before those of its layer spec (see `spec_head`), and these before those of the classes.
 """
 
+import functools
 import inspect
 import weakref
 from typing import Any
@@ -89,7 +90,8 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     signature, labels = inspect.signature(original), patch_points.label_argument(original)
 
     def method(self, *args, **kwargs):
-        given = signature.bind(self, *args, **kwargs).arguments | kwargs
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
         if (
             patch_points.region(type(self)) != name
@@ -102,7 +104,12 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
             return original(self, *args, **kwargs)
         mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
         if mask is not None and labels is not None:
-            args, kwargs = _with_argument(signature, labels, log_probs.masked(given[labels], mask), args, kwargs)
+            counted = log_probs.masked(given[labels], mask)
+            if labels in bound.arguments:
+                bound.arguments[labels] = counted
+                args, kwargs = bound.args[1:], bound.kwargs
+            else:  # caught by the method's **kwargs
+                kwargs = kwargs | {labels: counted}
         with Region(self, settings).entered() as region:
             results = original(self, *args, **kwargs)
             if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor
@@ -113,16 +120,6 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     return method
 
 
-def _with_argument(
-    signature: inspect.Signature, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a method, without `self`, with another value for the one of this name."""
-    if name in kwargs:
-        return args, kwargs | {name: value}
-    at = [*signature.parameters].index(name) - 1
-    return (*args[:at], value, *args[at + 1 :]), kwargs
-
-
 def _forward(original: Any, settings: HeadSettings) -> Any:
     fused = _fused(original, settings, patch_points.FORWARD)
     if patch_points.label_argument(original) != "labels":  # BERT and T5, whose labels are no next tokens
@@ -130,11 +127,10 @@ def _forward(original: Any, settings: HeadSettings) -> Any:
     return log_probs.forward_with_log_probs(forward_with_output_processor(original, fused, settings), settings)
 
 
-def _postprocess(original: Any, settings: HeadSettings) -> Any:
-    return _fused(original, settings, patch_points.POSTPROCESS)
-
-
-_MAKES: dict[str, function_wrapping.Make] = {patch_points.FORWARD: _forward, patch_points.POSTPROCESS: _postprocess}
+_MAKES: dict[str, function_wrapping.Make] = {
+    patch_points.FORWARD: _forward,
+    patch_points.POSTPROCESS: functools.partial(_fused, name=patch_points.POSTPROCESS),
+}
 
 
 def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:

@@ -70,7 +70,7 @@ class _Processor:
                 f"{type(self).__name__} reads hidden states, not logits: {reason}; leave output_processor out and take "
                 f"the logits"
             )
-        logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, _nobody, hooks)
+        logits: Any = promise_logits(output_layer, hidden_states, output_weight, False, _never, hooks)
         scaled = logits if scale_logits is None else scale_logits(logits)
         if not isinstance(scaled, PromisedLogits):
             raise ValueError(
@@ -109,9 +109,7 @@ class NextTokenLogProbs(_Processor):
     return_entropy: bool = False
 
     def read(self, terms: Terms, given: dict[str, Any]) -> Any:
-        parts = log_probs.sequence_parts(given.get("model"), given.get("packed_seq_params"))
-        tokens_BS = log_probs.whole_tokens(given, parts)
-        labels_BS = log_probs.shifted(tokens_BS, given, parts, log_probs.IGNORE_INDEX)
+        parts, _, labels_BS = log_probs.next_labels(given.get("model"), given)
         labels_SB = labels_BS.transpose(0, 1)
 
         counts = labels_SB != log_probs.IGNORE_INDEX if self.return_entropy else None
@@ -214,9 +212,5 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
     )
 
 
-def _never(hidden: Tensor, weight: Tensor | None) -> Tensor:
+def _never(terms: Terms, hidden: Tensor) -> Tensor:
     raise AssertionError("a read-out makes no logits")
-
-
-def _nobody(terms: Terms) -> None:
-    pass

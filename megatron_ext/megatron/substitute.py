@@ -5,13 +5,13 @@ of the modules that imported them, in layer specs, as base classes and default a
 all of those places, and into Megatron's package itself, where modules that are imported later find them.
 """
 
+import contextlib
 import dataclasses
 import gc
 import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import NonCallableMock
@@ -57,7 +57,7 @@ class _Swap:
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]):
         self._new = {id(old): (old, new) for old, new in pairs}
-        self.undo: list[Callable[[], None]] = []
+        self.undo = contextlib.ExitStack()
         self.places: list[str] = []
 
     @property
@@ -79,15 +79,15 @@ class _Swap:
     def inverted(self) -> "_Swap":
         return _Swap((new, old) for old, new in self._new.values())
 
-    def _record(self, place: str, undo: Callable[[], None]) -> None:
+    def _record(self, place: str, put_back: Callable[..., Any], *arguments: Any) -> None:
         self.places.append(place)
-        self.undo.append(undo)
+        self.undo.callback(put_back, *arguments)
 
     def in_dict(self, owner: dict[Any, Any], place: str) -> None:
         for key, value in list(owner.items()):
             if self.new(value) is not value:
                 owner[key] = self.new(value)
-                self._record(f"{place}.{key}", partial(owner.__setitem__, key, value))
+                self._record(f"{place}.{key}", owner.__setitem__, key, value)
 
     def in_dataclass(self, owner: Any) -> None:
         for field in dataclasses.fields(owner):
@@ -95,13 +95,13 @@ class _Swap:
             if self.new(value) is not value:
                 object.__setattr__(owner, field.name, self.new(value))  # a spec may be frozen
                 place = f"{type(owner).__name__}.{field.name}"
-                self._record(place, partial(object.__setattr__, owner, field.name, value))
+                self._record(place, object.__setattr__, owner, field.name, value)
 
     def in_bases(self, subclass: type) -> None:
         bases = subclass.__bases__
         subclass.__bases__ = tuple(map(self.new, bases))
         place = f"{subclass.__module__}.{subclass.__qualname__}.__bases__"
-        self._record(place, partial(setattr, subclass, "__bases__", bases))
+        self._record(place, setattr, subclass, "__bases__", bases)
 
     def in_defaults(self, function: FunctionType) -> None:
         before = function.__defaults__ or ()
@@ -109,7 +109,7 @@ class _Swap:
         if before != after:
             function.__defaults__ = after
             place = f"{function.__module__}.{function.__qualname__}.__defaults__"
-            self._record(place, partial(setattr, function, "__defaults__", before))
+            self._record(place, setattr, function, "__defaults__", before)
 
     def in_module(self, module: ModuleType) -> None:
         """Its globals, the dataclass objects in them (layer specs), and the default arguments of its functions."""
@@ -118,10 +118,6 @@ class _Swap:
             self.in_dataclass(spec)
         for function in _functions(module):
             self.in_defaults(function)
-
-    def take_back(self) -> None:
-        while self.undo:
-            self.undo.pop()()
 
 
 def _specs(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
@@ -323,7 +319,7 @@ def substitute_tensor_parallel() -> Substitution:
         Process.tracker = None
         _carry_streams(_their_random()._CUDA_RNG_STATE_TRACKER, our_random)
     except BaseException:
-        swap.take_back()
+        swap.undo.close()
         Process.tracker, Process.kind = before
         raise
     report = Substitution(megatron.core.__version__, tuple(pairs), tuple(dict.fromkeys(swap.places)))
@@ -345,15 +341,13 @@ def restore_tensor_parallel() -> Substitution | None:
         return None
     report, swap, known, tracker = _active
     back = swap.inverted()
-    for module in _loaded_modules():
-        if module.__name__ not in known:
-            back.in_module(module)
+    later = [module for module in _loaded_modules() if module.__name__ not in known]
+    for module in later:
+        back.in_module(module)
     for subclass in back.subclasses():
-        if subclass.__module__ not in known and subclass.__module__ in {
-            module.__name__ for module in _loaded_modules()
-        }:
+        if subclass.__module__ in {module.__name__ for module in later}:
             back.in_bases(subclass)
-    swap.take_back()
+    swap.undo.close()
     _carry_streams(Process.tracker, _their_random())
     Process.tracker, Process.kind = tracker
     _active = None

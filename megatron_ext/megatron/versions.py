@@ -18,7 +18,7 @@ import megatron.core
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_ext.megatron.fused_loss.caller_location import caller_outside
+from megatron_ext.megatron.fusion_report import caller_outside
 from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 # `make test-versions` runs the first three, from PyPI; `make test-source` the others, from their sources. The last one
@@ -207,19 +207,21 @@ def unknown_arguments(theirs: Any, ours: Any) -> list[str]:
 def why_no_patch() -> str | None:
     """Why the fused head cannot go into this Megatron-Core; None where it can, into models that have its seams."""
     missing = missing_seams("patch")
-    return f"it has no {_listed(missing)}" if missing else None
+    return f"it has no {', '.join(missing)}" if missing else None
 
 
 def why_no_spec(way: str = "spec") -> str | None:
     """Why our layers cannot be named in a layer spec ("spec" or "hybrid spec"); None where they can."""
-    lacking = missing_seams(way)
-    if not lacking:
-        theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
-        for ours in (ColumnParallelLinear, RowParallelLinear):
-            name = ours.__name__
-            lacking += [f"{name}({argument}=...)" for argument in unknown_arguments(getattr(theirs, name), ours)]
-        return f"our layers do not know {_listed(lacking)}" if lacking else None
-    return f"it has no {_listed(lacking)}"
+    missing = missing_seams(way)
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    theirs = importlib.import_module("megatron.core.tensor_parallel.layers")
+    unknown = [
+        f"{ours.__name__}({argument}=...)"
+        for ours in (ColumnParallelLinear, RowParallelLinear)
+        for argument in unknown_arguments(getattr(theirs, ours.__name__), ours)
+    ]
+    return f"our layers do not know {', '.join(unknown)}" if unknown else None
 
 
 def require_spec(way: str) -> None:
@@ -229,18 +231,12 @@ def require_spec(way: str) -> None:
         ImportError: our layers cannot be named in a spec of this kind; the message says why, and what works instead.
     """
     reason = why_no_spec(way)
-    if reason is not None:
-        raise ImportError(
-            f"megatron_ext's layer specs do not fit Megatron-Core {megatron_version()} ({megatron_path()}): {reason}. "
-            f"{_advice(way)}"
-        )
-
-
-def _advice(way: str) -> str:
+    if reason is None:
+        return
+    instead = PATCH_INSTEAD
     if way == "hybrid spec" and why_no_spec("spec") is None:
-        return "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
-    return PATCH_INSTEAD
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
+        instead = "Build a GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead"
+    raise ImportError(
+        f"megatron_ext's layer specs do not fit Megatron-Core {megatron_version()} ({megatron_path()}): {reason}. "
+        f"{instead}"
+    )

@@ -176,28 +176,27 @@ def attend(
         )
     scores = _Scores(q_SBHD.shape[-1] ** -0.5 if scale is None else scale, dropout, softcap, sinks)
 
-    parts_RTBGD = None
-    if ranks > 1:
-        parts_RTBGD = _gathered(torch.cat([k_TBGD, v_TBGD], -1), cp_group, fault)
-    if fault is not None:
-        raise fault
-    outputs = []
-    q_documents = q_SBHD.split(q_places)
     # Cut once: the gradients of all documents are then joined once, where slices would add up whole tensors.
-    if parts_RTBGD is None:
+    q_documents = q_SBHD.split(q_places)
+    if ranks == 1:
         kv_documents = list(zip(k_TBGD.split(kv_places), v_TBGD.split(kv_places), strict=True))
     else:
+        parts_RTBGD = _gathered(torch.cat([k_TBGD, v_TBGD], -1), cp_group, fault)
         channels = [k_TBGD.shape[-1], v_TBGD.shape[-1]]
         kv_documents = [
             merge_zigzag(parts.flatten(0, 1), ranks).split(channels, -1) for parts in parts_RTBGD.split(kv_places, 1)
         ]
+    if fault is not None:
+        raise fault
+    outputs = []
     for i, (q, (k, v)) in enumerate(zip(q_documents, kv_documents, strict=True)):
         q_length = q.shape[0] * ranks if q_packing is None else q_packing.lengths[i]
         kv_length = k.shape[0] if kv_packing is None else kv_packing.lengths[i]
         k, v = k[:kv_length], v[:kv_length]
-        size = q.shape[0] if ranks == 1 else q.shape[0] // 2
-        starts = [0] if ranks == 1 else [rank * size, (2 * ranks - 1 - rank) * size]
-        for place, start in enumerate(starts):
+        chunks = [0] if ranks == 1 else [rank, 2 * ranks - 1 - rank]
+        size = q.shape[0] // len(chunks)
+        for place, chunk in enumerate(chunks):
+            start = chunk * size
             rows = slice(place * size, place * size + min(size, max(0, q_length - start)))
             hidden = None if mask is None else mask[..., rows, :]
             first = start + kv_length - q_length
@@ -256,34 +255,22 @@ def _attend_block(q, k, v, first: int, window: Window, hidden: Tensor | None, sc
     queries, keys = q.shape[0], k.shape[0]
     left_hides = window.left is not None and first + queries - 1 > window.left
     right_hides = window.right is not None and first + window.right < keys - 1
-    bias = None
-    is_causal = False
-    if scores.softcap is not None:
+    causal = hidden is None and right_hides and not left_hides and window.right == 0 and first >= 0
+    bias = None if hidden is None else ~hidden
+    if scores.softcap is not None or ((left_hides or right_hides) and not causal):
         seen = window.visible(first, queries, keys, q.device)
-        return _attend_with_softcap(q, k, v, seen if hidden is None else seen & ~hidden, scores)
-    if hidden is not None:
-        bias = ~hidden
-        if left_hides or right_hides:
-            bias = bias & window.visible(first, queries, keys, q.device)
-    elif right_hides and not left_hides and window.right == 0 and first >= 0:
-        # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
-        is_causal = queries == keys
-        if not is_causal:
-            with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
-                bias = causal_lower_right(queries, keys)
-    elif left_hides or right_hides:
-        bias = window.visible(first, queries, keys, q.device)
-
-    channels = v.shape[-1]
+        bias = seen if bias is None else bias & seen
+    if scores.softcap is not None:
+        return _attend_with_softcap(q, k, v, bias, scores)
+    channels, dense = v.shape[-1], bias is not None
     if scores.sinks is not None:
         q, k, v = _with_sink(q, k, v, scores)
-        if is_causal or (bias is not None and type(bias) is not Tensor):
-            is_causal = False
-            with _disable_current_modes():
-                bias = causal_lower_right(queries, keys + 1)
-        elif bias is not None:
-            bias = F.pad(bias, (1, 0), value=True)
-    dense = bias is not None and type(bias) is Tensor
+        bias = None if bias is None else F.pad(bias, (1, 0), value=True)
+    # The keys end at the last query. With as many queries as keys this is SDPA's own "causal".
+    is_causal = causal and queries == k.shape[0]
+    if causal and not is_causal:
+        with _disable_current_modes():  # torch cannot make this kind of tensor under a dispatch mode
+            bias = causal_lower_right(queries, k.shape[0])
     grouped = q.shape[2] != k.shape[2]
     no_flash = q.dtype in (torch.float32, torch.float64) or not torch.backends.cuda.flash_sdp_enabled()
     if grouped and q.device.type == "cuda" and (dense or no_flash):
@@ -320,9 +307,10 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, scores: _Scores) -> tuple[Tensor
     return q, k, F.pad(v, (0, width - v.shape[-1], 0, 0, 0, 0, 1, 0))
 
 
-def _attend_with_softcap(q, k, v, seen: Tensor, scores: _Scores) -> Tensor:
+def _attend_with_softcap(q, k, v, seen: Tensor | None, scores: _Scores) -> Tensor:
     """The same by hand, the softmax in fp32 at least, with tanh between the scores and their mask."""
     assert scores.softcap is not None
+    assert seen is not None
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     z_BHSK = torch.einsum("sbhd,kbhd->bhsk", q, k).to(torch.promote_types(q.dtype, torch.float32)) * scores.scale
     z_BHSK = scores.softcap * torch.tanh(z_BHSK / scores.softcap)

@@ -1,11 +1,12 @@
 """Splits packed or unpacked sequences over context-parallel ranks, and gathers them."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
 from megatron_ext.sequence.zigzag import (
     REFUSED,
     demand,
@@ -32,6 +33,18 @@ class SequenceParts:
     group: Group
     cu_seqlens: Tensor | None = None
 
+    @classmethod
+    def of(cls, group: Group, packed: Any) -> Self:
+        """Of Megatron's `PackedSeqParams`, whose own group comes before `group`; None: sequences are whole."""
+        if packed is None:
+            return cls(group)
+        if getattr(packed, "cp_group", None) is not None:
+            group = check_group(packed.cp_group, "packed_seq_params.cp_group")
+        elif getattr(packed, "local_cp_size", None) == 1:
+            group = None
+        padded = packed.cu_seqlens_q_padded
+        return cls(group, packed.cu_seqlens_q if padded is None else padded)
+
     def split(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of the whole `x`. Communicates nothing."""
         ranks, rank = group_size(self.group), group_rank(self.group)
@@ -46,18 +59,15 @@ class SequenceParts:
             return gather_zigzag(x, self.group, dim) if ranks > 1 else x
         return self._joined(gather_parts(x, self.group, dim), dim)
 
-    def gather_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None) -> Tensor:
-        """`gather`, or the `fault` of a rank that has one, on every rank: see `told_parts`."""
-        parts = told_parts(x, self.group, dim, fault)
-        return self._joined(parts.flatten(dim, dim + 1), dim)
+    def gather_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None, first: int | None = None) -> Tensor:
+        """`gather`, or the `fault` of a rank that has one, on every rank: see `told_parts`.
 
-    def gather_in_two_or_refuse(self, x: Tensor, dim: int, fault: ValueError | None, first: int) -> Tensor:
-        """`gather_or_refuse` for ranks that know the number `first`, and each no more than its own positions.
-
-        Positions from `first` on follow in a second all-gather, once it is known that all ranks have as many; where
-        there are any, the host waits for the first one.
+        `first`: how many positions all ranks are known to have; None: as many as this one. Those behind follow in a
+        second all-gather, once it is known that all ranks have as many; where there are any, the host waits for the
+        first one.
         """
         held = x.shape[dim]
+        first = held if first is None or group_size(self.group) == 1 else first
         parts = told_parts(x.narrow(dim, 0, first), self.group, dim, fault, held)
         if held > first:
             rest = gather_parts(x.narrow(dim, first, held - first), self.group, dim)

@@ -89,10 +89,8 @@ class PaddedParts:
 
         With a `fault` it is raised: on the other ranks too, after the first all-gather.
         """
-        parts, fault = SequenceParts(self.cp_group), self.fault or fault
-        if group_size(self.cp_group) == 1:
-            return parts.gather_or_refuse(x, 1, fault)[:, : self.length]
-        return parts.gather_in_two_or_refuse(x, 1, fault, self._needed)[:, : self.length]
+        parts = SequenceParts(self.cp_group)
+        return parts.gather_or_refuse(x, 1, self.fault or fault, self._needed)[:, : self.length]
 
     @property
     def _needed(self) -> int:
@@ -173,19 +171,18 @@ class PackedTargets:
         device = tokens_1T.device
         self._tokens_1T, self._shifted, self._unpacked_seqlen = tokens_1T, shifted, unpacked_seqlen
         self._start = on_device(cu_seqlens_padded, device).long()
-        self._ends = None if cu_seqlens is None else on_device(cu_seqlens, device).long()
+        self._ends = self._start if cu_seqlens is None else on_device(cu_seqlens, device).long()
         self._parts = SequenceParts(cp_group, self._start)
 
     def labels(self) -> Tensor:
         if self._shifted:
             return self._tokens_1T.long()
-        ends = self._start if self._ends is None else self._ends
-        return self._parts.split(next_tokens(self._tokens_1T, ends, self._start), 1)
+        return self._parts.split(next_tokens(self._tokens_1T, self._ends, self._start), 1)
 
     def results(self, x_BP: Tensor, fault: ValueError | None = None) -> Tensor:
         x_T = self._parts.gather_or_refuse(x_BP, 1, self._fault or fault)[0]
         documents, width = self._start.shape[0] - 1, self._unpacked_seqlen - 1
-        lengths = (self._start if self._ends is None else self._ends).diff()
+        lengths = self._ends.diff()
         place = torch.arange(x_T.shape[0], device=x_T.device)
         document = torch.searchsorted(self._start[1:].contiguous(), place, right=True)
         column = place - self._start[document]

@@ -179,7 +179,7 @@ def test_the_training_loops_estimates_find_an_order_that_is_as_good():
     shared = SimpleNamespace(
         output=SimpleNamespace(vocab=SimpleNamespace(columns=model.vocab // setup.ranks), mtp_layers=0)
     )
-    order = pass_order(shape, estimated_times(config, shape, shared, setup.tokens, 1))
+    order = pass_order(shape, estimated_times(config, shape, shared, setup.tokens))
     queues = [[[run.what for run in line]] for line in order]
     replayed = simulate(queues, pass_needs(shape, times), pass_duration(times))
     assert length(replayed) <= 1.01 * ours(setup, 1).seconds

@@ -12,19 +12,18 @@ from tests.gpt import SEQUENCE, VOCAB, set_weights, stock_spec, tiny_config
 PATTERN = "*-*-"  # attention and MLP layers
 
 
+def either(new, old):
+    """A module of Megatron's by the name that it has since 0.18, or by that of before."""
+    try:
+        return importlib.import_module(f"megatron.core.{new}")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"megatron.core.{old}")
+
+
 def hybrid_home():
     """The modules of the hybrid model and of its stack: HybridModel since 0.18, MambaModel before."""
-    for model, stack in (
-        ("hybrid.hybrid_model", "models.hybrid.hybrid_block"),
-        ("mamba.mamba_model", "ssm.mamba_block"),
-    ):
-        try:
-            return importlib.import_module(f"megatron.core.models.{model}"), importlib.import_module(
-                f"megatron.core.{stack}"
-            )
-        except ModuleNotFoundError:
-            continue
-    raise AssertionError("no hybrid model")
+    model = either("models.hybrid.hybrid_model", "models.mamba.mamba_model")
+    return model, either("models.hybrid.hybrid_block", "ssm.mamba_block")
 
 
 def mamba_layer():
@@ -104,15 +103,8 @@ def hybrid_spec(config, stack, mtp: bool = False, our_attention: bool = False, w
 
 def engine_hybrid_spec():
     """Megatron's own stack, which is of Transformer Engine's layers."""
-    for module, name in (
-        ("hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
-        ("mamba.mamba_layer_specs", "mamba_stack_spec"),
-    ):
-        try:
-            return getattr(importlib.import_module(f"megatron.core.models.{module}"), name)
-        except ModuleNotFoundError:
-            continue
-    raise AssertionError("no hybrid stack")
+    specs = either("models.hybrid.hybrid_layer_specs", "models.mamba.mamba_layer_specs")
+    return getattr(specs, "hybrid_stack_spec", None) or specs.mamba_stack_spec
 
 
 def hybrid_has_mtp() -> bool:

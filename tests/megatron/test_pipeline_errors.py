@@ -25,6 +25,16 @@ from tests.megatron.test_pipeline_vocabulary import MTP, VARIABLE, shared
 from tests.ranks import ranks
 
 
+def fails(kind, words, stage=1, step=forward_step, **settings):
+    """A step that fails on one stage raises its error there, and on the other one an error that names it."""
+    with model_parallel(pp=2), shared():
+        wrapped = data_parallel(tiny_gpt(stock_spec, **settings))
+        if dist.get_rank() != stage:
+            kind, words = RuntimeError, f"rank {stage} failed"
+        with pytest.raises(kind, match=words):
+            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+
+
 @ranks(2)
 @pytest.mark.parametrize("stage", [1, *slow(0)])
 @pytest.mark.parametrize(
@@ -43,12 +53,7 @@ def test_a_rank_that_fails_is_reported_on_all(stage, micro_batch, settings):
 
     settings = dict(settings)
     forward = settings.pop("step", forward_step)
-    with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec, **settings))
-        own = dist.get_rank() == stage
-        kind, words = (FloatingPointError, "cannot be read") if own else (RuntimeError, f"rank {stage} failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+    fails(FloatingPointError, "cannot be read", stage, step, **settings)
 
 
 @ranks(2)
@@ -66,11 +71,7 @@ def test_a_backward_that_fails_is_reported_on_all():
         output, loss = forward_step(microbatches, model)
         return output, lambda per_token: loss(Fails.apply(per_token))
 
-    with model_parallel(pp=2), shared():
-        wrapped = data_parallel(tiny_gpt(stock_spec))
-        kind, words = (FloatingPointError, "cannot be had") if dist.get_rank() else (RuntimeError, "rank 1 failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0], step=step)
+    fails(FloatingPointError, "cannot be had", step=step)
 
 
 @ranks(2)
@@ -95,12 +96,8 @@ def test_other_labels_of_multi_token_prediction_are_reported_on_all():
     def other(self, tensor, layers):
         return [tensor, *(tensor for _ in range(layers))]
 
-    with model_parallel(pp=2), shared(), mock.patch.object(multi_token_stage.ModelCall, "further_on", other):
-        wrapped = data_parallel(tiny_gpt(stock_spec, mtp_num_layers=1))
-        own = dist.get_rank() == 1
-        kind, words = (ValueError, "token ids of a layer") if own else (RuntimeError, "rank 1 failed")
-        with pytest.raises(kind, match=words):
-            run_schedule(wrapped, tiny_batches(batch=8)[0])
+    with mock.patch.object(multi_token_stage.ModelCall, "further_on", other):
+        fails(ValueError, "token ids of a layer", mtp_num_layers=1)
 
 
 def _sizes_of_the_schedule(**changed):

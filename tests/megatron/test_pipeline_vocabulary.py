@@ -266,7 +266,7 @@ def test_passes_run_in_the_order_of_the_simulation():
         with pipeline.recorded() as found:
             run_schedule(wrapped, tiny_batches(batch=8)[0])
         shape = Shape(stages=2, chunks=1, micro_batches=4, group=4, beside=False)  # the CPU has one stream
-        times = estimated_times(wrapped[0].config, shape, sharing_of(wrapped), SEQUENCE, 2)
+        times = estimated_times(wrapped[0].config, shape, sharing_of(wrapped), SEQUENCE)
         assert [run.what for run in found] == [run.what for run in pass_order(shape, times)[dist.get_rank()]]
         assert (
             len(found) == 4 * 8

@@ -56,17 +56,13 @@ def train(spec):
 def test_a_new_function_refuses_the_substitution_and_the_advised_spec_works():
     run(
         """
-import megatron.core.tensor_parallel.layers as layers, megatron_ext
+import megatron.core.tensor_parallel.layers as layers, megatron_ext, pytest
 def gather_and_scatter(): pass
 gather_and_scatter.__module__ = layers.__name__
 layers.gather_and_scatter = gather_and_scatter
-try:
+with pytest.raises(RuntimeError, match="does not know layers.gather_and_scatter") as raised:
     megatron_ext.substitute_tensor_parallel()
-except RuntimeError as error:
-    assert "does not know layers.gather_and_scatter" in str(error), error
-    assert "layer spec instead (megatron_ext.megatron.layer_specs)" in str(error), error
-else:
-    raise AssertionError
+assert "layer spec instead (megatron_ext.megatron.layer_specs)" in str(raised.value)
 """
         + BUILD
         + """
@@ -81,27 +77,22 @@ def test_a_new_argument_refuses_both_and_the_advised_patch_works():
     run(
         """
 import inspect
-import megatron.core.tensor_parallel.layers as layers, megatron_ext
+import megatron.core.tensor_parallel.layers as layers, megatron_ext, pytest
 init = layers.ColumnParallelLinear.__init__
 known = inspect.signature(init)
 new = inspect.Parameter("weight_dtype", inspect.Parameter.KEYWORD_ONLY, default=None)
 init.__signature__ = known.replace(parameters=[*known.parameters.values(), new])
 advice = "take the fused head alone: megatron_ext.model_utils.patch_gpt_model_forward_for_linear_ce_fusion()"
-try:
+with pytest.raises(RuntimeError) as raised:
     megatron_ext.substitute_tensor_parallel()
-except RuntimeError as error:
-    assert "does not know layers.ColumnParallelLinear(weight_dtype=...)" in str(error), error
-    assert advice in str(error), error
-else:
-    raise AssertionError
+assert "does not know layers.ColumnParallelLinear(weight_dtype=...)" in str(raised.value)
+assert advice in str(raised.value)
 for module in ("layer_specs", "hybrid_layer_specs"):
-    try:
+    with pytest.raises(ImportError) as raised:
         __import__("megatron_ext.megatron." + module)
-    except ImportError as error:
-        assert advice in str(error), error
-        assert "ColumnParallelLinear(weight_dtype=...)" in str(error) or "HybridModel" in str(error), error
-    else:
-        raise AssertionError
+    said = str(raised.value)
+    assert advice in said
+    assert "ColumnParallelLinear(weight_dtype=...)" in said or "HybridModel" in said, said
 """
         + BUILD
         + """
@@ -119,13 +110,11 @@ def test_no_hybrid_model_refuses_its_spec_and_the_advised_one_works():
     run(
         BUILD
         + """
-try:
+import pytest
+with pytest.raises(ImportError) as raised:
     import megatron_ext.megatron.hybrid_layer_specs
-except ImportError as error:
-    assert "has no models.hybrid.hybrid_model:HybridModel (0.18 and newer)" in str(error), error
-    assert "GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead" in str(error), error
-else:
-    raise AssertionError
+assert "has no models.hybrid.hybrid_model:HybridModel (0.18 and newer)" in str(raised.value)
+assert "GPTModel with megatron_ext.megatron.layer_specs.gpt_layer_spec instead" in str(raised.value)
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 assert "megatron_ext" in train(gpt_layer_spec)
 """

@@ -6,7 +6,7 @@ so that wrapping again with other settings wraps the original.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -65,12 +65,6 @@ def replace(owner: Any, name: str, make: Make | ClassMake, settings: HeadSetting
         setattr(owner, name, wrapper(original_of(current), make, settings))
 
 
-def restore(owner: Any, name: str) -> None:
-    current = vars(owner)[name]
-    if original_of(current) is not current:
-        setattr(owner, name, original_of(current))
-
-
 def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
     """Wrap the methods of every language model, and of those whose classes are made later.
 
@@ -91,8 +85,10 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
 
 
 def unwrap_models() -> None:
-    for kind, name in wrapped_methods():
-        restore(kind, name)
+    for kind in patch_points.language_models():
+        for name in patch_points.methods(kind):
+            if hasattr(vars(kind)[name], "original"):
+                setattr(kind, name, original_of(vars(kind)[name]))
     if _FUTURE in vars(LanguageModule):
         del LanguageModule.__init_subclass__
 
@@ -101,20 +97,8 @@ def models_are_wrapped() -> bool:
     return _FUTURE in vars(LanguageModule)
 
 
-def wrapped_methods() -> Iterator[tuple[type, str]]:
-    """The classes, and the names of their methods, that stand wrapped."""
-    for kind in patch_points.language_models():
-        for name in patch_points.methods(kind):
-            if hasattr(vars(kind)[name], "original"):
-                yield kind, name
-
-
 def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
-    """Wrap the methods of one model; they come before those of its class.
-
-    Raises:
-        ValueError: the model has such a method of its own, which is not its class's; nothing is changed.
-    """
+    """Wrap the methods of one model, which come before those of its class."""
     for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
         if name in vars(model) and not hasattr(vars(model)[name], "original"):
             raise ValueError(

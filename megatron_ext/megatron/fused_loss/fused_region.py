@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,6 @@ from megatron_ext.head.training_loss import (
 )
 from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import acceptance_counts, patch_points, z_loss_log
-from megatron_ext.megatron.fused_loss.caller_location import caller_outside
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX, HeadRefusal
 from megatron_ext.megatron.fused_loss.module_calls import attribute, calling, split_hooks
@@ -26,15 +26,11 @@ from megatron_ext.megatron.fused_loss.promised_logits import (
     check_graph,
     promise_logits,
 )
-from megatron_ext.megatron.fusion_report import ModelFusion, counters_of, say_once
+from megatron_ext.megatron.fusion_report import ModelFusion, caller_outside, counters_of, say_once
 
 
 def must_stay_stock(model: Any, settings: HeadSettings) -> bool:
-    """Whether the model keeps Megatron's own loss, which a warning says once.
-
-    Raises:
-        ValueError: it does, and `settings` ask for another loss or other bits.
-    """
+    """Whether the model keeps Megatron's own loss, which a warning says once; refused where `settings` ask for more."""
     reason, counters = patch_points.why_not_fused(model), counters_of(model)
     counters.left_to_megatron = reason
     if reason is None:
@@ -81,13 +77,12 @@ class Region:
                 f"{type(self.model).__name__} has the fused linear head, which makes no logits, and runs instead of it"
             )
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.promise(*args, **kwargs)
+        forward = partial(self.promise)
+        forward.promises = True  # type: ignore[attr-defined]
 
         def loss(model: Any, *args: Any, **kwargs: Any) -> Tensor:
             return self.loss(*args, **kwargs)
 
-        forward.promises = True  # type: ignore[attr-defined]
         with (
             calling(self.layer, forward, self.other_hooks),
             attribute(self.model, patch_points.LOSS, MethodType(loss, self.model)),  # a method of the model, as before
@@ -101,13 +96,14 @@ class Region:
     ):
         """The output layer's forward."""
 
-        def compute(hidden: Tensor, given_weight: Tensor | None) -> Tensor:
+        def make(terms: Terms, hidden: Tensor) -> Tensor:
+            self.asked(terms)
             return self.stock_forward(
-                hidden, weight=given_weight, runtime_gather_output=runtime_gather_output, **others
+                hidden, weight=terms.weight, runtime_gather_output=runtime_gather_output, **others
             )[0]
 
         layer = self.layer
-        logits = promise_logits(layer, input_, weight, runtime_gather_output, compute, self.asked, self.parameter_hooks)
+        logits = promise_logits(layer, input_, weight, runtime_gather_output, make, self.parameter_hooks)
         return logits, layer.bias if layer.skip_bias_add else None
 
     def loss(self, labels: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -170,7 +166,8 @@ class Region:
         """Somebody wants real logits: say who, and what they cost."""
         if self.quiet:
             return
-        place = _who_asks()
+        frame, _ = caller_outside(torch)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.counters.logits_made[place] += 1
         whose = (
             "Megatron's own function, to which labels of -100 count" if self.settings.changed_loss() is None else "ours"
@@ -220,9 +217,3 @@ def _check_labels(labels: Tensor, logits: PromisedLogits) -> None:
             f"{tuple(logits.terms.hidden.shape)} on this rank, which takes labels [batch, sequence] of {wanted}; "
             f"under context parallelism pass this rank's part of them, as of the tokens"
         )
-
-
-def _who_asks() -> str:
-    """ "file:line" of the code that uses a promise as logits."""
-    frame, _ = caller_outside(torch)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -37,9 +37,7 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
                 f"label_smoothing=0.0 and z_loss=0.0"
             )
         given = signature.bind(self, *args, **kwargs)
-        parts = sequence_parts(self, given.arguments.get("packed_seq_params"))
-        tokens_BS = whole_tokens(given.arguments, parts)
-        labels_BS = shifted(tokens_BS, given.arguments, parts, IGNORE_INDEX)
+        parts, tokens_BS, labels_BS = next_labels(self, given.arguments)
         given.arguments["labels"] = labels_BS
         mask_BS = given.arguments.get("loss_mask")
         if self.config.mtp_num_layers or (settings.skip_ignored and mask_BS is not None):
@@ -47,7 +45,7 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
                 mask_BS = (labels_BS != IGNORE_INDEX).to(labels_BS.dtype)
             else:
                 whole = mask_BS if mask_BS.shape == tokens_BS.shape else parts.gather(mask_BS, 1)
-                mask_BS = shifted(whole, given.arguments, parts, 0)
+                mask_BS = _shifted(whole, given.arguments, parts, 0)
             given.arguments["loss_mask"] = mask_BS
         like = next(self.parameters())
         loss_BS, fault = or_refuse(lambda: original(*given.args, **given.kwargs), labels_BS.shape, like, HeadRefusal)
@@ -58,21 +56,16 @@ def forward_with_log_probs(original: Any, settings: HeadSettings) -> Any:
     return forward
 
 
-def sequence_parts(model: Any, packed_seq_params: Any) -> SequenceParts:
-    """How the sequence is cut: over the model's context-parallel ranks (Megatron's), or those of this very batch."""
+def next_labels(model: Any, given: dict[str, Any]) -> tuple[SequenceParts, Tensor, Tensor]:
+    """How a model's sequences are cut over its context-parallel ranks, or over those of this very batch; their whole
+    token ids `[B, S]`; this rank's labels. `given`: the arguments of the model's call."""
     own = getattr(model, "cp_group", None) or getattr(getattr(model, "pg_collection", None), "cp", None)
-    group, packed = context_parallel_group(own), packed_seq_params
-    if packed is None:
-        return SequenceParts(group)
-    if getattr(packed, "cp_group", None) is not None:
-        group = packed.cp_group
-    elif getattr(packed, "local_cp_size", None) == 1:
-        group = None
-    padded = packed.cu_seqlens_q_padded
-    return SequenceParts(group, packed.cu_seqlens_q if padded is None else padded)
+    parts = SequenceParts.of(context_parallel_group(own), given.get("packed_seq_params"))
+    tokens_BS = _whole_tokens(given, parts)
+    return parts, tokens_BS, _shifted(tokens_BS, given, parts, IGNORE_INDEX)
 
 
-def whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
+def _whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
     """The whole sequence of token ids `[B, S]` that came as `labels`, or without labels as `input_ids`."""
     tokens_BS = given.get("input_ids") if given.get("labels") is None else given["labels"]
     if tokens_BS is None:
@@ -92,7 +85,7 @@ def whole_tokens(given: dict[str, Any], parts: SequenceParts) -> Tensor:
     return tokens_BS if ranks == 1 or tokens_BS.shape[1] != own else parts.gather(tokens_BS, 1)
 
 
-def shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill: int) -> Tensor:
+def _shifted(whole_BS: Tensor, given: dict[str, Any], parts: SequenceParts, fill: int) -> Tensor:
     """This rank's part of what comes one position further on."""
     packed = given.get("packed_seq_params")
     lengths = padded = None

@@ -1,5 +1,6 @@
 """Calls a module with a replaced forward function, with chosen ones of its hooks."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +49,12 @@ def calling(layer: Any, forward: Callable[..., Any], hooks: Hooks) -> Iterator[N
         for name, value in zip(("forward", *_HOOKS), (forward, *hooks), strict=True):
             stack.enter_context(attribute(layer, name, value))
         yield
+
+
+def call_known(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A call of Megatron's function with those of `options` that this version's knows."""
+    known = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in options.items() if name in known})
 
 
 def innermost(function: Any) -> Any:

@@ -85,14 +85,17 @@ def models_inside(model: Any) -> list[Any]:
     """
     inside = model.modules() if isinstance(model, torch.nn.Module) else [model]
     found = [one for one in inside if isinstance(one, LanguageModule) or not missing(type(one))]
-    if found:
-        for one in found:
-            check_layout(type(one))
-        return found
     stage = getattr(model, "module", model)
-    if getattr(stage, "post_process", True) and getattr(stage, "add_decoder", True):
-        check_layout(type(stage))
-    return []
+    has_labels = getattr(stage, "post_process", True) and getattr(stage, "add_decoder", True)
+    for kind in map(type, found or ([stage] if has_labels else [])):
+        lacking = missing(kind)
+        if lacking:
+            raise ValueError(
+                f"{kind.__name__} lacks {', '.join(lacking)}, and nothing inside it has them: the fused head goes in "
+                f"there; pass a language model of Megatron-Core ({megatron.core.__version__} here), or a model around "
+                f"one"
+            )
+    return found
 
 
 def missing(kind: type) -> list[str]:
@@ -107,20 +110,6 @@ def missing(kind: type) -> list[str]:
     if not callable(inspect.getattr_static(kind, LOSS, None)):
         lacking.append(f"a method {LOSS}()")
     return lacking
-
-
-def check_layout(kind: type) -> None:
-    """Find what the fused head needs of a model's class.
-
-    Raises:
-        ValueError: something is missing; the message says what.
-    """
-    lacking = missing(kind)
-    if lacking:
-        raise ValueError(
-            f"{kind.__name__} lacks {', '.join(lacking)}, and nothing inside it has them: the fused head goes in "
-            f"there; pass a language model of Megatron-Core ({megatron.core.__version__} here), or a model around one"
-        )
 
 
 def why_not_fused(model: Any) -> str | None:
@@ -149,7 +138,9 @@ def why_not_linear(layer: Any) -> str | None:
             "generalized tensor parallelism cuts its output layer's weight over ranks that the fused head does not "
             "gather from; for the fused head set the size of generalized tensor parallelism to 1"
         )
-    rounded, operands = getattr(layer, "output_dtype", None), layer_dtype(layer)
+    rounded, weight = getattr(layer, "output_dtype", None), getattr(layer, "weight", None)
+    # One that borrows its weight says by its config what it multiplies in.
+    operands = getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype
     if rounded not in (None, operands, torch.float32):
         return (
             f"its output layer rounds logits to {rounded} (logit_dtype) and multiplies in {operands}, and the fused "
@@ -163,9 +154,3 @@ def why_not_linear(layer: Any) -> str | None:
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "its output layer has backward hooks, which need real logits"
     return None
-
-
-def layer_dtype(layer: Any) -> torch.dtype | None:
-    """The dtype that an output layer multiplies in, by its own weight or, where it borrows one, by its config."""
-    weight = getattr(layer, "weight", None)
-    return getattr(getattr(layer, "config", None), "params_dtype", None) if weight is None else weight.dtype

@@ -38,6 +38,7 @@ _REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
 _PRODUCTS = (Tensor.mul, torch.mul)
 _QUOTIENTS = (Tensor.div, torch.div, Tensor.true_divide, torch.true_divide)
 _SAME = (Tensor.contiguous, Tensor.view_as, Tensor.reshape_as, Tensor.detach, torch.detach)
+_VIEWS = (Tensor.view, Tensor.reshape, torch.reshape)
 _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.swapaxes)
 
@@ -49,9 +50,9 @@ class Terms:
     Attributes:
         hidden: `[S, B, H]`, under sequence parallelism this rank's `[S/R, B, H]`.
         weight: what the layer was given; None: its own.
-        compute: has the layer make the logits, unscaled, from hidden states and weight.
+        make: called once when somebody asks for the logits themselves, with these terms and hidden states: the layer's
+            logits, unscaled.
         hooks: the layer's forward hooks about parameters.
-        asked: told once when somebody asks for the logits themselves.
         made: the logits, once somebody did.
         with_grad: whether autograd recorded when the layer was called: the loss is taken from logits that are made,
             also where who asks for them does so under `no_grad`.
@@ -62,8 +63,7 @@ class Terms:
     layer: Any
     hidden: Tensor
     weight: Tensor | None
-    compute: Callable[[Tensor, Tensor | None], Tensor]
-    asked: Callable[["Terms"], None]
+    make: Callable[["Terms", Tensor], Tensor]
     hooks: Hooks
     scale: float = 1.0
     made: Tensor | None = None
@@ -112,10 +112,9 @@ class Terms:
     def logits(self) -> Tensor:
         """The real ones, made by the output layer the first time that someone wants them."""
         if self.made is None:
-            self.asked(self)
 
             def forward(hidden: Tensor) -> Any:
-                return self.compute(hidden, self.weight), None
+                return self.make(self, hidden), None
 
             with (
                 torch.inference_mode(False),
@@ -156,22 +155,14 @@ class PromisedLogits(Tensor):
         return promise
 
     def logits(self) -> Tensor:
-        """The real ones; transposed or detached they share memory, as of any tensor.
-
-        Raises:
-            ValueError: an `autograd.Function` made this promise.
-        """
+        """The real ones; transposed or detached they share memory, as of any tensor."""
         self.check_own()
         logits = self.terms.logits()
         logits = logits.transpose(0, 1) if self.batch_first else logits
         return logits.detach() if self.detached else logits
 
     def check_own(self) -> None:
-        """Refuse what an `autograd.Function` made of a promise: its backward would be left out.
-
-        Raises:
-            ValueError: that is so.
-        """
+        """Refuse what an `autograd.Function` made of a promise: its backward would be left out."""
         with torch._C.DisableTorchFunctionSubclass():
             if _GRAD_FN(self) is not None:
                 _refuse_function()
@@ -213,16 +204,11 @@ def promise_logits(
     hidden: Tensor,
     weight: Tensor | None,
     gathered: bool | None,
-    compute: Callable[[Tensor, Tensor | None], Tensor],
-    asked: Callable[[Terms], None],
+    make: Callable[[Terms, Tensor], Tensor],
     hooks: Hooks,
 ) -> PromisedLogits:
-    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off.
-
-    Raises:
-        ValueError: the logits would be gathered from several ranks; Megatron's loss of them is too high by the
-            logarithm of their number.
-    """
+    """What `layer(hidden, weight, runtime_gather_output=gathered)` would return, put off."""
+    # Megatron's loss of gathered logits is too high by the logarithm of the number of ranks.
     if (layer.gather_output if gathered is None else gathered) and group_size(tp_group(layer)) > 1:
         raise ValueError(
             f"{'parallel_output is False' if gathered is None else f'runtime_gather_output is {gathered}'} and there "
@@ -230,7 +216,7 @@ def promise_logits(
             f"tensor-parallel ranks; pass runtime_gather_output=False with labels, or leave the labels out to get "
             f"gathered logits"
         )
-    return PromisedLogits.of(Terms(layer, hidden, weight, compute, asked, hooks))
+    return PromisedLogits.of(Terms(layer, hidden, weight, make, hooks))
 
 
 def tp_group(layer: Any):
@@ -258,11 +244,7 @@ def _gathered(weight: DTensor) -> Tensor:
 
 
 def check_graph(logits: Tensor) -> None:
-    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there.
-
-    Raises:
-        ValueError: that is so.
-    """
+    """Refuse real logits that an `autograd.Function` took from a promise: gradients would end there."""
     nodes = [logits.grad_fn]
     seen = {None, *nodes}
     for node in nodes:  # which grows meanwhile
@@ -289,23 +271,19 @@ def _requires_grad(promise: PromisedLogits) -> bool:
 
 def _kept(promise: PromisedLogits, func: Any, args: tuple, kwargs: dict) -> PromisedLogits | None:
     """What the call makes of a promise of logits that nobody has made yet, if that is a promise again."""
-    terms = promise.terms
-    if promise is args[0] and not kwargs:
-        if func in _SAME and all(x.shape == promise.shape for x in args[1:]):
-            turned = promise.batch_first != terms.batch_outermost and 1 not in promise.shape[:2]
-            if func is Tensor.contiguous and turned:
-                terms = replace(terms, batch_outermost=promise.batch_first, hits=None)  # a copy
-            detached = promise.detached or func in (Tensor.detach, torch.detach)
-            return PromisedLogits.of(terms, promise.batch_first, detached)
-        if func in (Tensor.view, Tensor.reshape, torch.reshape) and _same_shape(promise, args[1:]):
-            return PromisedLogits.of(terms, promise.batch_first, promise.detached)
-        if func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
-            return PromisedLogits.of(terms, not promise.batch_first, promise.detached)
-    factor = _factor(promise, func, args, kwargs)
-    if factor is None:
+    terms, batch_first, detached = promise.terms, promise.batch_first, promise.detached
+    factor, alone = _factor(promise, func, args, kwargs), promise is args[0] and not kwargs
+    if factor is not None:
+        terms = replace(terms, scale=terms.scale * factor, hits=None)
+    elif alone and func in _SAME and all(x.shape == promise.shape for x in args[1:]):
+        detached |= func in (Tensor.detach, torch.detach)
+        if func is Tensor.contiguous and batch_first != terms.batch_outermost and 1 not in promise.shape[:2]:
+            terms = replace(terms, batch_outermost=batch_first, hits=None)  # a copy
+    elif alone and func in _TRANSPOSES and {x % promise.dim() for x in args[1:]} == {0, 1}:
+        batch_first = not batch_first
+    elif not (alone and func in _VIEWS and _same_shape(promise, args[1:])):
         return None
-    scaled = replace(terms, scale=terms.scale * factor, hits=None)
-    return PromisedLogits.of(scaled, promise.batch_first, promise.detached)
+    return PromisedLogits.of(terms, batch_first, detached)
 
 
 def _same_shape(promise: PromisedLogits, sizes: tuple) -> bool:

@@ -8,6 +8,9 @@
 
 Models that Megatron builds from then on have their vocabulary layers cut over all stages, and the function that
 `get_forward_backward_func()` returns runs them; see docs/pipeline.md.
+
+Shapes in this folder: B batch, S sequence positions of this context-parallel rank, H hidden size, R tensor-parallel
+ranks, P predictions of each position: 1, or with multi-token prediction 1 + its layers.
 """
 
 import contextlib

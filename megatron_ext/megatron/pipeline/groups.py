@@ -5,7 +5,6 @@ which order, see `order.stage_programs`: it is the same on all stages, so one gr
 """
 
 import os
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -46,6 +45,8 @@ class PipelineGroups:
     def __init__(self, fault: ValueError | None = None) -> None:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         self.stages, self.stage = pipeline.size(), pipeline.rank()
+        self.last = self.stages - 1
+        self.is_first, self.is_last = self.stage == 0, self.stage == self.last
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.statistics = parallel_state.get_model_parallel_group()
         like = (self.tp, *(pipeline for _ in _OWN))
@@ -54,7 +55,10 @@ class PipelineGroups:
         found = collectives.all_gather_object((own, fault and str(fault), one_queue), dist.group.WORLD)
         _raise_on_all(fault, [text for _, text, _ in found])
         self.one_queue = any(one for *_, one in found)
-        self._made = [_own_of(ranks) for ranks in zip(*(ranks for ranks, *_ in found), strict=True)]
+        self._made = []
+        for of_all_ranks in zip(*(ranks for ranks, *_ in found), strict=True):
+            own_group, _ = dist.new_subgroups_by_enumeration(sorted({tuple(ranks) for ranks in of_all_ranks}))
+            self._made.append(own_group)
         self.tp_aside, *rest = self._made
         self._of = {kind: group for kinds, group in zip(_OWN.values(), rest, strict=True) for kind in kinds}
         self._of[Sent.FORWARD] = pipeline
@@ -62,18 +66,6 @@ class PipelineGroups:
     def __getitem__(self, kind: Sent) -> Any:
         """The pipeline's ranks, for one kind of message."""
         return self._of[kind]
-
-    @cached_property
-    def last(self) -> int:
-        return self.stages - 1
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.last
 
     def close(self) -> None:
         """Megatron's groups are about to go, or are gone."""
@@ -88,9 +80,3 @@ def _raise_on_all(own: ValueError | None, faults: list[str | None]) -> None:
     for rank, text in enumerate(faults):
         if text is not None:
             raise ValueError(f"the models of this job cannot share their vocabulary; rank {rank}: {text}")
-
-
-def _own_of(groups: Any) -> Any:
-    """Makes a new group of the ranks in each of `groups`, one entry for each rank of the job; returns this rank's."""
-    made = [dist.new_group(list(ranks)) for ranks in sorted({tuple(group) for group in groups})]
-    return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)

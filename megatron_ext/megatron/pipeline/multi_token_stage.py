@@ -3,8 +3,6 @@
 Layer k of multi-token prediction (MTP) looks up the token ids k positions further on, and predicts the labels k further
 on. Both follow from the batch before any layer has run. So the passes of the vocabulary do them for all layers together
 with the model's own, as if a micro-batch had P = 1 + layers times as many sequences: one exchange, as without MTP.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
 import inspect
@@ -16,7 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-from megatron_ext.megatron.pipeline.paused_forward import AskFurtherEmbeddings, Expect, Losses, ask
+from megatron_ext.megatron.fused_loss.module_calls import call_known
+from megatron_ext.megatron.pipeline.paused_forward import AskLosses, Losses, ask, differentiable, known
 
 
 class ModelCall:
@@ -38,15 +37,13 @@ class ModelCall:
 
     def further_on(self, tensor_BS: Tensor, layers: int) -> list[Tensor]:
         """`P [B, S]`: the tensor, and what each layer of MTP finds in its place."""
-        known = inspect.signature(multi_token_prediction.roll_tensor).parameters
         settings = {
             "cp_group": parallel_state.get_context_parallel_group(),
             "packed_seq_params": self.arguments.get("packed_seq_params"),
         }
-        settings = {name: value for name, value in settings.items() if name in known}
         found = [tensor_BS]
         for _ in range(layers):
-            found.append(multi_token_prediction.roll_tensor(found[-1], shifts=-1, dims=-1, **settings)[0])
+            found.append(call_known(multi_token_prediction.roll_tensor, found[-1], shifts=-1, dims=-1, **settings)[0])
         return found
 
 
@@ -73,22 +70,22 @@ def ids_of_all(ids_BS: Tensor, layers: int) -> Tensor:
     return torch.cat(_under_way.get().further_on(ids_BS, layers)) if layers else ids_BS
 
 
-def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int, connect: Any) -> Tensor:
-    """The embedding that a layer of MTP asks for, of token ids `[B, S]`. `connect(answer, send)` is autograd's."""
+def next_embedding(ids_BS: Tensor, layers: int, batch_dim: int) -> Tensor:
+    """The embedding that a layer of MTP asks for, of token ids `[B, S]`."""
     call = _under_way.get()
     if call.embeddings is None:
-        ids, answer, send = ask(AskFurtherEmbeddings())
-        embeddings = connect(answer, send).chunk(layers, batch_dim)
+        ids, answer, send = known().further.pop()
+        embeddings = differentiable(answer, send).chunk(layers, batch_dim)
         call.embeddings = list(zip(ids.chunk(layers), embeddings, strict=True))
     if not call.embeddings:
         raise ValueError(f"the layers of multi-token prediction ask for more embeddings than they are: {layers}")
     expected, embedding = call.embeddings.pop(0)
-    ask(Expect(ids_BS, expected, "token ids of a layer of multi-token prediction"))
+    known().expect(ids_BS, expected, "token ids of a layer of multi-token prediction")
     return embedding
 
 
-def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int, ask_all: Any) -> tuple[Losses, int]:
-    """The losses of one prediction, of hidden states `[S, B, H]`, and its number; `ask_all` asks for all of them."""
+def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int) -> tuple[Losses, int]:
+    """The losses of one prediction, of hidden states `[S, B, H]`, and its number."""
     call = _under_way.get()
     if call.hidden is None or call.arguments.get("labels") is None:
         raise ValueError(
@@ -97,12 +94,12 @@ def losses_of(hidden: Tensor, labels_BS: Tensor, layers: int, ask_all: Any) -> t
     parts = call.hidden.detach().chunk(1 + layers)
     if call.losses is None:
         call.labels = tuple(call.further_on(call.arguments["labels"], layers))
-        call.losses = ask_all(torch.cat(parts, 1), torch.cat(call.labels))
+        call.losses = ask(AskLosses(torch.cat(parts, 1), torch.cat(call.labels)))
     which = [at for at, part in enumerate(parts) if part.data_ptr() == hidden.data_ptr() and part.shape == hidden.shape]
     if len(which) != 1:
         raise ValueError(
             "a loss is asked of hidden states that are not those of the model's last layer or of a layer of "
             "multi-token prediction: a vocabulary shared over pipeline stages has no other losses"
         )
-    ask(Expect(labels_BS, call.labels[which[0]], "labels of a layer of multi-token prediction"))
+    known().expect(labels_BS, call.labels[which[0]], "labels of a layer of multi-token prediction")
     return call.losses.part(which[0], 1 + layers), which[0]

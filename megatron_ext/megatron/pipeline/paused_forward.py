@@ -3,9 +3,6 @@
 The user's `forward_step_func`, the model and the loss function stay as they are. They run in a coroutine (greenlet) of
 the same thread: where the model asks for embeddings or for losses, the schedule gets the question and may run other
 passes before it answers.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, R tensor-parallel ranks; P: 1, or
-with multi-token prediction 1 + its layers.
 """
 
 import contextvars
@@ -27,10 +24,6 @@ class AskEmbedding(NamedTuple):
     ids: Tensor
 
 
-class AskFurtherEmbeddings(NamedTuple):
-    """Wanted: the other token ids, their embeddings, and a function for its gradient. Answered at once."""
-
-
 class AskLosses(NamedTuple):
     """Wanted: `Losses` from hidden states `[S, P B, H]` (`[S/R, P B, H]` in sequence parallelism) and labels."""
 
@@ -38,12 +31,17 @@ class AskLosses(NamedTuple):
     labels: Tensor
 
 
-class Expect(NamedTuple):
-    """What the model uses has to be what the stages were asked for. Answered at once; raised when the step ends."""
+class Known(NamedTuple):
+    """What the schedule tells a forward step when it begins.
 
-    found: Tensor
-    expected: Tensor
-    name: str
+    Attributes:
+        expect: `expect(found, expected, name)`: what the model uses has to be what the stages were asked for.
+        further: on the last stage of multi-token prediction the other token ids, their embeddings, and a function for
+            its gradient; taken out once, so that the embeddings are not kept.
+    """
+
+    expect: Callable[[Tensor, Tensor, str], None]
+    further: list[tuple[Tensor, Tensor, Callable[[Tensor], None]]]
 
 
 class Losses(NamedTuple):
@@ -77,29 +75,49 @@ def check_installed() -> None:
 class PausedForward:
     """A call of `function` under way. `go` runs it until it asks for something or ends."""
 
-    def __init__(self, function: Callable[[], Any]):
+    def __init__(self, function: Callable[[], Any], known: Known):
         self._coroutine = greenlet.greenlet(function)
         self._coroutine.gr_context = contextvars.copy_context()
-        self._coroutine.asks = True
+        self._coroutine.known = known
 
     def go(self, answer: Any = None) -> Any:
         """The next question, or what the function returns. Raises what the function raises."""
         return self._coroutine.switch() if not self._coroutine else self._coroutine.switch(answer)
 
 
-def ask(question: AskEmbedding | AskFurtherEmbeddings | AskLosses | Expect) -> Any:
-    """Within a paused forward: the schedule's answer.
-
-    Raises:
-        RuntimeError: nobody is there to answer, the model was called outside of the schedule.
-    """
-    here = greenlet.getcurrent() if greenlet is not None else None
-    if here is None or not getattr(here, "asks", False):
+def known() -> Known:
+    """Within a paused forward: what it was told; refused where the model was called outside of the schedule."""
+    told = getattr(greenlet and greenlet.getcurrent(), "known", None)
+    if told is None:
         raise RuntimeError(
             "this model shares its vocabulary over the pipeline stages, so it runs inside Megatron's schedules alone: "
             "call the function that get_forward_backward_func() returns, not the model"
         )
+    return told
+
+
+def ask(question: AskEmbedding | AskLosses) -> Any:
+    """Within a paused forward: the schedule's answer."""
+    known()
     recording = torch.is_grad_enabled()
-    answer = here.parent.switch(question)
+    answer = greenlet.getcurrent().parent.switch(question)
     torch.set_grad_enabled(recording)
     return answer
+
+
+def differentiable(answer: Tensor, send: Callable[[Tensor], Any], source: Tensor | None = None) -> Tensor:
+    """`answer`, whose gradient is given to `send`; what that returns is the gradient of `source`, if there is one."""
+    source = torch.zeros(0, device=answer.device, requires_grad=True) if source is None else source
+    return _Answer.apply(source, answer, send)
+
+
+class _Answer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, answer: Tensor, send: Any) -> Tensor:
+        ctx.send = send
+        return answer.view_as(answer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        send, ctx.send = ctx.send, None  # which holds tensors
+        return send(grad), None, None

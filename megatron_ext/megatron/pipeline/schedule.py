@@ -13,8 +13,9 @@ from megatron_ext.megatron.pipeline import side_stream
 from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Run, Times
 from megatron_ext.megatron.pipeline.order.passes import Shape
 from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 from megatron_ext.megatron.pipeline.stage_run import Call, StageRun
-from megatron_ext.megatron.pipeline.vocabulary_sharing import SHARED, Sharing
+from megatron_ext.megatron.pipeline.vocabulary_sharing import SHARED
 
 
 def sharing_of(model: Any) -> Sharing | None:
@@ -26,19 +27,7 @@ def sharing_of(model: Any) -> Sharing | None:
         return None
 
 
-def forward_backward(
-    *,
-    forward_step_func: Any,
-    data_iterator: Any,
-    model: Any,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    first_val_step: bool | None = None,
-    **others: Any,
-) -> list[Any]:
+def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> list[Any]:
     """What Megatron's schedules do, with their arguments and their result.
 
     Communicates, before any message of the step: one all-gather of six int64 over the ranks that share the vocabulary,
@@ -49,7 +38,7 @@ def forward_backward(
             other sizes, and would send in orders that do not fit each other. On every rank.
         RuntimeError: a rank of this pipeline failed; on that rank its own error.
     """
-    refuse_others(others)
+    refuse_others(arguments)
     sharing = sharing_of(model)
     assert sharing is not None
     if isinstance(sharing.output.weight, DTensor):
@@ -60,16 +49,15 @@ def forward_backward(
     models = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config = get_model_config(models[0])
-    call = Call(
-        *(forward_step_func, iterators, models, num_microbatches, seq_length, micro_batch_size),
-        *(forward_only, collect_non_loss_data, first_val_step),
-    )
+    known = {name: value for name, value in arguments.items() if name in Call._fields}
+    call = Call(model=models, data_iterator=iterators, **known)
+    num_microbatches, forward_only = call.num_microbatches, call.forward_only
     stages = sharing.groups.stages
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     group = group if len(models) > 1 else num_microbatches
     beside = not sharing.groups.one_queue and side_stream.has_streams(sharing.output.weight.device)
     shape = Shape(stages, len(models), num_microbatches, group, forward_only, sharing.output.mtp_layers > 0, beside)
-    times = estimated_times(config, shape, sharing, seq_length, micro_batch_size)
+    times = estimated_times(config, shape, sharing, call.seq_length)
     fault: ValueError | None = None
     try:
         programs = stage_programs(shape, times)
@@ -85,7 +73,7 @@ def forward_backward(
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     # Megatron's timers of single passes cannot be nested, and passes here pause within each other.
     with attribute(config, "timers", None):
-        run = StageRun(call, shape, config, sharing.groups, sharing.embedding, sharing.output)
+        run = StageRun(call, shape, config, sharing)
         found = run.run(programs[sharing.groups.stage], _recordings[-1] if _recordings else None)
         if not forward_only:
             _finish(config, models, run)
@@ -152,7 +140,7 @@ def refuse_others(others: dict[str, Any]) -> None:
         )
 
 
-def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int, micro_batch_size: int) -> Times:
+def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int) -> Times:
     """How long passes take, in FLOPs per token of a rank: all stages count alike, and so find the same order."""
     width, rows = config.hidden_size, sharing.output.vocab.columns
     tp = config.tensor_model_parallel_size

@@ -2,23 +2,20 @@
 
 With p stages and t tensor-parallel ranks each rank holds V/(p t) rows: rank r of the tensor-parallel group on stage s
 has piece r p + s of the vocabulary, a part of what Megatron's own layers would give rank r.
-
-Legend: B batch, S sequence positions of this context-parallel rank, T = S B tokens, H hidden size.
 """
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.megatron.fused_loss.module_calls import Hooks
-from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, promise_logits
+from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.pipeline import multi_token_stage
-from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, Losses, ask
+from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask, differentiable
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_pieces
 
 
@@ -67,8 +64,8 @@ class SharedEmbedding(SharedRows):
             return super().forward(input_)
         if self.stage > 0:
             batch_dim = 1 if self.reduce_scatter_embeddings else 0
-            return multi_token_stage.next_embedding(input_, self.mtp_layers, batch_dim, _sent)
-        return _sent(*ask(AskEmbedding(multi_token_stage.ids_of_all(input_, self.mtp_layers))))
+            return multi_token_stage.next_embedding(input_, self.mtp_layers, batch_dim)
+        return differentiable(*ask(AskEmbedding(multi_token_stage.ids_of_all(input_, self.mtp_layers))))
 
 
 class SharedOutputLayer(SharedRows):
@@ -106,9 +103,7 @@ class SharedOutputLayer(SharedRows):
                 "the output layer was given another weight than its own: over a vocabulary shared by pipeline stages "
                 "it has the embedding's rows or its own; build the model without that, or train without sharing"
             )
-        return promise_logits(
-            self, input_, None, runtime_gather_output, _no_logits, lambda terms: None, _NO_HOOKS
-        ), None
+        return promise_logits(self, input_, None, runtime_gather_output, _no_logits, _NO_HOOKS), None
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {} if self.tied else super().sharded_state_dict(*args, **kwargs)
@@ -124,57 +119,33 @@ class SharedOutputLayer(SharedRows):
             self.counters.losses_fused += 1
         hidden = logits.terms.hidden
         if self.mtp_layers:
-            found, which = multi_token_stage.losses_of(hidden, labels_BS, self.mtp_layers, _ask_losses)
+            found, which = multi_token_stage.losses_of(hidden, labels_BS, self.mtp_layers)
         else:
-            found, which = _ask_losses(hidden.detach(), labels_BS), 0
+            found, which = ask(AskLosses(hidden.detach(), labels_BS)), 0
         if found.hits is not None:
             logits.terms.hits = labels_BS, found.hits
-        return _Losses.apply(hidden, found.loss, found.unit_dx, functools.partial(found.send, which))
+
+        def dx(grad_BS: Tensor) -> Tensor:
+            unit_dx, own_SB = found.unit_dx, found.send(which, grad_BS)  # of this rank's part of the sequence
+            assert unit_dx is not None
+            return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype)
+
+        return differentiable(found.loss, dx, hidden)
+
+
+class Sharing(NamedTuple):
+    """How a model, on all of its chunks on this stage, shares its vocabulary."""
+
+    groups: PipelineGroups
+    embedding: SharedEmbedding
+    output: SharedOutputLayer
 
 
 _NO_HOOKS = Hooks({}, {})  # type: ignore[arg-type]
 
 
-def _no_logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
+def _no_logits(terms: Terms, hidden: Tensor) -> Tensor:
     raise ValueError(
         "somebody asks for logits, and a vocabulary that is shared over pipeline stages has only losses: call the "
         "model with labels, or train without sharing"
     )
-
-
-def _ask_losses(hidden: Tensor, labels: Tensor) -> Losses:
-    return ask(AskLosses(hidden, labels))
-
-
-def _sent(answer: Tensor, send_gradient: Any) -> Tensor:
-    return _Sent.apply(torch.zeros(0, device=answer.device, requires_grad=True), answer, send_gradient)
-
-
-class _Sent(torch.autograd.Function):
-    """`answer`, whose gradient is sent to the other stages."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, answer: Tensor, send: Any) -> Tensor:
-        ctx.send = send
-        return answer.view_as(answer)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.send(grad)
-        return None, None, None
-
-
-class _Losses(torch.autograd.Function):
-    """The losses `[B, S]` of hidden states, whose gradient is known up to that of each loss."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss_BS: Tensor, unit_dx: Tensor | None, send: Any) -> Tensor:
-        ctx.save_for_backward(unit_dx)
-        ctx.send = send
-        return loss_BS.view_as(loss_BS)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BS: Tensor) -> Any:
-        (unit_dx,) = ctx.saved_tensors
-        own_SB = ctx.send(grad_BS)  # this rank's part of the sequence
-        return (unit_dx * own_SB.unsqueeze(-1)).to(unit_dx.dtype), None, None, None

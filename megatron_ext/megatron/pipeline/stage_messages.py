@@ -9,10 +9,11 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.byte_buffer import Form
 from megatron_ext.distributed.collectives import Pending
-from megatron_ext.megatron.pipeline.groups import PipelineGroups
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent
+from megatron_ext.megatron.pipeline.order.passes import Exchange, Sent, Shape, members, sources
 from megatron_ext.megatron.pipeline.packed_messages import Marks, empty_parcel
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
+
+_OF_TWO = (Sent.FORWARD, Sent.BACKWARD)  # a sender and a receiver; all others are sent to all stages
 
 
 class Sizes(NamedTuple):
@@ -38,25 +39,19 @@ class StageMessages:
     learn it when they launch `Sent.TOKENS`, and wait for it on the host.
     """
 
-    def __init__(
-        self,
-        groups: PipelineGroups,
-        given: tuple[int, int],
-        config: Any,
-        embedding: SharedEmbedding,
-        output: SharedOutputLayer,
-    ):
-        """`given`: micro_batch_size and seq_length of the schedule."""
-        self.groups, self.config = groups, config
+    def __init__(self, sharing: Sharing, shape: Shape, config: Any, batch: int, sequence: int):
+        """`batch`, `sequence`: micro_batch_size and seq_length of the schedule."""
+        self.groups, embedding, output = sharing
+        self.shape, self.config = shape, config
         self.dtype, self.device = output.weight.dtype, output.weight.device
         self.in_slices = embedding.reduce_scatter_embeddings
         self.predictions = 1 + output.mtp_layers
         self.marks = Marks(self.device)
-        batch, sequence = given
         self.given = self._sizes(batch, sequence // parallel_state.get_context_parallel_world_size())
         self.vary = bool(config.variable_seq_lengths)
         self._found: dict[int, Sizes] = {}
         self._put: dict[Exchange, Tensor] = {}
+        self._own: dict[Exchange, list[Tensor]] = {}
         self._arriving: dict[Exchange, Pending] = {}
         self._sent: list[Pending] = []
 
@@ -76,7 +71,7 @@ class StageMessages:
         """Shapes and dtypes of the tensors in a message."""
         batch, sequence, piece, width, _ = sizes = self.sizes(exchange.micro_batch)
         tokens, losses = (sizes.sequences, sequence), (sequence, sizes.sequences)
-        if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
+        if exchange.kind in _OF_TWO:
             return [((piece, batch, width), self.config.pipeline_dtype)]
         if exchange.kind is Sent.TOKENS:
             return [(tokens, torch.int64)]
@@ -93,33 +88,29 @@ class StageMessages:
         return (piece, sequences, width) if self.in_slices else (sequences, sequence, width)
 
     def put(self, exchange: Exchange, *tensors: Tensor) -> None:
-        """What this stage will send, packed now: the pass may let go of the tensors."""
-        self._put[exchange] = self.marks.pack(*(tensor.detach() for tensor in tensors))
+        """What this stage will send, packed now. What goes to all stages arrives here too, as it is."""
+        found = [tensor.detach() for tensor in tensors]
+        self._put[exchange] = self.marks.pack(*found)
+        if exchange.kind not in _OF_TWO:
+            self._own[exchange] = found
 
     def launch(self, exchange: Exchange) -> None:
         """Begin to send what was put, or else to receive."""
         self._sent = [pending for pending in self._sent if not pending.done]
-        kind, n, _, sender = exchange
-        group = self.groups[kind]
-        buffer = self._put.pop(exchange, None)
-        if kind is Sent.TOKENS and self.vary:
-            self._launch_shape(n, group)
-        if kind in (Sent.FORWARD, Sent.BACKWARD):
-            if buffer is not None:
-                step = 1 if kind is Sent.FORWARD else -1
-                target = (sender + step) % self.groups.stages
-                self.sent(collectives.start_send(buffer, group, target))
+        group, of_two = self.groups[exchange.kind], exchange.kind in _OF_TWO
+        if exchange.kind is Sent.TOKENS and self.vary:
+            self._launch_shape(exchange.micro_batch, group)
+        ((sender, _),) = sources(exchange, self.shape)
+        if exchange in self._put:
+            buffer = self._put.pop(exchange)
+            if of_two:
+                self.sent(collectives.start_send(buffer, group, members(exchange, self.shape)[1]))
             else:
-                self._arriving[exchange] = collectives.start_receive(self._room(exchange), group, sender)
-            return
-        source = 0 if kind in (Sent.TOKENS, Sent.GRAD_EMBEDDING) else self.groups.last
-        if buffer is not None:
-            self.sent(collectives.start_broadcast(buffer, group, source))
+                self.sent(collectives.start_broadcast(buffer, group, sender))
         else:
-            self._arriving[exchange] = collectives.start_broadcast(self._room(exchange), group, source)
-
-    def _room(self, exchange: Exchange) -> Tensor:
-        return empty_parcel(self.forms(exchange), self.device)
+            room = empty_parcel(self.forms(exchange), self.device)
+            begin = collectives.start_receive if of_two else collectives.start_broadcast
+            self._arriving[exchange] = begin(room, group, sender)
 
     def _launch_shape(self, micro_batch: int, group: Any) -> None:
         if self.groups.is_first:
@@ -135,10 +126,10 @@ class StageMessages:
         if exchange in self._arriving:
             self._arriving[exchange].wait()
 
-    def arrived(self, exchange: Exchange) -> list[Tensor] | None:
-        """None: this stage has it, nothing is sent."""
-        pending = self._arriving.pop(exchange, None)
-        return None if pending is None else self.marks.unpack(pending.wait(), self.forms(exchange))
+    def arrived(self, exchange: Exchange) -> list[Tensor]:
+        if exchange in self._own:
+            return self._own.pop(exchange)
+        return self.marks.unpack(self._arriving.pop(exchange).wait(), self.forms(exchange))
 
     def sent(self, pending: Pending) -> None:
         """What is on its way is kept."""

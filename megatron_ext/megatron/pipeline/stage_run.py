@@ -11,13 +11,11 @@ A pass that fails on one rank: see `packed_messages`.
 With multi-token prediction its layers are part of the last stage's forward pass, and the same messages are larger:
 see `multi_token_stage`. The embedding is then summed on the last stage too, and its gradient comes from there as
 well.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position.
 """
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,25 +23,18 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
-from megatron_ext.megatron.pipeline.groups import PipelineGroups
+from megatron_ext.megatron.fused_loss.module_calls import call_known
 from megatron_ext.megatron.pipeline.order.pass_order import Run
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Pass, Sent, Shape, needed
 from megatron_ext.megatron.pipeline.order.stage_programs import Entry
-from megatron_ext.megatron.pipeline.paused_forward import (
-    AskEmbedding,
-    AskFurtherEmbeddings,
-    AskLosses,
-    Expect,
-    Losses,
-    PausedForward,
-)
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, Known, Losses, PausedForward
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
-from megatron_ext.megatron.pipeline.vocabulary_passes import GradientSync, VocabularyPasses
+from megatron_ext.megatron.pipeline.vocabulary_passes import VocabularyPasses, gradients_held
 
 
 class Call(NamedTuple):
-    """What Megatron's training loop gave the schedule, by its names; lists have one entry a chunk."""
+    """What Megatron's training loop gave the schedule, by its names, as far as it matters; lists: an entry a chunk."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: list[Any]
@@ -51,32 +42,22 @@ class Call(NamedTuple):
     num_microbatches: int
     seq_length: int
     micro_batch_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
 
 
 class StageRun:
-    """Runs a stage's program. `embedding` and `output` are its shared layers, `config` is Megatron's."""
+    """Runs a stage's program. `config` is Megatron's."""
 
-    def __init__(
-        self,
-        call: Call,
-        shape: Shape,
-        config: Any,
-        groups: PipelineGroups,
-        embedding: SharedEmbedding,
-        output: SharedOutputLayer,
-    ):
-        self.call, self.shape, self.config, self.groups = call, shape, config, groups
-        self.embedding, self.output = embedding, output
+    def __init__(self, call: Call, shape: Shape, config: Any, sharing: Sharing):
+        self.call, self.shape, self.config = call, shape, config
+        self.groups, self.output = sharing.groups, sharing.output
         self.backward = not call.forward_only
-        self.device = output.weight.device
-        given = call.micro_batch_size, call.seq_length
-        self.messages = StageMessages(groups, given, config, embedding, output)
+        self.device = self.output.weight.device
+        self.messages = StageMessages(sharing, shape, config, call.micro_batch_size, call.seq_length)
         self.marks = self.messages.marks
-        self.sync = GradientSync(config)
-        self.vocabulary = VocabularyPasses(self.messages, embedding, output, self.sync, shape)
+        self.vocabulary = VocabularyPasses(self.messages, sharing, shape)
         self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
         self.data_store: list[Any] = []
         self.paused: dict[int, PausedForward] = {}
@@ -130,28 +111,23 @@ class StageRun:
         else:
             self.messages.launch(exchange)
 
-    def _begin(self, micro_batch: int, chunk: int, input_: Tensor | None) -> PausedForward:
+    def _begin(self, micro_batch: int, chunk: int, input_: Tensor | None, further: Any = ()) -> PausedForward:
         call = self.call
-        arguments = {
-            "forward_step_func": call.forward_step_func,
+        arguments = call._asdict() | {
             "data_iterator": call.data_iterator[chunk],
             "model": call.model[chunk],
-            "num_microbatches": call.num_microbatches,
             "input_tensor": input_,
             "forward_data_store": self.data_store,
             "config": self.config,
-            "collect_non_loss_data": call.collect_non_loss_data,
             "is_first_microbatch": micro_batch == 0 and (not call.forward_only or call.first_val_step is not False),
             "current_microbatch": micro_batch,
             "cp_group_size": parallel_state.get_context_parallel_world_size(),
             "vp_stage": chunk if len(call.model) > 1 else None,
             "is_last_stage": self.groups.is_last and chunk == len(call.model) - 1,
         }
-        known = inspect.signature(schedules.forward_step).parameters
         self._enter_chunk(micro_batch, chunk)
-        return PausedForward(
-            lambda: schedules.forward_step(**{name: value for name, value in arguments.items() if name in known})
-        )
+        step = partial(call_known, schedules.forward_step, **arguments)
+        return PausedForward(step, Known(self.marks.expect, further))
 
     def _enter_chunk(self, micro_batch: int, chunk: int) -> None:
         if len(self.call.model) > 1:
@@ -172,7 +148,7 @@ class StageRun:
             return ids.long()
 
         nothing = torch.zeros(expected, dtype=torch.int64, device=self.device)
-        ids = self.vocabulary.ids[what.micro_batch] = self.marks.attempt(begin, nothing)
+        ids = self.marks.attempt(begin, nothing)
         if self.messages.vary:
             self.messages.found(what.micro_batch, ids.shape[0] // given.predictions, ids.shape[1])
         self.messages.put(Exchange(Sent.TOKENS, what.micro_batch), ids)
@@ -181,6 +157,7 @@ class StageRun:
         n, chunk = what.micro_batch, what.chunk
         batch, _, piece, width, _ = self.messages.sizes(n)
         asks_losses = self.shape.is_back(self.groups.stage, what)
+        further = [self.vocabulary.further(n)] if asks_losses and self.shape.further else []
         input_ = None
         if self.shape.is_front(self.groups.stage, what):
             answer = self.vocabulary.embedding_of(n)
@@ -194,16 +171,12 @@ class StageRun:
             input_ = self._received(what).detach().requires_grad_(self.backward)
 
             def go() -> Any:
-                if asks_losses:
-                    return self._up_to_losses(n, self._begin(n, chunk, input_), further)
-                return self._begin(n, chunk, input_).go()
+                paused = self._begin(n, chunk, input_, further)
+                return self._up_to_losses(n, paused) if asks_losses else paused.go()
 
         if asks_losses:
-            further = self.vocabulary.further(n) if self.messages.predictions > 1 else None
-            self.marks.attempt(go)
-            if n not in self.vocabulary.hidden:
-                self.vocabulary.hidden[n] = self.vocabulary.no_hidden(n)
-            self.messages.put(Exchange(Sent.HIDDEN, n), *self.vocabulary.hidden[n])
+            found = self.marks.attempt(go) or self.vocabulary.no_hidden(n)
+            self.messages.put(Exchange(Sent.HIDDEN, n), *found)
         else:
             zeros = torch.zeros(piece, batch, width, dtype=self.config.pipeline_dtype, device=self.device)
             output, tokens = self.marks.attempt(go, ([zeros], 0))
@@ -221,13 +194,11 @@ class StageRun:
         (exchange,) = (
             one for one in needed(self.groups.stage, what, self.shape) if one.kind in (Sent.FORWARD, Sent.BACKWARD)
         )
-        found = self.messages.arrived(exchange)
-        assert found is not None
-        return found[0]
+        return self.messages.arrived(exchange)[0]
 
-    def _up_to_losses(self, n: int, paused: PausedForward, further: Any) -> None:
-        """Run the last layers, and those of multi-token prediction with the embeddings that they ask for."""
-        question = self._answered(paused, paused.go(), further)
+    def _up_to_losses(self, n: int, paused: PausedForward) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels."""
+        question = paused.go()
         if not isinstance(question, AskLosses):
             raise ValueError(
                 "the model on the last pipeline stage did not take a loss: call it with labels; a vocabulary shared "
@@ -242,17 +213,7 @@ class StageRun:
                 f"must be equal; train without autocast"
             )
         self.paused[n] = paused
-        self.vocabulary.hidden[n] = hidden, labels.transpose(0, 1).contiguous().long()
-
-    def _answered(self, paused: PausedForward, question: Any, further: Any = None) -> Any:
-        """What the forward step says next, when what it asked was answered as far as this stage can do that at once."""
-        while isinstance(question, (AskFurtherEmbeddings, Expect)):
-            if isinstance(question, Expect):
-                self.marks.expect(question.found, question.expected, question.name)
-                question = paused.go()
-            else:
-                question = paused.go(further)
-        return question
+        return hidden, labels.transpose(0, 1).contiguous().long()
 
     def finish_loss(self, what: Pass) -> None:
         n, chunk = what.micro_batch, len(self.call.model) - 1
@@ -261,12 +222,11 @@ class StageRun:
 
         def go() -> Any:
             self._enter_chunk(n, chunk)
-            paused = self.paused.pop(n)
             loss = result.loss_T.view(sequence, sizes.sequences).t().contiguous().float()
             hits = None if result.hits_T is None else result.hits_T.view(sequence, sizes.sequences)
             unit = None if unit_TD is None else unit_TD.view(piece, sizes.sequences, width)
             answer = Losses(loss, hits, unit, lambda which, grad: self.vocabulary.take_loss_gradient(n, which, grad))
-            return self._answered(paused, paused.go(answer))
+            return self.paused.pop(n).go(answer)
 
         output, tokens = self.marks.attempt(go, (None, 0))
         self.tokens += tokens
@@ -282,9 +242,10 @@ class StageRun:
 
         def go() -> Any:
             self._enter_chunk(n, chunk)
-            with self.sync.held_until(n == self.call.num_microbatches - 1):
-                model_type = schedules.get_model_type(self.call.model[chunk])
-                return _backward_step(input_, output, grad, model_type, self.config)
+            with gradients_held(self.config, n == self.call.num_microbatches - 1):
+                kind = schedules.get_model_type(self.call.model[chunk])  # which older versions want
+                step = schedules.backward_step
+                return call_known(step, input_, output, grad, model_type=kind, config=self.config)
 
         input_grad = self.marks.attempt(go)
         if is_back:
@@ -307,10 +268,3 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"schedule make {shape}: all micro-batches must be of the size that is given to it"
         )
     return tensor
-
-
-def _backward_step(input_: Any, output: Any, grad: Any, model_type: Any, config: Any) -> Any:
-    """Megatron's, which wants the model type in older versions."""
-    known = inspect.signature(schedules.backward_step).parameters
-    arguments = [input_, output, grad, model_type, config] if "model_type" in known else [input_, output, grad, config]
-    return schedules.backward_step(*arguments)

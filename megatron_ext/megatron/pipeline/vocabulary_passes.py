@@ -2,9 +2,6 @@
 
 What is between two passes of a micro-batch lies in dictionaries by its number. The passes of the layers (`stage_run`)
 put in what the model asks, and take out what it is answered.
-
-Legend: B batch, S sequence positions of this context-parallel rank, H hidden size, P predictions of each position: 1,
-or with multi-token prediction 1 + its layers (see `multi_token_stage`).
 """
 
 import contextlib
@@ -25,28 +22,21 @@ from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
 from megatron_ext.megatron.fused_loss.log_probs import IGNORE_INDEX
 from megatron_ext.megatron.pipeline.order.passes import Exchange, Pass, Sent, Shape
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import Sharing
 from megatron_ext.megatron.pipeline.side_stream import Aside, SideWork
 from megatron_ext.megatron.pipeline.stage_messages import StageMessages
 
 
-class GradientSync:
-    """When data parallelism may reduce gradients, by the config's `no_sync_func` and `grad_sync_func`."""
-
-    def __init__(self, config: Any):
-        self._config = config
-
-    @contextlib.contextmanager
-    def held_until(self, last: bool) -> Iterator[None]:
-        """A pass that gives gradients. They may be reduced in the last one, unless that is to be done at the end."""
-        functions = self._config.no_sync_func
-        if functions is None or (last and self._config.grad_sync_func is None):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            for function in functions if isinstance(functions, (list, tuple)) else [functions]:
-                stack.enter_context(function())
-            yield
+@contextlib.contextmanager
+def gradients_held(config: Any, last: bool) -> Iterator[None]:
+    """A pass that gives gradients: data parallelism may reduce them in the last one, or is told to at the end."""
+    functions = config.no_sync_func
+    if functions is None or (last and config.grad_sync_func is None):
+        functions = ()
+    with contextlib.ExitStack() as stack:
+        for function in functions if isinstance(functions, (list, tuple)) else [functions]:
+            stack.enter_context(function())
+        yield
 
 
 class VocabularyPasses:
@@ -56,39 +46,28 @@ class VocabularyPasses:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
         parts: this stage's part of the embedding, of B sequences and of the others.
         sums: of the embedding, on the first stage of B sequences, on the last one of the others if P > 1.
-        hidden: hidden states `[S, P B, H]` and labels `[S, P B]`, on the last stage.
         products, statistics: of the head, between its passes.
         results: `linear_steps.Result` aside; its `unit_dx_TD` goes to `sums_of_dx` on the last stage.
-        grad_losses: `[S, P B]`, on the last stage.
-        grad_embeddings: on the stages that have `sums`.
+        grad_embeddings: on the stages that have `sums`, until they are sent.
     """
 
-    def __init__(
-        self,
-        messages: StageMessages,
-        embedding: SharedEmbedding,
-        output: SharedOutputLayer,
-        sync: GradientSync,
-        shape: Shape,
-    ):
-        self.messages, self.groups, self.marks = messages, messages.groups, messages.marks
-        self.embedding, self.output, self.sync = embedding, output, sync
+    def __init__(self, messages: StageMessages, sharing: Sharing, shape: Shape):
+        self.messages, self.marks = messages, messages.marks
+        self.groups, self.embedding, self.output = _, embedding, output = sharing
         self.backward, self.beside = not shape.forward_only, shape.beside
         fuse = output.gradient_accumulation_fusion
         self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
         self.hits = output.mtp_layers > 0 and counts_acceptance()
-        self.asks_further = self.groups.is_last and messages.predictions > 1
+        self.asks_further = self.groups.is_last and shape.further
         self.side = SideWork(output.weight.device, shape.beside)
         self.ids: dict[int, Tensor] = {}
         self.parts: dict[int, list[Tensor]] = {}
         self.sums: dict[int, Pending] = {}
-        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}
         self.products: dict[int, linear_steps.Products] = {}
         self.statistics: dict[int, Aside] = {}
         self.results: dict[int, Aside] = {}
         self.sums_of_dx: dict[int, Aside] = {}
         self._part_of_dx: Pending | None = None  # on its way to the last stage
-        self.grad_losses: dict[int, Tensor] = {}
         self._grad_parts: dict[int, dict[int, Tensor]] = {}
         self.grad_embeddings: dict[int, Tensor] = {}
         # How often each parameter will get a gradient yet.
@@ -105,12 +84,9 @@ class VocabularyPasses:
 
     def look_up(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(Exchange(Sent.TOKENS, n))
-        if received is not None:
-            self.ids[n] = received[0].clone()
-        ids, vocab = self.ids[n], self.embedding.vocab
-        if not self.backward and not self.asks_further:
-            del self.ids[n]
+        ids, vocab = self.messages.arrived(Exchange(Sent.TOKENS, n))[0].clone(), self.embedding.vocab
+        if self.backward or self.asks_further:
+            self.ids[n] = ids
 
         @torch.no_grad()
         def rows(weight: Tensor) -> Tensor:
@@ -157,7 +133,7 @@ class VocabularyPasses:
 
     def multiply(self, what: Pass) -> None:
         n = what.micro_batch
-        hidden, labels = self.messages.arrived(Exchange(Sent.HIDDEN, n)) or self.hidden.pop(n)
+        hidden, labels = self.messages.arrived(Exchange(Sent.HIDDEN, n))
         if self.output.sequence_parallel:
             hidden = collectives.all_gather(hidden, self.groups.tp)
         hidden_TD, labels_T = hidden.flatten(0, -2), labels.flatten()
@@ -252,13 +228,11 @@ class VocabularyPasses:
         parts = self._grad_parts.pop(n, {})
         nothing = torch.zeros(sequence, batch, device=self.output.weight.device)
         grad = torch.cat([parts.get(which, nothing) for which in range(self.messages.predictions)], 1)
-        self.grad_losses[n] = grad
         self.messages.put(Exchange(Sent.GRAD_LOSS, n), grad)
 
     def weight_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        received = self.messages.arrived(Exchange(Sent.GRAD_LOSS, n))
-        grad = self.grad_losses.pop(n) if received is None else received[0]
+        (grad,) = self.messages.arrived(Exchange(Sent.GRAD_LOSS, n))
         result = self.side.take(self.results.pop(n))
 
         def go() -> None:
@@ -275,18 +249,16 @@ class VocabularyPasses:
 
     def put_embedding_gradient(self, n: int, sequences: int) -> None:
         """For all stages, when this one's backward pass has ended: of so many sequences, zeros if it has none."""
-        if n not in self.grad_embeddings:
-            shape = self.messages.embedding_shape(n, sequences)
-            self.grad_embeddings[n] = self.output.weight.new_zeros(shape)
+        grad = self.grad_embeddings.pop(n, None)
+        if grad is None:
+            grad = self.output.weight.new_zeros(self.messages.embedding_shape(n, sequences))
         kind = Sent.GRAD_EMBEDDING if self.groups.is_first else Sent.GRAD_FURTHER
-        self.messages.put(Exchange(kind, n), self.grad_embeddings[n])
+        self.messages.put(Exchange(kind, n), grad)
 
     def embedding_gradient(self, what: Pass) -> None:
         n = what.micro_batch
-        parts = []
-        for kind in (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: min(self.messages.predictions, 2)]:
-            received = self.messages.arrived(Exchange(kind, n))
-            parts.append(self.grad_embeddings.pop(n) if received is None else received[0])
+        kinds = (Sent.GRAD_EMBEDDING, Sent.GRAD_FURTHER)[: 1 + self.messages.shape.further]
+        parts = [self.messages.arrived(Exchange(kind, n))[0] for kind in kinds]
         if self.embedding.reduce_scatter_embeddings:
             grad = collectives.all_gather(torch.cat(parts, 1), self.groups.tp).transpose(0, 1)
         else:
@@ -307,5 +279,5 @@ class VocabularyPasses:
         """Hand a gradient to autograd, as a layer's backward would: data parallelism's hooks run."""
         self.left[weight] -= 1
         if gradient is not None:
-            with self.sync.held_until(self.left[weight] == 0):
+            with gradients_held(self.messages.config, self.left[weight] == 0):
                 weight.backward(gradient)

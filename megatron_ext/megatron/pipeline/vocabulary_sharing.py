@@ -1,11 +1,11 @@
 """Models built by Megatron get shared vocabulary layers: every stage its rows of what the first and last stage made."""
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_ext.distributed import collectives
@@ -18,7 +18,7 @@ from megatron_ext.megatron.output_layer import is_bent
 from megatron_ext.megatron.pipeline import multi_token_stage
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.order.passes import Sent
-from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer
+from megatron_ext.megatron.pipeline.shared_vocabulary_layers import SharedEmbedding, SharedOutputLayer, Sharing
 
 SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
 
@@ -32,15 +32,6 @@ class _Holder(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         return self.word_embeddings.sharded_state_dict(f"{prefix}word_embeddings.", sharded_offsets, metadata)
-
-
-@dataclass
-class Sharing:
-    """How a model, on all of its chunks on this stage, shares its vocabulary."""
-
-    groups: PipelineGroups
-    embedding: SharedEmbedding
-    output: SharedOutputLayer
 
 
 class Builder:
@@ -136,9 +127,7 @@ def _rows(whole: Tensor | None, groups: PipelineGroups, source: int, size: int, 
     own = buffer[groups.stage * rows : (groups.stage + 1) * rows].clone()
     weight = nn.Parameter(own.cpu() if config.use_cpu_initialization else own)
     # What Megatron reads off a parameter: cut over ranks along dimension 0, and of the vocabulary.
-    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    weight.partition_dim = 0  # type: ignore[attr-defined]
-    weight.partition_stride = 1  # type: ignore[attr-defined]
+    set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
     weight.allreduce = True  # type: ignore[attr-defined]
     weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
     return weight

@@ -148,9 +148,6 @@ def simulate(
     """A timeline for each stage: it runs the passes of each of its queues in order, the most urgent ready one first.
 
     No pass is begun that would end after a RESULT is known to be ready: all stages' backward passes wait for it.
-
-    Raises:
-        NoOrder: the passes wait for each other in a circle.
     """
     waiting = [[list(reversed(queue)) for queue in stage] for stage in queues]
     ends: dict[tuple[int, Pass], float] = {}
@@ -239,29 +236,14 @@ def pass_duration(times: Times) -> Callable[[int, Pass], float]:
         Kind.PRODUCTS: times.products,
         Kind.WEIGHT: times.weight,
         Kind.ROWS: times.rows,
-        Kind.RESULT: 0.0,
-        Kind.TOKENS: 0.0,
-        Kind.LOSS: 0.0,
     }
 
     def duration(stage: int, what: Pass) -> float:
         if what.kind is Kind.FORWARD:
             return times.forward[stage][what.chunk]
-        return times.backward[stage][what.chunk] if what.kind is Kind.BACKWARD else same[what.kind]
+        return times.backward[stage][what.chunk] if what.kind is Kind.BACKWARD else same.get(what.kind, 0.0)
 
     return duration
-
-
-def layer_needs(shape: Shape, send: float) -> Needs:
-    """What layers wait for: those before them (forward) or after them (backward), on the neighbouring stage."""
-
-    def needs(stage: int, what: Pass) -> Iterable[tuple[int, Pass, float]]:
-        for exchange in needed(stage, what, shape):
-            if exchange.kind in (Sent.FORWARD, Sent.BACKWARD):
-                for source_stage, source in sources(exchange, shape):
-                    yield source_stage, source, send
-
-    return needs
 
 
 def message_times(times: Times) -> dict[Sent, float]:

@@ -31,11 +31,7 @@ def stage_programs(shape: Shape, times: Times) -> tuple[tuple[Entry, ...], ...]:
 
 
 def joint_order(shape: Shape, runs: tuple[tuple[Run, ...], ...]) -> list[tuple[tuple[int, ...], Entry]]:
-    """All passes and exchanges of a simulated step in one order, each with its stages.
-
-    Raises:
-        ValueError: a pass stands before one that it waits for.
-    """
+    """All passes and exchanges of a simulated step in one order, each with its stages."""
     urgency = {kind: rank for rank, kind in enumerate(Sent)}
     passes = [(line % shape.stages, run.what) for line, found in enumerate(runs) for run in found]
     waits_for = {(stage, what): list(needed(stage, what, shape)) for stage, what in passes}
