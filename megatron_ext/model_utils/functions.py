@@ -88,8 +88,8 @@ class ChunkedDistributedLogprob(PlainFunction):
         inference_only: bool = False,
     ) -> Tensor:
         with saving(not inference_only):
-            vocab = shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group)
-            return log_probs(vocab_parallel_logits, target, tp_group, vocab, chunk_size)
+            columns = (vocab_start_index, vocab_end_index)
+            return log_probs(vocab_parallel_logits, target, columns, tp_group, chunk_size)
 
 
 class DistributedLogprobWithSampling(PlainFunction):
@@ -130,7 +130,7 @@ class ChunkedDistributedLogprobWithSampling(PlainFunction):
     ) -> Tensor:
         with saving(not inference_only):
             sampling = TrainingSamplingParams(top_k, top_p)
-            return log_probs(vocab_parallel_logits, target, tp_group, None, chunk_size, sampling)
+            return log_probs(vocab_parallel_logits, target, None, tp_group, chunk_size, sampling)
 
 
 class DistributedCrossEntropy(PlainFunction):

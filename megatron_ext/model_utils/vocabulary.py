@@ -12,7 +12,7 @@ from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.option_checks import check_option
-from megatron_ext.model_utils.arguments import columns_of, number, whole_if_none
+from megatron_ext.model_utils.arguments import check_dims, columns_of, number, whole_if_none
 from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
@@ -51,9 +51,7 @@ def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_
         ValueError: `column_indices` are not `[K]`; what `gather_logits_at_global_indices` refuses.
     """
     local = _local(logits)
-    if not isinstance(column_indices, Tensor) or column_indices.dim() != 1:
-        found = tuple(column_indices.shape) if isinstance(column_indices, Tensor) else type(column_indices).__name__
-        raise ValueError(f"column_indices is {found}: it must be [K] token ids, the same at every position")
+    check_dims("column_indices is", column_indices, 1, "it must be [K] token ids, the same at every position")
     start, end = columns_of(local, None, check_group(tp_group))
     indices = column_indices.to(local.device).expand(*local.shape[:2], -1)
     return gather_logits_at_global_indices(local, indices, tp_group, vocab_start_index=start, vocab_end_index=end)
