@@ -188,6 +188,4 @@ def all_gather_object(value: Any, group: Group) -> list[Any]:
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's rank `source`, on every rank. In place: `x` is the buffer (contiguous) on the others."""
-    if group is not None and group_size(group) > 1:
-        dist.broadcast(x, src=dist.get_global_rank(group, source), group=group)
-    return x
+    return start_broadcast(x, group, source).wait()
