@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
@@ -138,6 +139,11 @@ def next_log_probs(
         return whole_results(targets, compute, logits)
 
 
+def local(x: Tensor) -> Tensor:
+    """Of a DTensor this rank's part."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def saving(wanted: bool) -> AbstractContextManager:
     """Within it autograd keeps what backward needs, if `wanted` and not switched off outside."""
     return torch.set_grad_enabled(torch.is_grad_enabled() and wanted)
@@ -148,9 +154,6 @@ def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | 
 
     If it is not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
     rank, in the exchange that it makes anyway.
-
-    Raises:
-        ValueError: the rank is alone, and its columns are not the whole vocabulary.
     """
     rank, ranks = group_rank(check_group(tp_group)), group_size(tp_group)
     fits = (start, stop) == (rank * columns, (rank + 1) * columns)

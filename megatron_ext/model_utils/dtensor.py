@@ -85,11 +85,7 @@ def dtensor_from_parallel_logits_to_logprobs(
 
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
-    """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns.
-
-    Raises:
-        ValueError: there is no such dim, or it does not shard the vocabulary.
-    """
+    """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns."""
     mesh, last = logits.device_mesh, logits.dim() - 1
     names = mesh.mesh_dim_names or ()
     placement = logits.placements[names.index("tp")] if "tp" in names else None
