@@ -33,11 +33,6 @@ class Ranks(NamedTuple):
         return all(group_rank(group) == 0 for group in self.groups)
 
 
-def keep_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Note on a sharded model which ranks hold it."""
-    model.__dict__[_RANKS] = ranks
-
-
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by transformers' names, tied ones once; they share the model's memory."""
     names = [_plain(name) for name, _ in model.named_parameters()]
@@ -158,8 +153,8 @@ class _Files:
         return self.folder / f"{file}.unfinished"
 
 
-def save_as_transformers(model: nn.Module) -> None:
-    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`)."""
+def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
+    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`). `ranks` hold `model`."""
 
     def method(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dict") is not None:
@@ -167,4 +162,5 @@ def save_as_transformers(model: nn.Module) -> None:
         else:
             save_pretrained(self, save_directory, max_shard_size=kwargs.get("max_shard_size", "5GB"))
 
+    model.__dict__[_RANKS] = ranks
     model.__dict__["save_pretrained"] = MethodType(method, model)
