@@ -98,9 +98,9 @@ class ColumnParallelLinear(ParallelLayer):
         if skip_weight_param_allocation:
             self.weight = None
         else:
-            rows = self.output_size_per_partition
-            self._make_own_weight(rows, input_size, 0, init_method, stride, keep_master_weight_for_test)
-        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
+            full = self._make_weight(self.output_size_per_partition, input_size, 0, init_method, stride)
+            self.master_weight = full if keep_master_weight_for_test else None
+        self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, self.output_size_per_partition)
         if bias:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
@@ -110,21 +110,19 @@ class ColumnParallelLinear(ParallelLayer):
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
+        deferral = None
+        if self.grad_output_buffer is not None and option(self.config, "defer_embedding_wgrad_compute", False):
+            limit = option(self.config, "wgrad_deferral_limit", 0)
+            deferral = Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
         return Plan(
             self.tp_group,
             layout,
             "sharded",
             fuse_main_grad=self.gradient_accumulation_fusion,
-            deferral=self._deferral(),
+            deferral=deferral,
             output_dtype=self.output_dtype,
             symmetric=self.symmetric,
         ).in_mode(self.config)
-
-    def _deferral(self) -> Deferral | None:
-        if self.grad_output_buffer is None or not option(self.config, "defer_embedding_wgrad_compute", False):
-            return None
-        limit = option(self.config, "wgrad_deferral_limit", 0)
-        return Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

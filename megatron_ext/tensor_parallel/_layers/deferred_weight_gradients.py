@@ -44,15 +44,6 @@ class Deferral:
         return True
 
 
-def accumulate(weight: Tensor, dy_TN: Tensor, x_TD: Tensor, *, fused: bool) -> None:
-    """Add `dy.T @ x` to the weight's `main_grad` if `fused`, else to its `grad`."""
-    if fused:
-        add_to_main_grad(weight, dy_TN, x_TD)
-    else:
-        dw_ND = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
-        weight.grad = dw_ND if weight.grad is None else weight.grad + dw_ND
-
-
 def add_to_main_grad(weight: Tensor, dy_TN: Tensor, x_TD: Tensor) -> None:
     """Add `dy.T @ x` to the weight's `main_grad`, which Megatron-FSDP lends anew, and unset, each time."""
     buffer_ND = main_grad.buffer_of(weight)
@@ -93,8 +84,12 @@ def drain_embedding_wgrad_compute(
     while coming is not None:
         x_TD = coming.wait()
         coming = start() if inputs else None
-        dy_TN = _rows(grads.pop(0))
-        accumulate(weight, dy_TN.to(x_TD.dtype), x_TD, fused=config.gradient_accumulation_fusion)
+        dy_TN = _rows(grads.pop(0)).to(x_TD.dtype)
+        if config.gradient_accumulation_fusion:
+            add_to_main_grad(weight, dy_TN, x_TD)
+        else:
+            dw_ND = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
+            weight.grad = dw_ND if weight.grad is None else weight.grad + dw_ND
 
 
 def _rows(x: Tensor) -> Tensor:

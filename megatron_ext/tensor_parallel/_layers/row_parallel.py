@@ -77,9 +77,9 @@ class RowParallelLinear(ParallelLayer):
                 "input sharded along its last dim; pass input_is_parallel=True"
             )
         self._choose_path()
-        columns = self.input_size_per_partition
-        self._make_own_weight(output_size, columns, 1, init_method, stride, keep_master_weight_for_test)
-        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
+        full = self._make_weight(output_size, self.input_size_per_partition, 1, init_method, stride)
+        self.master_weight = full if keep_master_weight_for_test else None
+        self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, output_size)
         if bias:
             # Under sequence parallelism each rank sees its tokens only: Megatron sums such gradients over the ranks. An
