@@ -52,8 +52,9 @@ def check_group(group: Group, argument: str = "tp_group") -> Group:
         return None
     looks_like_one = isinstance(group, ProcessGroup) or (hasattr(group, "size") and hasattr(group, "rank"))
     if group is dist.GroupMember.NON_GROUP_MEMBER or (looks_like_one and group_rank(group) < 0):
+        rank = dist.get_rank() if dist.is_initialized() else 0
         raise ValueError(
-            f"{argument} does not hold this rank (global rank {_global_rank()}): every caller must be a member; "
+            f"{argument} does not hold this rank (global rank {rank}): every caller must be a member; "
             f"pass the group that new_group() returned on this rank's own member list"
         )
     if not looks_like_one:
@@ -62,10 +63,6 @@ def check_group(group: Group, argument: str = "tp_group") -> Group:
             f"pass for instance parallel_state.get_tensor_model_parallel_group()"
         )
     return group
-
-
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def parallel_state() -> ModuleType | None:

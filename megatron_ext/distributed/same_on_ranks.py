@@ -22,19 +22,13 @@ def require_same(
     """Compare digests of `facts` over all ranks, and raise on every one of them if any differs or has a fault.
 
     Args:
-        call: what users have called, for the message.
+        call: what users have called; with `advice`, what comes of a difference and what to do, for the message.
         facts: values by what they are, the same names in the same order on all ranks. What tells two of them apart is
             their `repr`, which must not hold addresses or sets.
-        groups: the dims of a grid of ranks, whose ranks together are those that take part.
-        device: where `groups` communicate.
+        groups: the dims of a grid of ranks, whose ranks together are those that take part; on `device`.
         fault: what this rank has refused, instead of raising it at once.
-        advice: for the message, what would come of the difference and what to do.
 
     Communicates: one all-gather of `len(facts) + 1` int64 for each of `groups` with several ranks.
-
-    Raises:
-        ValueError: ranks differ, and the message says in what; or another rank has a fault.
-        Exception: `fault`.
     """
     digests = [_digest(value) for value in facts.values()]
     # Bit i: ranks differ in fact i; the last bit: one has a fault. Dim by dim it comes to all ranks of the grid.

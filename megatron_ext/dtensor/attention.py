@@ -186,15 +186,17 @@ def sequence_hook(model: nn.Module) -> SequenceArguments | None:
 
 
 def _lay_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
+        return None
     hook: SequenceArguments = module.__dict__[_HOOK]
     tokens, refusal = args[0] if args else kwargs.get("input_ids"), Refusal()
-    if tokens is not None and "sequence_layout" not in kwargs:
+    if tokens is not None:
         args, kwargs = _check_token_ids(embedding(module), tokens, refusal, hook.cp_group, args, kwargs)
     # A forward that makes a loss of labels where logits are sharded takes them; not where sequences are.
     takes_labels = OWN_FORWARD in module.__dict__ and group_size(hook.cp_group) == 1
     labels = {name: kwargs[name] for name in ("labels", "shift_labels") if takes_labels and name in kwargs}
-    changed = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)
-    return None if changed is None else (changed[0], changed[1] | labels)
+    args, kwargs = hook(args, {name: x for name, x in kwargs.items() if name not in labels}, refusal)
+    return args, kwargs | labels
 
 
 def _check_token_ids(

@@ -12,7 +12,7 @@ W context-parallel ranks.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from megatron_ext.distributed.groups import group_size
 from megatron_ext.dtensor.attention import sequence_hook
 from megatron_ext.dtensor.decoder import embedding, require_model
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.hidden_states_or_logits import KNOWN, LOGITS, Read, read_out
+from megatron_ext.dtensor.output.hidden_states_or_logits import Read, read_out
 from megatron_ext.head import (
     LmHead,
     Logits,
@@ -59,9 +59,6 @@ class Labels(NamedTuple):
         if attention_mask is None:
             return following
         return following.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
-
-
-NEXT_TOKENS = Labels()
 
 
 def causal_lm_loss(
@@ -170,9 +167,7 @@ def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits: Tensor, input
         `[B, S - 1]`, fp32, differentiable. Communicates one collective at several ranks; backward none.
     """
     logits, group, vocab = local_shard(vocab_parallel_logits, -1)
-    log_probs = token_log_probs(logits[:, :-1], input_ids[:, 1:], group, vocab=vocab)
-    assert isinstance(log_probs, Tensor)
-    return log_probs
+    return cast(Tensor, token_log_probs(logits[:, :-1], input_ids[:, 1:], group, vocab=vocab))
 
 
 def causal_lm_sampled_log_probs(
@@ -254,7 +249,7 @@ def causal_lm_read(
         return found.where((given[0] != IGNORE_INDEX).unsqueeze(-1), 0.0) if skip_ignored else found
 
     read = Read(temperature, fused, unfused, columns=(columns,), bits=bits, logit_dtype=logit_dtype)
-    return _on_whole_sequences(model, read, tokens_BS, Labels(labels), None, cu_seqlens, beside=beside)[0]
+    return _on_whole_sequences(model, read, tokens_BS, Labels(labels), None, cu_seqlens, beside)[0]
 
 
 def causal_lm_from_logits(
@@ -282,7 +277,7 @@ def causal_lm_from_logits(
         return read(logits, *(beside or (None,)), **shard)
 
     made = Read(1.0, None, of_logits, columns=(columns,))
-    return _on_whole_sequences(model, made, tokens_BS, NEXT_TOKENS, None, cu_seqlens, LOGITS, beside)[0]
+    return _on_whole_sequences(model, made, tokens_BS, Labels(), None, cu_seqlens, beside)[0]
 
 
 def _on_whole_sequences(
@@ -292,7 +287,6 @@ def _on_whole_sequences(
     given: Labels,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    fused: str = KNOWN,
     beside: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """`beside`: `[B, S, K]`, what `read` takes of each position beside its label."""
@@ -327,7 +321,7 @@ def _on_whole_sequences(
         inputs["cu_seqlens"] = cu_seqlens
     given_BS = [labels_BS] if beside is None else [labels_BS, F.pad(beside, (0, 0, 0, padding))]
     given_BP = [parts.split(x, 1) for x in given_BS]
-    found, refused = read_out(model, read, fused, parts.split(tokens_BS, 1), given_BP, **inputs)
+    found, refused = read_out(model, read, parts.split(tokens_BS, 1), given_BP, **inputs)
     return tuple(parts.gather_or_refuse(x, 1, fault or refused)[:, :length] for x in found)
 
 

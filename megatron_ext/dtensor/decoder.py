@@ -7,11 +7,7 @@ from torch import nn
 
 
 def import_transformers() -> ModuleType:
-    """The module `transformers`.
-
-    Raises:
-        ImportError: it is not installed, or too old to take an attention function.
-    """
+    """The module `transformers`; an ImportError if it is not installed, or too old to take an attention function."""
     try:
         import transformers
 
@@ -22,11 +18,7 @@ def import_transformers() -> ModuleType:
 
 
 def text_model(model: nn.Module) -> Any:
-    """The module of `model` (or itself) that goes from token ids to last hidden states.
-
-    Raises:
-        ValueError: there is none with `embed_tokens`, `layers` and `norm`, or more than one.
-    """
+    """The module of `model` (or itself) that goes from token ids to last hidden states; a ValueError without one."""
     return model.get_submodule(text_model_path(model))
 
 
@@ -67,11 +59,7 @@ def require_model(model: Any) -> None:
 
 
 def output_head_path(model: nn.Module) -> str:
-    """The name of the linear module from hidden states to logits.
-
-    Raises:
-        ValueError: the model has none, or is no model.
-    """
+    """The name of the linear module from hidden states to logits; a ValueError if the model has none, or is none."""
     require_model(model)
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers is not imported here
     for name, module in model.named_modules():

@@ -103,10 +103,7 @@ def column_layout(module: Any, ranks: int) -> str | None:
 
 
 def reach_all(block: nn.Module, experts: nn.Module) -> None:
-    """Give all experts of a mixture gradients, those that no token went to zeros.
-
-    FSDP2 reduces what has a gradient, and its ranks would wait for each other if not all had the same.
-    """
+    """Give experts that no token went to gradients of zero: FSDP2's ranks wait for each other if some have none."""
 
     def reach(module: nn.Module, args: tuple, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output

@@ -102,9 +102,7 @@ def takes_attention_functions(model: nn.Module) -> bool:
 def model_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
     """The plan of the layers and the last norm of `model`'s text decoder, keys relative to it.
 
-    Raises:
-        Unknown: a part of it is not understood.
-        ValueError: sizes that do not divide by the ranks.
+    Raises Unknown where a part of it is not understood, ValueError of sizes that do not divide by the ranks.
     """
     text = text_model(model)
     for name, child in text.named_children():

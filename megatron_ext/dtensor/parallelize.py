@@ -18,7 +18,7 @@ from megatron_ext.dtensor.layers import ParallelSizes
 from megatron_ext.dtensor.output.head_rule import head_rule
 from megatron_ext.dtensor.output.hidden_states_or_logits import register
 from megatron_ext.dtensor.plans import Chosen, Plan, choose_plan
-from megatron_ext.dtensor.pretrained.saving import Ranks, keep_ranks, save_as_transformers
+from megatron_ext.dtensor.pretrained.saving import Ranks, save_as_transformers
 from megatron_ext.dtensor.same_model import groups_of, refuse_parallel, require_same_model
 
 
@@ -230,8 +230,7 @@ def _parallelize_with(
         group = cp_mesh.get_group() if cp_mesh is not None and cp > 1 else None
         use_attention(model, group, tp, sequence_parallel)
     _shard(model, chosen.plan, tp_mesh, wrapping)
-    keep_ranks(model, Ranks(*groups_of(meshes)))
-    save_as_transformers(model)
+    save_as_transformers(model, Ranks(*groups_of(meshes)))
     return model
 
 

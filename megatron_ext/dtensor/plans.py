@@ -30,6 +30,7 @@ from megatron_ext.dtensor.layers import (
 )
 from megatron_ext.dtensor.styles import FusedColwise
 
+_OF_LINEARS = (ColwiseParallel, RowwiseParallel, FusedColwise, EmbeddingRows)
 _NO_DECODER = "embed_tokens, layers and norm are not in one module of it"
 _EXPERTS: dict[str, Callable[[], ParallelStyle]] = {
     "moe_tp_experts": ExpertsByColumn,
@@ -55,13 +56,9 @@ class Chosen(NamedTuple):
 
 
 def choose_plan(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] | str | None = None) -> Chosen:
-    """How `model`, on any device (also meta), becomes parallel as `layout` says.
+    """How `model`, on any device (also meta), becomes parallel as `layout` says; or a ValueError that says why not.
 
-    Args:
-        custom: a caller's plan, instead of ours; see `custom_plan`.
-
-    Raises:
-        ValueError: it cannot; the message says what stands in the way.
+    `custom`: a caller's plan, instead of ours; see `custom_plan`.
     """
     chosen = _chosen(model, layout, custom)
     if layout.tp > 1:
@@ -109,12 +106,7 @@ def _chosen(model: nn.Module, layout: ParallelSizes, custom: Mapping[str, Any] |
 def _check_modules(model: nn.Module, plan: Plan) -> None:
     """Raises ValueError where a style stands for a module that torch cannot cut, which it says when others are cut."""
     for path, style in plan.items():
-        if type(style) not in (
-            ColwiseParallel,
-            RowwiseParallel,
-            FusedColwise,
-            EmbeddingRows,
-        ):  # a user's own may cut other modules
+        if type(style) not in _OF_LINEARS:  # a user's own may cut other modules
             continue
         for name, module in _matching(model, path):
             if not isinstance(module, nn.Linear | nn.Embedding):
@@ -141,12 +133,7 @@ def _matching(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 
 
 def structural_plan(model: nn.Module, layout: ParallelSizes) -> Plan:
-    """The plan that follows from what `model` consists of.
-
-    Raises:
-        Unknown: a part of it is not understood.
-        ValueError: sizes that do not divide by the tensor-parallel ranks.
-    """
+    """The plan that follows from what `model` consists of; raises what `model_plan` does."""
     text, head = text_model_path(model), output_head_path(model)
     prefix = f"{text}." if text else ""
     plan: Plan = {f"{prefix}{name}": style for name, style in model_plan(model, layout).items()}
@@ -235,14 +222,9 @@ def get_hf_tp_plan(model: nn.Module, ranks: int = 1) -> Plan:
 
 
 def custom_plan(plan: Mapping[str, Any] | str) -> Plan:
-    """A caller's plan: module names to styles, torch's or transformers' names of them; or where to import that from.
+    """A caller's plan: module names to styles, torch's or transformers' names of them.
 
-    Args:
-        plan: the mapping itself, or "package.module.NAME" of a mapping, or of a function without arguments that
-            makes one.
-
-    Raises:
-        ValueError: it is neither, cannot be imported, or has values that are not styles.
+    Or "package.module.NAME" of such a mapping, or of a function without arguments that makes one.
     """
     found: Any = plan
     if isinstance(plan, str):

@@ -183,19 +183,17 @@ def own_parts(parameter: Tensor, parts: Sequence[int], dim: int = 0) -> Tensor:
 class _OwnParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, parts: tuple[int, ...], group: Any) -> Tensor:
-        ctx.pieces = _pieces(parts, group_size(group), group_rank(group))
-        ctx.group = group
-        sends, received = ctx.pieces
-        rows = torch.cat([chunk[a:b] for runs in sends for a, b in runs])
-        return collectives.all_to_all(rows, group, received, [sum(b - a for a, b in runs) for runs in sends])
+        sends, received = _pieces(parts, group_size(group), group_rank(group))
+        sizes = [sum(b - a for a, b in runs) for runs in sends]
+        ctx.runs = [run for runs in sends for run in runs]
+        ctx.sizes, ctx.received, ctx.group = sizes, received, group
+        return collectives.all_to_all(torch.cat([chunk[a:b] for a, b in ctx.runs]), group, received, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        sends, received = ctx.pieces
-        sizes = [sum(b - a for a, b in runs) for runs in sends]
-        rows = collectives.all_to_all(grad, ctx.group, sizes, received)
+        rows = collectives.all_to_all(grad, ctx.group, ctx.sizes, ctx.received)
         chunk, done = torch.empty_like(rows), 0
-        for a, b in (run for runs in sends for run in runs):
+        for a, b in ctx.runs:
             chunk[a:b] = rows[done : done + b - a]
             done += b - a
         return chunk, None, None

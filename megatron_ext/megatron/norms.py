@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.distributed.groups import tensor_parallel_group
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_linear, sharded_object
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
 from megatron_ext.tensor_parallel._random.transformer_engine import have_transformer_engine
 
 
@@ -50,11 +50,11 @@ class _MarkedNorm(torch.nn.Module):
         Raises:
             ValueError: Megatron's dist_checkpointing is not imported.
         """
-        group = tensor_parallel_group()
-        state = sharded_linear(self.state_dict(keep_vars=True), {}, prefix, sharded_offsets, group, metadata)
+        place = Place(sharded_offsets, metadata, tensor_parallel_group())
+        state = place.layer(self.state_dict(keep_vars=True), {}, prefix)
         if self.stores_extra_state:
             key = f"{prefix}_extra_state"
-            state[key] = sharded_object(None, key, sharded_offsets, group, metadata)
+            state[key] = place.object(None, key)
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:

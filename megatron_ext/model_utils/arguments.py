@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, check_group, group_rank, group_size
@@ -74,11 +75,15 @@ def sampling_of(params: Any) -> TrainingSamplingParams:
     return TrainingSamplingParams(None if off else top_k, top_p, number(getattr(params, "temperature", 1.0)))
 
 
+Columns = tuple[int, int] | VocabShard | None
+"""This rank's columns: `[start, stop)` as a caller gives them, or a shard known to be right; None: equal shards."""
+
+
 def log_probs(
     logits_BSV: Tensor,
     labels_BS: Tensor,
+    columns: Columns,
     tp_group: Group,
-    vocab: VocabShard | None,
     chunk_size: int | None,
     sampling_params: Any = None,
 ) -> Tensor:
@@ -87,6 +92,7 @@ def log_probs(
     The logits are taken as they are, scaled already. `PADDING` as a label gives 0.
     """
     sampling = sampling_of(sampling_params)
+    vocab = shard(*columns, logits_BSV.shape[-1], tp_group) if isinstance(columns, tuple) else columns
     return head.sampled_log_probs(
         logits_BSV,
         padding_ignored(labels_BS),
@@ -117,18 +123,25 @@ def whole_results(targets: Targets, compute: Callable[[Tensor], Any], like: Tens
 def next_log_probs(
     logits: Tensor,
     targets: Targets,
+    columns: Columns,
     tp_group: Group,
-    vocab: Callable[[], VocabShard | None],
     chunk_size: int | None,
     sampling_params: Any,
+    inference_only: bool = False,
 ) -> Tensor:
-    """`[B, S - 1]`: `log_probs` of what follows each token of whole sequences. `vocab`: asked where others wait."""
+    """`[B, S - 1]`: `log_probs` of what follows each token of whole sequences."""
     check_call(chunk_size, sampling_params)
 
     def compute(labels: Tensor) -> Tensor:
-        return log_probs(logits, labels, tp_group, vocab(), chunk_size, sampling_params)
+        return log_probs(logits, labels, columns, tp_group, chunk_size, sampling_params)
 
-    return whole_results(targets, compute, logits)
+    with saving(not inference_only):
+        return whole_results(targets, compute, logits)
+
+
+def local(x: Tensor) -> Tensor:
+    """Of a DTensor this rank's part."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def saving(wanted: bool) -> AbstractContextManager:
@@ -141,9 +154,6 @@ def shard(start: int, stop: int, columns: int, tp_group: Group) -> VocabShard | 
 
     If it is not, this rank claims a vocabulary of a size that the others do not know: the head then raises on every
     rank, in the exchange that it makes anyway.
-
-    Raises:
-        ValueError: the rank is alone, and its columns are not the whole vocabulary.
     """
     rank, ranks = group_rank(check_group(tp_group)), group_size(tp_group)
     fits = (start, stop) == (rank * columns, (rank + 1) * columns)
@@ -173,13 +183,16 @@ def chunk_tokens(chunk_size: int | None, sequences: int) -> int | None:
     return chunk_size * max(sequences, 1)
 
 
+def check_dims(what: str, x: Any, dims: int, rule: str) -> None:
+    """Raises ValueError, which begins with `what` and ends in the `rule`, unless `x` is a tensor of `dims` dims."""
+    if not isinstance(x, Tensor) or x.dim() != dims:
+        raise ValueError(f"{what} {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}: {rule}")
+
+
 def check_logits(logits: Tensor) -> None:
     """Raises ValueError unless they are `[B, S, V/R]`."""
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(
-            f"logits are {found}: they must be [batch, sequence, vocabulary shard]; add the dims of size 1"
-        )
+    rule = "they must be [batch, sequence, vocabulary shard]; add the dims of size 1"
+    check_dims("logits are", logits, 3, rule)
 
 
 def columns_of(logits: Tensor, rank: int | None, tp_group: Group) -> tuple[int, int]:

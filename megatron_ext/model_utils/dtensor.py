@@ -3,7 +3,6 @@
 Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W context-parallel ranks.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.model_utils.arguments import check_logits, next_log_probs, saving, shard
+from megatron_ext.model_utils.arguments import check_logits, next_log_probs
 from megatron_ext.sequence.targets import PaddedTargets, PermutedTargets, Targets
 
 
@@ -44,7 +43,7 @@ def get_logprobs_from_vocab_parallel_logits(
     logits, group, vocab = shard_of_dtensor(vocab_parallel_logits)
     check_logits(logits)
     targets = _targets(input_ids, logits.shape[:2], seq_index)
-    return next_log_probs(logits, targets, group, lambda: vocab, chunk_size, sampling_params)
+    return next_log_probs(logits, targets, vocab, group, chunk_size, sampling_params)
 
 
 def dtensor_from_parallel_logits_to_logprobs(
@@ -78,19 +77,15 @@ def dtensor_from_parallel_logits_to_logprobs(
         ValueError: as there; a target sharded over "cp" otherwise than along S, or without `seq_index`.
     """
     check_logits(vocab_parallel_logits)
-    columns = vocab_parallel_logits.shape[-1]
     targets = _targets(target, vocab_parallel_logits.shape[:2], seq_index)
-    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group)
-    with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, chunk_size, sampling_params)
+    columns = (vocab_start_index, vocab_end_index)
+    return next_log_probs(
+        vocab_parallel_logits, targets, columns, tp_group, chunk_size, sampling_params, inference_only
+    )
 
 
 def shard_of_dtensor(logits: DTensor) -> tuple[Tensor, Group, VocabShard]:
-    """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns.
-
-    Raises:
-        ValueError: there is no such dim, or it does not shard the vocabulary.
-    """
+    """This rank's tensor of logits sharded over the mesh dim "tp", its group and columns."""
     mesh, last = logits.device_mesh, logits.dim() - 1
     names = mesh.mesh_dim_names or ()
     placement = logits.placements[names.index("tp")] if "tp" in names else None

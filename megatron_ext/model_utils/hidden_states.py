@@ -18,6 +18,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
 from megatron_ext.head.validation.sampling_checks import filters
 from megatron_ext.model_utils.arguments import (
     check_call,
+    check_dims,
     chunk_tokens,
     number,
     padding_ignored,
@@ -117,17 +118,16 @@ def from_parallel_hidden_states_to_logprobs(
     if cu_seqlens_padded is None:
         targets = PaddedTargets(target, shape, cp_group, group_size(tp_group) if hidden_layout == "sequence" else 1)
     else:
-        targets = PackedTargets(
-            target,
-            shape,
-            cp_group,
-            cu_seqlens_padded,
-            number(unpacked_seqlen),
-            cu_seqlens=cu_seqlens,
-        )
+        rows = number(unpacked_seqlen)
+        targets = PackedTargets(target, shape, cp_group, cu_seqlens_padded, rows, cu_seqlens=cu_seqlens)
     check_call(chunk_size, sampling_params)
-    check_option("temperature", sampling_of(sampling_params).temperature)
-    _check_entropy(return_entropy, sampling_params)
+    sampling = sampling_of(sampling_params)
+    check_option("temperature", sampling.temperature)
+    if return_entropy and filters(sampling.top_k, sampling.top_p):
+        raise ValueError(
+            "return_entropy is True together with top_k or top_p: the entropy is that of the whole vocabulary; "
+            "call once for each, or turn the filter off"
+        )
 
     def compute(labels: Tensor) -> Any:
         return _log_probs(
@@ -171,9 +171,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(PlainFunction):
         hidden_layout: HiddenLayout = "sequence",
     ) -> Tensor:
         with saving(not inference_only):
-            if not isinstance(target, Tensor) or target.dim() != 2:
-                found = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-                raise ValueError(f"target is {found}: it must be token ids [batch, sequence], shifted already")
+            check_dims("target is", target, 2, "it must be token ids [batch, sequence], shifted already")
             vocab = _shard(vocab_start_index, vocab_end_index, output_weight_layer, tp_group)
             return _log_probs(
                 tensor_parallel_hidden_states,
@@ -211,30 +209,15 @@ def _log_probs(
     return head.linear_sampled_log_probs(hidden_SBD, weight, labels_BS.t(), **call).t()
 
 
-def _rows(weight: Any) -> int | None:
-    """None of what is no weight, which is for the head to say."""
-    return weight.shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else None
-
-
 def _shard(start: int, stop: int, weight: Any, tp_group: Group) -> VocabShard | None:
-    rows = _rows(weight)
-    return None if rows is None else shard(start, stop, rows, tp_group)
-
-
-def _check_entropy(return_entropy: bool, sampling_params: Any) -> None:
-    sampling = sampling_of(sampling_params)
-    if return_entropy and filters(sampling.top_k, sampling.top_p):
-        raise ValueError(
-            "return_entropy is True together with top_k or top_p: the entropy is that of the whole vocabulary; "
-            "call once for each, or turn the filter off"
-        )
+    """None of what is no weight, which is for the head to say."""
+    is_weight = isinstance(weight, Tensor) and weight.dim() == 2
+    return shard(start, stop, weight.shape[0], tp_group) if is_weight else None
 
 
 def _positions(hidden_SBD: Tensor, layout: HiddenLayout, tp_group: Group) -> torch.Size:
     """`[B, S]` that hidden states stand for."""
-    if not isinstance(hidden_SBD, Tensor) or hidden_SBD.dim() != 3:
-        found = tuple(hidden_SBD.shape) if isinstance(hidden_SBD, Tensor) else type(hidden_SBD).__name__
-        raise ValueError(f"hidden states are {found}: they must be [sequence, batch, hidden size], as in Megatron")
+    check_dims("hidden states are", hidden_SBD, 3, "they must be [sequence, batch, hidden size], as in Megatron")
     one_of("hidden_layout", layout, get_args(HiddenLayout))
     slices = group_size(check_group(tp_group)) if layout == "sequence" else 1
     return torch.Size((hidden_SBD.shape[1], hidden_SBD.shape[0] * slices))

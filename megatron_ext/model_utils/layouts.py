@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group, check_group, group_rank, group_size
+from megatron_ext.model_utils.arguments import local
 from megatron_ext.model_utils.functions import PlainFunction
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.zigzag import gather_parts, split_zigzag
@@ -67,8 +67,7 @@ def cp_load_balanced_to_contiguous(x: Tensor, *, cp_group: Group = None, seq_dim
     """
     if group_size(check_group(cp_group, "cp_group")) == 1:
         return x
-    local = x.to_local() if isinstance(x, DTensor) else x
-    whole = allgather_cp_sharded_tensor(local, cp_group, seq_dim)
+    whole = allgather_cp_sharded_tensor(local(x), cp_group, seq_dim)
     return whole.chunk(group_size(cp_group), seq_dim)[group_rank(cp_group)].contiguous()
 
 

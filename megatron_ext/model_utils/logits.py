@@ -7,21 +7,13 @@ Legend: B sequences, S tokens of each, V vocabulary, R tensor-parallel and W con
 of N documents.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.distributed.groups import Group
-from megatron_ext.model_utils.arguments import (
-    check_logits,
-    columns_of,
-    next_log_probs,
-    number,
-    saving,
-    shard,
-)
+from megatron_ext.model_utils.arguments import check_logits, columns_of, next_log_probs, number
 from megatron_ext.model_utils.dtensor import get_logprobs_from_vocab_parallel_logits
 from megatron_ext.sequence.devices import on_device
 from megatron_ext.sequence.targets import PackedTargets, PaddedTargets
@@ -65,10 +57,10 @@ def from_parallel_logits_to_logprobs(
     """
     check_logits(vocab_parallel_logits)
     targets = PaddedTargets(target, vocab_parallel_logits.shape[:2], cp_group)
-    columns = vocab_parallel_logits.shape[-1]
-    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, tp_group)
-    with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, tp_group, vocab, chunk_size, sampling_params)
+    columns = (vocab_start_index, vocab_end_index)
+    return next_log_probs(
+        vocab_parallel_logits, targets, columns, tp_group, chunk_size, sampling_params, inference_only
+    )
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -120,10 +112,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         target_is_pre_rolled,
         cu_seqlens,
     )
-    columns = vocab_parallel_logits.shape[-1]
-    vocab = partial(shard, vocab_start_index, vocab_end_index, columns, group)
-    with saving(not inference_only):
-        return next_log_probs(vocab_parallel_logits, targets, group, vocab, chunk_size, sampling_params)
+    columns = (vocab_start_index, vocab_end_index)
+    return next_log_probs(vocab_parallel_logits, targets, columns, group, chunk_size, sampling_params, inference_only)
 
 
 def get_next_token_logprobs_from_logits(

@@ -13,6 +13,7 @@ from megatron_ext import head
 from megatron_ext.distributed.groups import UNSHARDED, Group, group_size
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.model_utils.arguments import (
+    check_dims,
     check_logits,
     chunk_tokens,
     columns_of,
@@ -173,12 +174,10 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 def _check_indices(argument: str, indices: Tensor, batch: int) -> None:
-    if not isinstance(indices, Tensor) or indices.dim() != 3 or indices.shape[0] != batch:
-        found = tuple(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(
-            f"{argument} is {found}: it must be [{batch}, sequence, K], batch size as of the logits; pass token ids of "
-            f"whole sequences"
-        )
+    rule = f"it must be [{batch}, sequence, K], batch size as of the logits; pass token ids of whole sequences"
+    check_dims(f"{argument} is", indices, 3, rule)
+    if indices.shape[0] != batch:
+        raise ValueError(f"{argument} is {tuple(indices.shape)}: {rule}")
 
 
 def _over_last_dim(logits: Tensor) -> Tensor:

@@ -6,13 +6,12 @@ is taken. What they return is fp32 (fp64 for fp64).
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_ext import head
 from megatron_ext.distributed.groups import Group, check_group, group_size
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.option_checks import check_option
-from megatron_ext.model_utils.arguments import columns_of, number, whole_if_none
+from megatron_ext.model_utils.arguments import check_dims, columns_of, local, number, whole_if_none
 from megatron_ext.model_utils.top_k import gather_logits_at_global_indices
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
@@ -27,10 +26,10 @@ def vocab_parallel_log_softmax(logits: Tensor, temperature: float, *, tp_group: 
     """
     temperature = number(temperature)
     check_option("temperature", temperature)
-    local = _local(logits)
-    if temperature != 1 and local.is_floating_point():
-        local = local.to(accumulation_dtype(local.dtype)) / temperature
-    return head.vocab_parallel_log_softmax(local, tp_group=whole_if_none(tp_group))
+    own = local(logits)
+    if temperature != 1 and own.is_floating_point():
+        own = own.to(accumulation_dtype(own.dtype)) / temperature
+    return head.vocab_parallel_log_softmax(own, tp_group=whole_if_none(tp_group))
 
 
 def vocab_parallel_full_log_softmax(logits: Tensor, temperature: float, *, tp_group: Group = None) -> Tensor:
@@ -50,13 +49,11 @@ def vocab_parallel_gather_columns(logits: Tensor, column_indices: Tensor, *, tp_
     Raises:
         ValueError: `column_indices` are not `[K]`; what `gather_logits_at_global_indices` refuses.
     """
-    local = _local(logits)
-    if not isinstance(column_indices, Tensor) or column_indices.dim() != 1:
-        found = tuple(column_indices.shape) if isinstance(column_indices, Tensor) else type(column_indices).__name__
-        raise ValueError(f"column_indices is {found}: it must be [K] token ids, the same at every position")
-    start, end = columns_of(local, None, check_group(tp_group))
-    indices = column_indices.to(local.device).expand(*local.shape[:2], -1)
-    return gather_logits_at_global_indices(local, indices, tp_group, vocab_start_index=start, vocab_end_index=end)
+    own = local(logits)
+    check_dims("column_indices is", column_indices, 1, "it must be [K] token ids, the same at every position")
+    start, end = columns_of(own, None, check_group(tp_group))
+    indices = column_indices.to(own.device).expand(*own.shape[:2], -1)
+    return gather_logits_at_global_indices(own, indices, tp_group, vocab_start_index=start, vocab_end_index=end)
 
 
 def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
@@ -65,8 +62,4 @@ def vocab_parallel_argmax(logits: Tensor, *, tp_group: Group = None) -> Tensor:
     Communicates: 1 collective.
     """
     with torch.no_grad():
-        return head.vocab_topk(_local(logits), 1, tp_group=whole_if_none(tp_group))[1].squeeze(-1)
-
-
-def _local(logits: Tensor) -> Tensor:
-    return logits.to_local() if isinstance(logits, DTensor) else logits
+        return head.vocab_topk(local(logits), 1, tp_group=whole_if_none(tp_group))[1].squeeze(-1)

@@ -96,7 +96,7 @@ class InferenceLayerNormColumnParallelLinear(_InferenceColumn):
                 f"plain weights; use another layer spec for this model"
             )
         self.eps = config.layernorm_epsilon
-        self.layer_norm_weight = self._new_parameter(config, input_size)
+        self.layer_norm_weight = self._new_parameter(input_size)
         torch.nn.init.ones_(self.layer_norm_weight)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 

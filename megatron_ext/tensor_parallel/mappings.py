@@ -164,10 +164,8 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx, group, input, output_split_sizes, input_split_sizes, use_nccl_stream=False):
         ctx.group = group
-        ctx.output_split_sizes, ctx.input_split_sizes = (
-            listed_sizes(output_split_sizes),
-            listed_sizes(input_split_sizes),
-        )
+        ctx.output_split_sizes = listed_sizes(output_split_sizes)
+        ctx.input_split_sizes = listed_sizes(input_split_sizes)
         return exchange(group, input, ctx.output_split_sizes, ctx.input_split_sizes)
 
     @staticmethod

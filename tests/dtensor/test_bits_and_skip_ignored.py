@@ -133,8 +133,7 @@ def test_bits_are_refused_where_the_models_logits_are_read():
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_mode_reaches_the_layers_of_a_parallel_model(sequence_parallel):
     """Log-probabilities and entropies of a row beside another one, and alone; two ranks' parts have one sum."""
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    model = parallelize(make("llama"), *meshes(tp=2), sequence_parallel=sequence_parallel)
     ids = batch()["input_ids"]
     with batch_invariant_mode(), warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", "batch_invariant_mode is on")

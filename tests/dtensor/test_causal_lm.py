@@ -42,8 +42,7 @@ def test_odd_lengths_and_padding_are_nobodys_business():
     (true.sum() + 0.7 * entropy.sum()).backward()
     gradients = {name: p.grad for name, p in plain.named_parameters()}
 
-    mesh, dp_cp = meshes(cp=2, tp=2)
-    model = parallelize(make("gemma3"), mesh, dp_cp, sequence_parallel=True)
+    model = parallelize(make("gemma3"), *meshes(cp=2, tp=2), sequence_parallel=True)
     found, found_entropy = causal_lm_log_probs(
         model, tokens, attention_mask=mask, temperature=1.3, return_entropy=True, cache=0
     )
@@ -62,8 +61,7 @@ def test_packed_tokens_of_an_odd_number_in_slices():
     cu_seqlens = torch.tensor([0, 5, 6, 13])
     tokens = drawn(1, 13)
     logits = reference("llama", False, tokens, cu_seqlens)[0]
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True)
+    model = parallelize(make("llama"), *meshes(tp=2), sequence_parallel=True)
     loss = causal_lm_loss(model, tokens, cu_seqlens=cu_seqlens)
     assert error(loss, -_log_probs(logits, next_tokens(tokens, cu_seqlens))) < 3e-6
     assert loss[0, [4, 5, 12]].eq(0).all()
@@ -157,8 +155,7 @@ def largest_logits():
 @ranks(2)
 def test_no_logits_are_held():
     """Forward makes nothing of vocabulary size for all tokens; the way through logits does. Seen on rank 0's shard."""
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("llama"), mesh, dp_cp)
+    model = parallelize(make("llama"), *meshes(tp=2))
     tokens, shard = drawn(2, 64), (VOCAB // 2 + 1,)
 
     with largest_logits() as found:
@@ -176,8 +173,7 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
     """The vocabulary is odd, and its shards uneven; gradients of every parameter come through the logits."""
     tokens = drawn(2, 16)
     logits, _, gradients = reference("qwen3", True, tokens)
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("qwen3", True), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    model = parallelize(make("qwen3", True), *meshes(tp=2), sequence_parallel=sequence_parallel)
     found = get_logprobs_from_vocab_parallel_logits(model(input_ids=tokens).logits, tokens)
     assert error(found, _log_probs(logits[:, :-1], tokens[:, 1:])) < 3e-6
     (-found.mean()).backward()
@@ -189,8 +185,7 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
 def test_a_label_that_one_context_parallel_rank_holds():
     """It alone can refuse it: the other hears of it where the results are joined."""
     tokens = drawn(2, 16)
-    mesh, dp_cp = meshes(cp=2)
-    model = parallelize(make("llama"), mesh, dp_cp)
+    model = parallelize(make("llama"), *meshes(cp=2))
     labels = next_tokens(tokens)
     labels[1, 15] = VOCAB  # of rank 0's part
     said = "another rank of cp_group refused" if torch.distributed.get_rank() else r"outside \[0, 97\)"
@@ -251,8 +246,7 @@ def test_labels_are_those_of_transformers():
 @pytest.mark.parametrize("tp", [1, 2])
 @ranks(2)
 def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
-    mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
-    model, tokens = parallelize(make("llama"), mesh, dp_cp), drawn(2, 8)
+    model, tokens = parallelize(make("llama"), *meshes(dp=2 // tp, tp=tp)), drawn(2, 8)
     wrong = tokens.clone()
     wrong[1, 3] = VOCAB
     for call in (causal_lm_loss, causal_lm_log_probs, lambda model, ids: model(input_ids=ids)):
@@ -265,8 +259,7 @@ def test_token_ids_out_of_range_are_refused_on_every_rank(tp):
 @ranks(2)
 def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(tp, cp, sequence_parallel):
     """Also those that are no label, the first of a row; and with tokens that the head leaves out."""
-    mesh, dp_cp = meshes(cp=cp, tp=tp)
-    model = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=sequence_parallel)
+    model = parallelize(make("llama"), *meshes(cp=cp, tp=tp), sequence_parallel=sequence_parallel)
     tokens, last = drawn(2, 8), torch.distributed.get_rank() == 1
     said = r"input_ids holds \[" if last else "another rank of (tp_group was given|cp_group refused)"
     for place, bad in ((0, VOCAB), (5, -7)):

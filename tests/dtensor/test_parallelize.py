@@ -66,8 +66,7 @@ def make_plan():
 @ranks(2)
 def test_custom_plans(plan):
     tokens = drawn(2, 16)
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("llama", True), mesh, dp_cp, custom_parallel_plan=plan)
+    model = parallelize(make("llama", True), *meshes(tp=2), custom_parallel_plan=plan)
     assert not any(p.is_shard() for p in _tp_placements(model.model.layers[0].self_attn.q_proj.weight))
     assert any(p.is_shard() for p in _tp_placements(model.model.layers[0].mlp.up_proj.weight))
     _check_trains_as(reference("llama", True, tokens), model, tokens)
@@ -133,18 +132,16 @@ def test_a_model_with_transformers_own_plan():
 
 @ranks(2)
 def test_projections_that_are_no_heads_are_not_understood():
-    mesh, dp_cp = meshes(tp=2)
     model = make("llama")
     model.model.layers[1].self_attn.q_proj = torch.nn.Linear(32, 40)
     with pytest.raises(ValueError, match="sequence parallelism of .*with projections of sizes .*'q_proj': 40"):
-        parallelize(model, mesh, dp_cp, sequence_parallel=True)
+        parallelize(model, *meshes(tp=2), sequence_parallel=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen2_moe", "deepseek_v3") if name in FAMILIES])
 @ranks(2)
 def test_shared_experts_are_sharded(name):
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make(name), mesh, dp_cp)
+    model = parallelize(make(name), *meshes(tp=2))
     weights = [p for n, p in model.named_parameters() if ".shared_expert." in n or ".shared_experts." in n]
     assert len(weights) in (3, 6)  # of one layer, or of both
     assert all(any(placement.is_shard() for placement in _tp_placements(weight)) for weight in weights)
@@ -152,8 +149,7 @@ def test_shared_experts_are_sharded(name):
 
 @ranks(2)
 def test_only_token_ids_may_be_positional():
-    mesh, dp_cp = meshes(tp=2)
-    model, tokens = parallelize(make("llama"), mesh, dp_cp, sequence_parallel=True), drawn(2, 16)
+    model, tokens = parallelize(make("llama"), *meshes(tp=2), sequence_parallel=True), drawn(2, 16)
     by_place, by_name = (found.logits.full_tensor() for found in (model(tokens), model(input_ids=tokens)))
     assert torch.equal(by_place, by_name)
     with pytest.raises(ValueError, match="2 positional arguments: only input_ids may be one"):
@@ -233,11 +229,10 @@ def test_ranks_that_differ_are_refused_on_every_rank(what):
 
 @ranks(2)
 def test_what_one_rank_refuses_is_refused_on_every_rank():
-    mesh, dp_cp = meshes(tp=2)
     plan = {"lm_head": "diagonal"} if torch.distributed.get_rank() else PLAN
     said = "'diagonal' is unknown" if torch.distributed.get_rank() else "another rank refused"
     with pytest.raises(ValueError, match=said):
-        parallelize(make("llama"), mesh, dp_cp, custom_parallel_plan=plan)
+        parallelize(make("llama"), *meshes(tp=2), custom_parallel_plan=plan)
 
 
 @ranks(2)
@@ -296,8 +291,7 @@ def test_mixed_precision(sequence_parallel):
     loss.backward()
     baseline = {name: error(p.grad.float(), gradients[name]) for name, p in plain.named_parameters()}
 
-    mesh, dp_cp = meshes(tp=2)
-    model = parallelize(make("qwen3"), mesh, dp_cp, torch.bfloat16, sequence_parallel=sequence_parallel)
+    model = parallelize(make("qwen3"), *meshes(tp=2), torch.bfloat16, sequence_parallel=sequence_parallel)
     found = causal_lm_loss(model, tokens)[:, :-1].mean()
     assert found.dtype == torch.float32
     assert abs(found.item() - true_loss) <= max(2 * abs(loss.item() - true_loss), 2e-2 * true_loss)
@@ -331,11 +325,10 @@ def test_from_the_meta_device(tied, tp):
     from accelerate import init_empty_weights
 
     tokens = drawn(2, 16)
-    mesh, dp_cp = meshes(dp=2 // tp, tp=tp)
     full = make("gemma3", tied).state_dict()
     with init_empty_weights():
         empty = make("gemma3", tied)
-    model = parallelize(empty, mesh, dp_cp)
+    model = parallelize(empty, *meshes(dp=2 // tp, tp=tp))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if torch.distributed.get_rank() == 0 else {}, options=options)
     tie_word_embeddings(model)
@@ -350,10 +343,9 @@ def test_from_the_meta_device(tied, tp):
 
 @ranks(2)
 def test_frozen_parameters_stay_frozen():
-    mesh, dp_cp = meshes(tp=2)
     model = make("qwen3")
     model.model.requires_grad_(False)
-    parallelize(model, mesh, dp_cp, sequence_parallel=True)
+    parallelize(model, *meshes(tp=2), sequence_parallel=True)
     causal_lm_loss(model, drawn(2, 16)).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["lm_head.weight"]
 

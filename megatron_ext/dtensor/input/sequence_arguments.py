@@ -58,9 +58,7 @@ class SequenceArguments:
     slices: int
     logits_in_shards: bool
 
-    def __call__(self, args: tuple, kwargs: Mapping[str, Any], refusal: Refusal) -> tuple[tuple, dict] | None:
-        if "sequence_layout" in kwargs:  # the text model inside of a model that has been here
-            return None
+    def __call__(self, args: tuple, kwargs: Mapping[str, Any], refusal: Refusal) -> tuple[tuple, dict]:
         if len(args) > 1:
             raise ValueError(f"{len(args)} positional arguments: only input_ids may be one; pass the others by name")
         kwargs = dict(kwargs)

@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron_ext.dtensor.decoder import embedding, import_transformers, output_head_path
 from megatron_ext.dtensor.input.token_ids import tells_of_token_ids, token_id_fault
-from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, is_hooked, stub_of, why_unknown
+from megatron_ext.dtensor.output.head_rule import OWN_FORWARD, HeadRule, stub_of
 from megatron_ext.dtensor.output.hidden_states_or_logits import (
     Read,
     is_registered,
     read_hidden,
-    refuse_of_logits,
-    rule_of,
-    say_once,
+    rule_or_reason,
+    say_that_logits_are_made,
 )
 from megatron_ext.head import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.validation.option_checks import Bits
@@ -34,12 +33,10 @@ _OF_THE_LOSS = ("labels", "num_items_in_batch", "shift_labels", "ignore_index") 
 
 
 class _Fused(NamedTuple):
-    """The head's function for a model's losses, whether it is for eval mode too, and which bits its logits have."""
+    """The head's function for a model's losses, and whether it is for eval mode too."""
 
-    losses: Callable[..., Tensor]
+    read: Read
     in_eval: bool
-    bits: Bits | None = None
-    logit_dtype: torch.dtype | None = None
 
 
 def use_fused_loss(
@@ -101,7 +98,8 @@ def use_fused_loss(
         cache=cache,
         chunk_tokens=chunk_tokens,
     )
-    inside.__dict__[_FUSED] = _Fused(losses, in_eval, bits, logit_dtype)
+    read = Read(1.0, losses, vocab_parallel_cross_entropy, bits=bits, logit_dtype=logit_dtype)
+    inside.__dict__[_FUSED] = _Fused(read, in_eval)
     return model
 
 
@@ -118,10 +116,9 @@ def _fused_forward(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         rule, reason = _rule_or_reason(self)
         if rule is None:
-            refuse_of_logits(fused.bits, fused.logit_dtype, reason)
-            say_once(reason)
+            say_that_logits_are_made(reason, fused.read)
             return own(self, *args, **kwargs)
-        return _answer(self, own, rule, given)
+        return _answer(self, own, rule, fused.read, given)
 
     return forward
 
@@ -136,15 +133,11 @@ def _rule_or_reason(model: Any) -> tuple[HeadRule | None, str]:
     by_itself = isinstance(getattr(head, "weight", None), DTensor) and not is_registered(model)
     if by_itself and not isinstance(head, FSDPModule):
         return None, f"the lm head of {name} is sharded by itself, and not by FSDP2"
-    if is_hooked(model):
-        return None, f"{name} or its head has hooks"
-    rule = rule_of(model)
-    return rule, "" if rule is not None else why_unknown(model, name)
+    return rule_or_reason(model)
 
 
-def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str, Any]) -> Any:
+def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, read: Read, given: dict[str, Any]) -> Any:
     """What `own` gives, with our loss and without logits."""
-    fused: _Fused = model.__dict__[_FUSED]
     ignore = given.get("ignore_index", -100)
     targets = given.get("shift_labels")
     if targets is None:
@@ -160,13 +153,8 @@ def _answer(model: Any, own: Callable[..., Any], rule: HeadRule, given: dict[str
     head = _Catch()
     output = own(_with_head(model, output_head_path(model), head), **inputs, return_dict=True)
     targets = targets.to(head.hidden.device)
-    read = Read(
-        1.0,
-        functools.partial(fused.losses, ignore_index=ignore),
-        vocab_parallel_cross_entropy,
-        bits=fused.bits,
-        logit_dtype=fused.logit_dtype,
-    )
+    assert read.hidden is not None
+    read = read._replace(hidden=functools.partial(read.hidden, ignore_index=ignore))
     count = given.get("num_items_in_batch")
     if count is None:
         count = (targets != ignore).sum()

@@ -65,11 +65,8 @@ def why_unknown(model: nn.Module, name: str) -> str:
 
 
 def is_hooked(model: nn.Module) -> bool:
-    """Whether someone else's hooks wait for a call of the model, or of its head or a layer inside of an adapter there,
-    which reading hidden states leaves out.
-
-    Those of torch's and transformers' parallelism, and ours, are about parameters and layouts.
-    """
+    """Whether hooks wait for a call of the model, or of its head or a layer inside of an adapter there, which reading
+    hidden states leaves out; those of torch's and transformers' parallelism, and ours, do not count."""
     path = output_head_path(model)
     modules = [model, model.get_submodule(path.rpartition(".")[0]), *model.get_submodule(path).modules()]
     hooks = [hook for module in modules for kind in _HOOKS for hook in vars(module)[kind].values()]

@@ -24,16 +24,15 @@ from megatron_ext.head.validation.option_checks import Bits, rounds
 
 _HEAD = "_megatron_ext_head"  # the name of `_through_head` as a method of a sharded model
 _RULE = "_megatron_ext_head_rule"
-# Which heads are read from hidden states: all that are known, or none.
-KNOWN, LOGITS = "known", "logits"
 
 
 class Read(NamedTuple):
     """A function of the fused head, and the same of logits; both take a temperature.
 
     After hidden states and weight, or logits, come the labels, and what else is given of each position. They give
-    a tensor or several, each a number of a position, or `columns` numbers. `bits`, `logit_dtype`: as in `LmHead`; of
-    logits that a model makes none but "fast" can be had, and they are as it rounds them.
+    a tensor or several, each a number of a position, or `columns` numbers. None of hidden states: logits are made.
+    `bits`, `logit_dtype`: as in `LmHead`; of logits that a model makes none but "fast" can be had, and they are as it
+    rounds them.
     """
 
     temperature: float
@@ -49,11 +48,7 @@ class Read(NamedTuple):
 
 
 def register(model: nn.Module, rule: HeadRule | None) -> None:
-    """Let FSDP2 gather the root's parameters for `_through_head` as it does for forward.
-
-    Args:
-        rule: `head_rule(model)` from before it was sharded.
-    """
+    """Let FSDP2 gather the root's parameters for `_through_head`, too. `rule`: `head_rule` before it was sharded."""
     model.__dict__[_RULE] = rule
     model.__dict__[_HEAD] = functools.partial(_through_head, model)
     register_fsdp_forward_method(model, _HEAD)
@@ -64,50 +59,48 @@ def is_registered(model: nn.Module) -> bool:
     return _RULE in model.__dict__
 
 
-def rule_of(model: nn.Module) -> HeadRule | None:
-    """What `model` makes of hidden states at its head; None: something that is not known here."""
-    return model.__dict__[_RULE] if is_registered(model) else head_rule(model)
+def rule_or_reason(model: nn.Module) -> tuple[HeadRule | None, str]:
+    """What `model` makes of hidden states at its head; or None, and why its logits are made."""
+    name = type(model).__name__.removeprefix("FSDP")
+    rule = model.__dict__[_RULE] if is_registered(model) else head_rule(model)
+    if rule is None:
+        return None, why_unknown(model, name)
+    return (None, f"{name} or its head has hooks") if is_hooked(model) else (rule, "")
 
 
 def read_out(
-    model: nn.Module, read: Read, fused: str, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
+    model: nn.Module, read: Read, tokens_BP: Tensor, given_BP: Sequence[Tensor], **inputs: Any
 ) -> tuple[tuple[Tensor, ...], ValueError | None]:
     """What `read` makes of these tokens, `[B, P]` each result, and what it refuses: see `or_refuse`.
 
-    Args:
-        fused: `KNOWN` or `LOGITS`: which heads `read` has a function of hidden states for.
-        given_BP: the labels, and what else `read` takes of each position.
-        inputs: what the model takes beside the tokens.
+    `given_BP`: the labels, and what else `read` takes of each position; `inputs`: what the model takes.
     """
-    rule = rule_of(model)
-    name, reason = type(model).__name__.removeprefix("FSDP"), None
+    if read.hidden is None:
+        return _through_logits(model, read, tokens_BP, given_BP, **inputs)
+    rule, reason = rule_or_reason(model)
     if rule is None:
-        reason = why_unknown(model, name)
-    elif is_hooked(model):
-        reason = f"{name} or its head has hooks"
-    if reason is not None and fused != LOGITS:
-        refuse_of_logits(read.bits, read.logit_dtype, reason)
-        say_once(reason)
-    if rule is None or reason is not None or fused == LOGITS:
+        say_that_logits_are_made(reason, read)
         return _through_logits(model, read, tokens_BP, given_BP, **inputs)
     through_head = getattr(model, _HEAD, functools.partial(_through_head, model))
     return through_head(rule, read, tokens_BP, given_BP, **inputs)
 
 
-def refuse_of_logits(asked: Bits | None, logit_dtype: torch.dtype | None, reason: str) -> None:
-    """Raises ValueError if a model's own logits do not have what was asked for: bits, by Megatron's mode too, or a
-    dtype that they are rounded to."""
-    if rounds(logit_dtype):
+def say_that_logits_are_made(reason: str, read: Read) -> None:
+    """Warns, once; or raises ValueError if a model's own logits do not have what `read` asks for: bits, by Megatron's
+    mode too, or a dtype that they are rounded to."""
+    if rounds(read.logit_dtype):
         raise ValueError(
-            f"logit_dtype is {logit_dtype}, and {reason}: its log-probabilities come through logits that the model "
-            f"makes, and rounds as it does; pass logit_dtype=None, or use a model whose head is read from hidden states"
+            f"logit_dtype is {read.logit_dtype}, and {reason}: its log-probabilities come through logits that the "
+            f"model makes, and rounds as it does; pass logit_dtype=None, or use a model whose head is read from hidden "
+            f"states"
         )
-    if (bits := bits_or_mode(asked)) != "fast":
+    if (bits := bits_or_mode(read.bits)) != "fast":
         raise ValueError(
             f'bits is "{bits}", and {reason}: its log-probabilities come through logits that the model makes, whose '
             f'bits may depend on the batch; pass bits="fast", turn off batch_invariant_mode or VLLM_BATCH_INVARIANT, '
             f"where they ask for others, or use a model whose head is read from hidden states"
         )
+    say_once(reason)
 
 
 @functools.cache

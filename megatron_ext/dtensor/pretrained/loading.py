@@ -63,13 +63,9 @@ def from_pretrained(
 
 
 def load_whole(model: nn.Module, whole: dict[str, Tensor], device: str | None = None) -> None:
-    """Weights for a sharded model, which may be on the meta device: rank 0 has them all, the others nothing.
+    """Weights for a sharded model, which may be on the meta device: `whole` of rank 0, the others have {}.
 
-    Args:
-        whole: a state dict, in the dtype that the parameters shall have; {} but on rank 0.
-        device: where the model shall lie; None: where its ranks communicate.
-
-    Communicates: a broadcast of each weight over the world.
+    `device`: where the model shall lie; None: where its ranks communicate. A broadcast of each weight over the world.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict[str, Any](whole), options=options)

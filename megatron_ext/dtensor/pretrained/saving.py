@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -31,11 +31,6 @@ class Ranks(NamedTuple):
     def first(self) -> bool:
         """Whether this is the first of these ranks."""
         return all(group_rank(group) == 0 for group in self.groups)
-
-
-def keep_ranks(model: nn.Module, ranks: Ranks) -> None:
-    """Note on a sharded model which ranks hold it."""
-    model.__dict__[_RANKS] = ranks
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -81,25 +76,23 @@ def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_
     require_same("save_pretrained", {"the model's weights": sizes}, ranks.groups, ranks.device)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     weights = {name: x for name, x in weights.items() if name not in ignored}
-    files, fault = None, None
-    if ranks.first:
-        try:
-            files = _Files(model, Path(save_directory), weights, max_shard_size)
-        except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
-            fault = error
+    fault: Exception | None = None
+
+    def write(step: Callable[..., Any], *given: Any) -> Any:
+        nonlocal fault
+        if ranks.first and fault is None:
+            try:
+                return step(*given)
+            except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
+                fault = error
+        return None
+
+    files = write(_Files, model, Path(save_directory), weights, max_shard_size)
     for name, x in weights.items():
         if isinstance(x, DTensor):
             x = cast(DTensor, x.to(ranks.device)).full_tensor()
-        if files is not None and fault is None:
-            try:
-                files.add(name, x)
-            except Exception as error:
-                fault = error
-    if files is not None and fault is None:
-        try:
-            files.finish()
-        except Exception as error:
-            fault = error
+        write(_Files.add, files, name, x)
+    write(_Files.finish, files)
     require_same("save_pretrained", {}, ranks.groups, ranks.device, fault)
 
 
@@ -158,8 +151,8 @@ class _Files:
         return self.folder / f"{file}.unfinished"
 
 
-def save_as_transformers(model: nn.Module) -> None:
-    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`)."""
+def save_as_transformers(model: nn.Module, ranks: Ranks) -> None:
+    """Let `model.save_pretrained` be ours, but where it is given whole weights (`state_dict`). `ranks` hold `model`."""
 
     def method(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dict") is not None:
@@ -167,4 +160,5 @@ def save_as_transformers(model: nn.Module) -> None:
         else:
             save_pretrained(self, save_directory, max_shard_size=kwargs.get("max_shard_size", "5GB"))
 
+    model.__dict__[_RANKS] = ranks
     model.__dict__["save_pretrained"] = MethodType(method, model)

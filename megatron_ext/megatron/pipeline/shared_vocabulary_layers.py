@@ -16,7 +16,7 @@ from megatron_ext.megatron.fusion_report import ModelFusion
 from megatron_ext.megatron.pipeline import multi_token_stage
 from megatron_ext.megatron.pipeline.groups import PipelineGroups
 from megatron_ext.megatron.pipeline.paused_forward import AskEmbedding, AskLosses, ask, differentiable
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_pieces
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
 
 
 class SharedRows(nn.Module):
@@ -44,7 +44,7 @@ class SharedRows(nn.Module):
         weight = self.state_dict(keep_vars=True)["weight"]
         pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
         # The table may be padded otherwise where it is loaded.
-        return {key: sharded_pieces(weight, key, pieces, sharded_offsets, metadata, allow_shape_mismatch=True)}
+        return {key: Place(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
 
 
 class SharedEmbedding(SharedRows):

@@ -11,7 +11,7 @@ from megatron_ext.tensor_parallel._layers.distributed_weights import is_distribu
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 
@@ -91,16 +91,16 @@ class ColumnParallelLinear(ParallelLayer):
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
         alone = group_size(self.tp_group) == 1
-        self.sequence_parallel = bool(option(config, "sequence_parallel", False)) and not alone
+        self.sequence_parallel = bool(getattr(config, "sequence_parallel", False)) and not alone
         self.allreduce_dgrad = not alone and not self.sequence_parallel and not disable_grad_reduce
         self._choose_path()
 
         if skip_weight_param_allocation:
             self.weight = None
         else:
-            rows = self.output_size_per_partition
-            self._make_own_weight(rows, input_size, 0, init_method, stride, keep_master_weight_for_test)
-        self._cut_weight_once_more(pg_collection, is_expert=is_expert)
+            full = self._make_weight(self.output_size_per_partition, input_size, 0, init_method, stride)
+            self.master_weight = full if keep_master_weight_for_test else None
+        self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, self.output_size_per_partition)
         if bias:
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
@@ -110,21 +110,19 @@ class ColumnParallelLinear(ParallelLayer):
         layout: ActivationLayout = "sharded"
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
+        deferral = None
+        if self.grad_output_buffer is not None and getattr(self.config, "defer_embedding_wgrad_compute", False):
+            limit = getattr(self.config, "wgrad_deferral_limit", 0)
+            deferral = Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
         return Plan(
             self.tp_group,
             layout,
             "sharded",
             fuse_main_grad=self.gradient_accumulation_fusion,
-            deferral=self._deferral(),
+            deferral=deferral,
             output_dtype=self.output_dtype,
             symmetric=self.symmetric,
         ).in_mode(self.config)
-
-    def _deferral(self) -> Deferral | None:
-        if self.grad_output_buffer is None or not option(self.config, "defer_embedding_wgrad_compute", False):
-            return None
-        limit = option(self.config, "wgrad_deferral_limit", 0)
-        return Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

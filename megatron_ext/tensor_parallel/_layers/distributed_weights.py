@@ -26,13 +26,8 @@ def is_distributed(weight: Any) -> bool:
 def cut_weight(layer: Any, group: Group, replicas: Group, sent_ahead: bool) -> int:
     """Make the weight of a layer one of which each rank of `group` holds a piece; return the number of pieces.
 
-    Args:
-        replicas: The ranks that hold copies of this rank's piece, for checkpoints; None: Megatron's data-parallel ranks
-            outside of `group`.
-        sent_ahead: The product before this layer's starts its all-gather.
-
-    Raises:
-        ValueError: several ranks are to share the weight, and this Megatron-Core cannot let them.
+    `replicas` hold copies of this rank's piece, for checkpoints; None: Megatron's data-parallel ranks outside of
+    `group`. `sent_ahead`: the product before this layer's starts its all-gather.
     """
     ranks = group_size(group)
     if ranks == 1 or layer.weight is None:
@@ -57,10 +52,9 @@ def shape_of_shard(weight: Any) -> tuple[int, ...]:
 
 
 def gather_in_forward(weight: Any) -> Tensor:
-    """This rank's whole shard of a distributed weight, which autograd does not know as part of the weight.
+    """This rank's whole shard of a distributed weight, in a buffer that other weights use later.
 
-    Communicates: an all-gather, which may have been sent ahead. The shard lies in a buffer that other weights use
-    later: whoever needs it in backward calls `gather_in_backward`.
+    Communicates: an all-gather, which may have been sent ahead.
     """
     return weight.materialize_group_for_forward()
 
@@ -103,11 +97,7 @@ def table_of_lookup(weight: Any) -> Tensor:
 
 
 def copies_of_piece(weight: Any) -> Group:
-    """The ranks that hold copies of this rank's piece of a distributed weight.
-
-    Raises:
-        ValueError: they are unknown, and there are several ranks.
-    """
+    """The ranks that hold copies of this rank's piece of a distributed weight."""
     own = getattr(weight, "gtp_replica_group", None)
     if own is not None:
         return own

@@ -1,5 +1,6 @@
 """`InferenceLinear`: a linear layer for decoding with the whole weight on every rank."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
 from megatron_ext.tensor_parallel._random.rng_tracker import get_data_parallel_rng_tracker_name
 
@@ -64,32 +65,24 @@ class InferenceLinear(ParallelLayer):
                 f"parallel_mode is {parallel_mode!r}: it must be None or 'duplicated', every rank has the whole "
                 f"weight; take InferenceColumnParallelLinear or InferenceRowParallelLinear for one that is cut"
             )
-        for argument, value in (
-            ("skip_weight_param_allocation", skip_weight_param_allocation),
-            ("is_expert", is_expert),
-        ):
+        refused = {"skip_weight_param_allocation": skip_weight_param_allocation, "is_expert": is_expert}
+        for argument, value in refused.items():
             if value:
                 raise ValueError(f"{argument} is True: this layer has a weight that all ranks share; pass False")
         self._read_config(config, require_tensor_parallel_group(tp_group), False)
         self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
         self.path = "collectives"
-        self.weight = self._new_parameter(config, output_size, input_size)
-        if option(config, "perform_initialization", True):
-            self._initialize(init_method)
+        self.weight = self._new_parameter(output_size, input_size)
+        if getattr(config, "perform_initialization", True):
+            tracker = get_cuda_rng_tracker()
+            on_device = not getattr(config, "use_cpu_initialization", False) and tracker.is_initialized()
+            with tracker.fork(get_data_parallel_rng_tracker_name()) if on_device else contextlib.nullcontext():
+                init_method(self.weight)
         self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, output_size)
         for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
-            parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
+            parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
-
-    def _initialize(self, init_method: InitMethod) -> None:
-        assert self.weight is not None
-        tracker, stream = get_cuda_rng_tracker(), get_data_parallel_rng_tracker_name()
-        if option(self.config, "use_cpu_initialization", False) or not tracker.is_initialized():
-            init_method(self.weight)
-            return
-        with tracker.fork(stream):
-            init_method(self.weight)
 
     def plan(self) -> Plan:
         return Plan(fuse_main_grad=self.gradient_accumulation_fusion).in_mode(self.config)

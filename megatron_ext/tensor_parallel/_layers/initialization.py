@@ -58,10 +58,7 @@ def initialize_on_cpu(
     ranks: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Fill the shard `weight` from a full weight drawn on the CPU in fp32.
-
-    Gives the full weight in `dtype` (None: the shard's), to which it is rounded first.
-    """
+    """Fill the shard `weight` from a full weight, which is drawn on the CPU and rounded to `dtype`, or the shard's."""
     full = torch.empty(_full_shape(weight, dim, ranks), dtype=torch.float32)
     init_method(full)
     full = full.to(dtype or weight.dtype)
@@ -73,14 +70,7 @@ def initialize_on_cpu(
 def initialize_on_device(
     weight: Tensor, init_method: InitMethod, dim: int, stride: int, group: Group, *, is_expert: bool = False
 ) -> None:
-    """Fill the shard `weight` on its device, from where the top of this file says.
-
-    A weight without values (meta, fake) is left as it is, and the streams too.
-
-    Raises:
-        ValueError: the tracker has been seeded, but has no stream of this weight's kind; or there is none, and which of
-            several ranks share the weight is unknown.
-    """
+    """Fill the shard `weight` on its device, from where the top of this file says; not one without values (meta)."""
     if not has_values(weight):
         return
     tracker = _initialized_tracker()

@@ -30,15 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext import cpu_products, main_grad
-from megatron_ext.distributed.collectives import (
-    Pending,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.collectives import Pending
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.symmetric_matmul import all_gather_matmul, matmul_reduce_scatter
 from megatron_ext.head.batch_invariance import is_on, product, say_once
@@ -126,9 +119,9 @@ class Plan(NamedTuple):
     def start_reduce_dgrad(self, dx_TD: Tensor) -> Pending:
         """Begin what the input's layout asks of its gradient. `dx_TD` may be overwritten."""
         if self.input == "replicated":
-            return start_all_reduce(dx_TD, self.group, in_place=True)
+            return collectives.start_all_reduce(dx_TD, self.group, in_place=True)
         if self.input == "sequence":
-            return start_reduce_scatter(dx_TD, self.group)
+            return collectives.start_reduce_scatter(dx_TD, self.group)
         return Pending(dx_TD)
 
     def reduce_output(self, y_TN: Tensor) -> Tensor:
@@ -138,23 +131,15 @@ class Plan(NamedTuple):
             sizes = [y_TN.shape[0] // ranks] * ranks if self.output == "sequence" else None
             return sum_of_ranks(y_TN, y_TN, self.group, sizes)
         if self.output == "replicated":
-            return all_reduce(y_TN, self.group, in_place=True)
-        return reduce_scatter(y_TN, self.group) if self.output == "sequence" else y_TN
+            return collectives.all_reduce(y_TN, self.group, in_place=True)
+        return collectives.reduce_scatter(y_TN, self.group) if self.output == "sequence" else y_TN
 
 
 def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-    """`x @ weight.T + bias` by `plan`.
+    """`[..., N]`: `x @ weight.T + bias` of `[..., D]` and this rank's shard `[N, D]`, by `plan`.
 
-    Args:
-        x: `[..., D]`, any number of leading dimensions (at least one where a layout is "sequence").
-        weight: `[N, D]` this rank's shard, of the dtype and device of `x` (under autocast, of any dtype). Where
-            generalized tensor parallelism cuts it once more it is gathered forward and backward, and its gradient goes
-            to `main_grad` (see `distributed_weights`).
-        bias: `[N]`, added after the output is reduced.
-
-    Returns:
-        `[..., N]`; its first dimension is `group size` times as long for a "sequence" input, and that much shorter for
-        a "sequence" output.
+    The bias is added after the output is reduced. A weight that generalized tensor parallelism cuts once more is
+    gathered forward and backward (see `distributed_weights`).
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit; on every rank, before anything is communicated.
@@ -236,7 +221,8 @@ class ParallelLinear(torch.autograd.Function):
             x_tD = x.reshape(-1, x.shape[-1]) if now else None
             gathering = None
             if x_tD is not None:
-                gathering = start_all_gather(x_tD, plan.group) if plan.input == "sequence" else Pending(x_tD)
+                in_slices = plan.input == "sequence"
+                gathering = collectives.start_all_gather(x_tD, plan.group) if in_slices else Pending(x_tD)
 
             dy_TN, reducing = dy_tN, None
             if needs_x:
@@ -250,7 +236,7 @@ class ParallelLinear(torch.autograd.Function):
                 else:
                     reducing = plan.start_reduce_dgrad(cpu_products.mm(dy_tN, w_ND))
             elif plan.output == "sequence":
-                dy_TN = all_gather(dy_tN, plan.group)
+                dy_TN = collectives.all_gather(dy_tN, plan.group)
 
             if gathering is not None:
                 x_TD = gathering.wait()
@@ -288,7 +274,7 @@ def _gather_and_multiply(x_tD: Tensor, w_DN: Tensor, plan: Plan, bias: Tensor | 
     if plan.symmetric:
         y_TN, x_TD = all_gather_matmul(x_tD, w_DN, plan.group)
         return y_TN if bias is None else y_TN.add_(bias), x_TD
-    gathering = start_all_gather(x_tD, plan.group)
+    gathering = collectives.start_all_gather(x_tD, plan.group)
     if not x_tD.is_cuda or plan.output_dtype is not None or plan.invariant or torch.compiler.is_compiling():
         x_TD = gathering.wait()
         return _multiply(x_TD, w_DN, plan, bias), x_TD

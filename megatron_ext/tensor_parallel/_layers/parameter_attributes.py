@@ -9,6 +9,7 @@ Generalized tensor parallelism, which is Megatron's on Transformer Engine's laye
 on a weight that it shares out, `allreduce=False` on an expert's.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -57,9 +58,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Give `destination_tensor` the attributes that `source_tensor` has."""
-    for name in _MODEL_PARALLEL_ATTRIBUTE_DEFAULTS:
-        if hasattr(source_tensor, name):
-            setattr(destination_tensor, name, getattr(source_tensor, name))
+    copy_attributes(_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS, destination_tensor, source_tensor)
 
 
 def param_is_not_tensor_parallel_duplicate(
@@ -84,6 +83,11 @@ def param_is_not_gtp_duplicate(param: Tensor) -> bool:
 
 def copy_gtp_attributes(destination: Tensor, source: Tensor) -> None:
     """Give `destination` what `source` says about generalized tensor parallelism."""
-    for name in ("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length"):
+    copy_attributes(("is_gtp_weight_remat", "allreduce", "gtp_replica_group", "pad_length"), destination, source)
+
+
+def copy_attributes(names: Iterable[str], destination: Tensor, source: Tensor) -> None:
+    """Give `destination` those of the attributes that `source` has."""
+    for name in names:
         if hasattr(source, name):
             setattr(destination, name, getattr(source, name))

@@ -8,14 +8,12 @@ them; we look them up where he left them and import nothing.
 import sys
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, data_parallel_group, group_rank, group_size
 from megatron_ext.tensor_parallel._layers.distributed_weights import copies_of_piece, is_distributed, piece_of
-
-Offsets = Iterable[tuple[int, int, int]]  # (axis, this piece, number of pieces), of axes that lie before the tensor's
 
 
 def _mapping() -> ModuleType:
@@ -28,108 +26,78 @@ def _mapping() -> ModuleType:
     return module
 
 
-def _copies(metadata: Mapping[str, Any] | None) -> Group:
-    """The group of ranks that hold copies of this rank's parameters."""
-    given = (metadata or {}).get("dp_cp_group")
-    return data_parallel_group() if given is None else given
+class Place(NamedTuple):
+    """Where a layer lies in the model, and on which ranks.
 
-
-def sharded_tensor(
-    tensor: Tensor,
-    key: str,
-    axis: int | None,
-    sharded_offsets: Offsets,
-    tp_group: Group,
-    metadata: Mapping[str, Any] | None,
-    *,
-    copy: tuple[int, int] = (0, 1),
-    **options: Any,
-) -> Any:
-    """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies.
-
-    A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); its local part is taken.
-    So was a weight under generalized tensor parallelism. What is not cut by it is copied over its ranks: `copy` is
-    which copy this is, and of how many.
+    Attributes:
+        offsets: (axis, this piece, number of pieces), of axes that lie before the tensors'.
+        metadata: its `dp_cp_group` are the ranks that hold copies of this rank's parameters; without one Megatron's.
+        tp_group: the layer's tensor-parallel ranks.
+        copy: which copy of what generalized tensor parallelism does not cut this is, and of how many.
     """
-    rank, ranks = group_rank(tp_group), group_size(tp_group)
-    number, copies = (0, 1) if is_distributed(tensor) else copy
-    pieces = {} if axis is None else {axis: (rank, ranks)}
-    number += rank * copies if axis is None else 0
-    return sharded_pieces(tensor, key, pieces, sharded_offsets, metadata, copy=number, **options)
 
+    offsets: Iterable[tuple[int, int, int]]
+    metadata: Mapping[str, Any] | None
+    tp_group: Group = None
+    copy: tuple[int, int] = (0, 1)
 
-def sharded_pieces(
-    tensor: Tensor,
-    key: str,
-    pieces: Mapping[int, tuple[int, int]],
-    sharded_offsets: Offsets,
-    metadata: Mapping[str, Any] | None,
-    *,
-    copy: int = 0,
-    **options: Any,
-) -> Any:
-    """Megatron's ShardedTensor of a tensor cut along axes: `{axis: (this piece, number of pieces)}`.
+    @property
+    def copies(self) -> Group:
+        given = (self.metadata or {}).get("dp_cp_group")
+        return data_parallel_group() if given is None else given
 
-    `copy` numbers equal pieces, besides those of the data-parallel ranks. A DTensor: see `sharded_tensor`.
-    """
-    offsets = list(sharded_offsets)
-    copies = _copies(metadata)
-    replica_id = (0, copy, group_rank(copies))
-    pieces = dict(pieces)
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
-        pieces[0] = _cut_once_more(pieces, group_rank(copies), group_size(copies))
-        replica_id = (0, copy, 0)
-    elif is_distributed(tensor):
-        pieces[0] = _cut_once_more(pieces, *piece_of(tensor))
-        replica_id = (0, copy, group_rank(copies_of_piece(tensor)))
-        if getattr(tensor, "pad_length", 0):
-            options["allow_shape_mismatch"] = True
-    own = [(dim + len(offsets), *piece) for dim, piece in pieces.items()]
-    return _mapping().ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **options
-    )
+    def layer(self, state: Mapping[str, Any], axes: Mapping[str, int], prefix: str) -> dict[str, Any]:
+        """Every entry of a layer's `state`, those in `axes` cut along that axis; extra state as an object."""
+        place = self._replace(copy=piece_of(state.get("weight")))
+        shards = {}
+        for name, value in state.items():
+            key = f"{prefix}{name}"
+            extra = name.endswith("_extra_state")
+            shards[key] = place.object(value, key) if extra else place.tensor(value, key, axes.get(name))
+        return shards
+
+    def tensor(self, tensor: Tensor, key: str, axis: int | None, **options: Any) -> Any:
+        """Megatron's ShardedTensor of `tensor`, cut along `axis` over `tp_group`; None: the ranks hold copies."""
+        rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
+        number, copies = (0, 1) if is_distributed(tensor) else self.copy
+        pieces = {} if axis is None else {axis: (rank, ranks)}
+        return self.pieces(tensor, key, pieces, number + (rank * copies if axis is None else 0), **options)
+
+    def pieces(
+        self, tensor: Tensor, key: str, pieces: Mapping[int, tuple[int, int]], copy: int = 0, **options: Any
+    ) -> Any:
+        """Megatron's ShardedTensor of a tensor cut along axes: `{axis: (this piece, number of pieces)}`.
+
+        A DTensor was cut before, along dimension 0 over the data-parallel ranks (PyTorch's FSDP2); so was a weight
+        under generalized tensor parallelism. `copy` numbers equal pieces, besides those of the data-parallel ranks.
+        """
+        offsets, copies, pieces = list(self.offsets), self.copies, dict(pieces)
+        replica_id = (0, copy, group_rank(copies))
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+            pieces[0] = _cut_once_more(pieces, group_rank(copies), group_size(copies))
+            replica_id = (0, copy, 0)
+        elif is_distributed(tensor):
+            pieces[0] = _cut_once_more(pieces, *piece_of(tensor))
+            replica_id = (0, copy, group_rank(copies_of_piece(tensor)))
+            if getattr(tensor, "pad_length", 0):
+                options["allow_shape_mismatch"] = True
+        own = [(dim + len(offsets), *piece) for dim, piece in pieces.items()]
+        return _mapping().ShardedTensor.from_rank_offsets(
+            key, tensor, *offsets, *own, replica_id=replica_id, prepend_axis_num=len(offsets), **options
+        )
+
+    def object(self, value: Any, key: str) -> Any:
+        """Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy."""
+        offsets = sorted(self.offsets)
+        shape = tuple(pieces for _, _, pieces in offsets) or (1,)
+        position = tuple(piece for _, piece, _ in offsets) or (0,)
+        number, copies = self.copy
+        replica_id = (0, group_rank(self.tp_group) * copies + number, group_rank(self.copies))
+        return _mapping().ShardedObject(key, value, shape, position, replica_id)
 
 
 def _cut_once_more(pieces: Mapping[int, tuple[int, int]], rank: int, ranks: int) -> tuple[int, int]:
     """Which piece along dimension 0, and of how many, where each of `pieces` there is cut over `ranks` ranks."""
     position, number = pieces.get(0, (0, 1))
     return position * ranks + rank, number * ranks
-
-
-def sharded_object(
-    value: Any,
-    key: str,
-    sharded_offsets: Offsets,
-    tp_group: Group,
-    metadata: Mapping[str, Any] | None,
-    *,
-    copy: tuple[int, int] = (0, 1),
-) -> Any:
-    """Megatron's ShardedObject of `value`, of which every rank of `tp_group` holds a copy; `copy`: `sharded_tensor`."""
-    offsets = sorted(sharded_offsets)
-    shape = tuple(pieces for _, _, pieces in offsets) or (1,)
-    position = tuple(piece for _, piece, _ in offsets) or (0,)
-    number, copies = copy
-    replica_id = (0, group_rank(tp_group) * copies + number, group_rank(_copies(metadata)))
-    return _mapping().ShardedObject(key, value, shape, position, replica_id)
-
-
-def sharded_linear(
-    state: Mapping[str, Any],
-    axes: Mapping[str, int],
-    prefix: str,
-    sharded_offsets: Offsets,
-    tp_group: Group,
-    metadata: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """Every entry of a layer's `state`, those in `axes` cut along that axis; extra state as an object."""
-    shards = {}
-    copy = piece_of(state.get("weight"))
-    for name, value in state.items():
-        key = f"{prefix}{name}"
-        if name.endswith("_extra_state"):
-            shards[key] = sharded_object(value, key, sharded_offsets, tp_group, metadata, copy=copy)
-        else:
-            shards[key] = sharded_tensor(value, key, axes.get(name), sharded_offsets, tp_group, metadata, copy=copy)
-    return shards

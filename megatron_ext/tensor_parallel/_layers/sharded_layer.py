@@ -25,19 +25,15 @@ from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron_ext.tensor_parallel._layers.parameter_attributes import (
+    copy_attributes,
     copy_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_linear
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-
-
-def option(config: Any, name: str, default: Any = None) -> Any:
-    """An option of Megatron's config, or of anything with some of its attributes."""
-    return getattr(config, name, default)
 
 
 def check_config(config: Any) -> None:
@@ -56,58 +52,48 @@ class ShardedLayer(torch.nn.Module):
         gtp_remat_size: ranks over which generalized tensor parallelism cuts it once more.
     """
 
+    config: Any
     tp_group: Group
     weight: Tensor | None
+    is_expert = False
     gtp_remat_size = 1
 
-    def _cut_weight_once_more(self, pg_collection: Any, *, is_expert: bool = False, sent_ahead: bool = True) -> None:
+    def _cut_weight_once_more(self, pg_collection: Any, *, sent_ahead: bool = True) -> None:
         """Where there is generalized tensor parallelism, keep this rank's piece of the weight (see `cut_weight`)."""
-        group = generalized_tensor_parallel_group(pg_collection, expert=is_expert)
-        replicas = getattr(pg_collection, "expt_dp" if is_expert else "dp_cp", None)
+        group = generalized_tensor_parallel_group(pg_collection, expert=self.is_expert)
+        replicas = getattr(pg_collection, "expt_dp" if self.is_expert else "dp_cp", None)
         self.gtp_remat_size = cut_weight(self, group, replicas, sent_ahead)
 
-    def make_weight(
-        self,
-        rows: int,
-        columns: int,
-        dim: int,
-        *,
-        config: Any,
-        init_method: InitMethod,
-        stride: int = 1,
-        is_expert: bool = False,
+    def _make_weight(
+        self, rows: int, columns: int, dim: int, init_method: InitMethod, stride: int = 1
     ) -> Tensor | None:
         """Give the layer its `[rows, columns]` shard of a weight cut along `dim`. On CPU, gives the full weight."""
         check_size("stride", stride, 1)
-        weight = self._new_parameter(config, rows, columns)
+        weight = self._new_parameter(rows, columns)
         set_tensor_model_parallel_attributes(weight, True, dim, stride)
         self.weight = weight
-        if not option(config, "perform_initialization", True):
+        if not getattr(self.config, "perform_initialization", True):
             return None
         if not callable(init_method):
             raise ValueError(
                 f"init_method is {init_method!r}: it must be a function that fills a tensor in place; pass for "
                 f"instance torch.nn.init.xavier_normal_, or config.init_method of a TransformerConfig"
             )
-        if option(config, "use_cpu_initialization", False):
+        if getattr(self.config, "use_cpu_initialization", False):
             rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
             return initialize_on_cpu(weight, init_method, dim, stride, rank, ranks)
-        initialize_on_device(weight, init_method, dim, stride, self.tp_group, is_expert=is_expert)
+        initialize_on_device(weight, init_method, dim, stride, self.tp_group, is_expert=self.is_expert)
         return None
 
-    def _new_parameter(self, config: Any, *shape: int) -> Parameter:
-        device = device_for_parameters(option(config, "use_cpu_initialization", False))
-        dtype = option(config, "params_dtype", torch.float32)
+    def _new_parameter(self, *shape: int) -> Parameter:
+        device = device_for_parameters(getattr(self.config, "use_cpu_initialization", False))
+        dtype = getattr(self.config, "params_dtype", torch.float32)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"config.params_dtype is {dtype!r}: it must be a floating dtype; pass torch.bfloat16, say")
         return Parameter(torch.empty(shape, dtype=dtype, device=device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedLayer":
-        """A copy with parameters of its own, attributes and all, that lives on the same ranks.
-
-        Raises:
-            ValueError: generalized tensor parallelism cuts the weight, which Megatron has in the order of its gathers.
-        """
+        """A copy with parameters of its own, attributes and all, that lives on the same ranks."""
         if self.gtp_remat_size > 1:
             raise ValueError(
                 f"{type(self).__name__} has a weight that generalized tensor parallelism cuts over "
@@ -121,9 +107,7 @@ class ShardedLayer(torch.nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             new = getattr(clone, name)
             copy_tensor_model_parallel_attributes(new, parameter)
-            for mark in ("allreduce", "sequence_parallel", "shared", "shared_embedding"):
-                if hasattr(parameter, mark):
-                    setattr(new, mark, getattr(parameter, mark))
+            copy_attributes(("allreduce", "sequence_parallel", "shared", "shared_embedding"), new, parameter)
         return clone
 
 
@@ -145,16 +129,16 @@ class ParallelLayer(ShardedLayer):
         self.config = config
         self.tp_group = group
         self.is_expert = is_expert
-        self.expert_parallel = option(config, "expert_model_parallel_size", 1) > 1
+        self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
         # The experts' token dispatcher does what the layers would do otherwise.
         self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
-        self.gradient_accumulation_fusion = bool(option(config, "gradient_accumulation_fusion", False))
+        self.gradient_accumulation_fusion = bool(getattr(config, "gradient_accumulation_fusion", False))
         self.master_weight: Tensor | None = None
 
     def _choose_path(self) -> None:
         """Decide about symmetric memory. Where it is asked for and cannot be had, say so."""
         self.symmetric, self.path = False, "collectives"
-        if not option(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
+        if not getattr(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
             return
         if self.explicit_expert_comm:  # communicates nothing
             return
@@ -182,20 +166,12 @@ class ParallelLayer(ShardedLayer):
             )
         return features // ranks
 
-    def _make_own_weight(
-        self, rows: int, columns: int, dim: int, init_method: InitMethod, stride: int, keep_full: bool
-    ) -> None:
-        """`make_weight` by the layer's config; with `keep_full` the full one, if there is one, is `master_weight`."""
-        facts: dict[str, Any] = {"config": self.config, "stride": stride, "is_expert": self.is_expert}
-        full = self.make_weight(rows, columns, dim, init_method=init_method, **facts)
-        self.master_weight = full if keep_full else None
-
     def _make_bias(self, wanted: bool, features: int) -> None:
         if not wanted:
             self.register_parameter("bias", None)
             return
-        self.bias = self._new_parameter(self.config, features)
-        if option(self.config, "perform_initialization", True):
+        self.bias = self._new_parameter(features)
+        if getattr(self.config, "perform_initialization", True):
             torch.nn.init.zeros_(self.bias)
 
     def _mark_for_gradient_sums(self) -> None:
@@ -204,9 +180,9 @@ class ParallelLayer(ShardedLayer):
         Those are others than the dense layers' data-parallel ranks where ranks hold other experts (expert parallelism),
         and where experts are cut into more or fewer parts than dense layers are, by generalized tensor parallelism too.
         """
-        dense = option(self.config, "tensor_model_parallel_size", 1)
-        cut_alike = option(self.config, "expert_tensor_parallel_size") in (None, dense)
-        pieces = [option(self.config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_")]
+        dense = getattr(self.config, "tensor_model_parallel_size", 1)
+        cut_alike = getattr(self.config, "expert_tensor_parallel_size", None) in (None, dense)
+        pieces = [getattr(self.config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_")]
         cut_alike = cut_alike and pieces[0] == pieces[1]
         elsewhere = self.is_expert and (self.expert_parallel or not cut_alike)
         for parameter in self.parameters(recurse=False):
@@ -214,9 +190,9 @@ class ParallelLayer(ShardedLayer):
 
     def _mark_for_offloading(self, x: Tensor) -> None:
         """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""
-        context = option(self.config, "_cpu_offloading_context")
+        context = getattr(self.config, "_cpu_offloading_context", None)
         if context is not None and getattr(context, "inside_context", False):
-            x.activation_offloading = option(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
+            x.activation_offloading = getattr(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
 
     def plan(self) -> Plan:
         """What the next call communicates."""
@@ -265,7 +241,7 @@ class ParallelLayer(ShardedLayer):
             ValueError: Megatron's dist_checkpointing is not imported.
         """
         state = self.state_dict(prefix="", keep_vars=True)
-        return sharded_linear(state, self.sharded_axes, prefix, sharded_offsets, self.tp_group, metadata)
+        return Place(sharded_offsets, metadata, self.tp_group).layer(state, self.sharded_axes, prefix)
 
     def get_extra_state(self) -> None:
         """Nothing; the entry is there because Transformer Engine's layers have one, and checkpoints serve both."""

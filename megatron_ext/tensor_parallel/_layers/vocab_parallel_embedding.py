@@ -12,8 +12,8 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.readable_values import fault_within, on_host
 from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lookup
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import sharded_tensor
-from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -72,9 +72,10 @@ class VocabParallelEmbedding(ShardedLayer):
         check_size("num_embeddings", num_embeddings, 1)
         check_size("embedding_dim", embedding_dim)
         check_config(config)
+        self.config = config
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.deterministic_mode = option(config, "deterministic_mode", False)
+        self.deterministic_mode = getattr(config, "deterministic_mode", False)
         ranks = group_size(self.tp_group)
         if num_embeddings % ranks:
             raise ValueError(
@@ -84,7 +85,7 @@ class VocabParallelEmbedding(ShardedLayer):
         self.num_embeddings_per_partition = num_embeddings // ranks
         self.vocab = VocabShard.equal(self.num_embeddings_per_partition, self.tp_group)
         self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
-        self.make_weight(self.num_embeddings_per_partition, embedding_dim, 0, config=config, init_method=init_method)
+        self._make_weight(self.num_embeddings_per_partition, embedding_dim, 0, init_method)
         self._cut_weight_once_more(pg_collection, sent_ahead=False)  # the first of the model
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -147,7 +148,8 @@ class VocabParallelEmbedding(ShardedLayer):
         """
         key = f"{prefix}weight"
         table = self.state_dict(keep_vars=True)["weight"]
-        return {key: sharded_tensor(table, key, 0, sharded_offsets, self.tp_group, metadata, allow_shape_mismatch=True)}
+        place = Place(sharded_offsets, metadata, self.tp_group)
+        return {key: place.tensor(table, key, 0, allow_shape_mismatch=True)}
 
     def extra_repr(self) -> str:
         ranks = group_size(self.tp_group)

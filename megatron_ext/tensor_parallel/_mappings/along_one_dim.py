@@ -42,11 +42,8 @@ def listed_sizes(sizes: Sizes) -> list[int] | None:
 
 
 def _checked_sizes(argument: str, sizes: Sizes, group: Group) -> list[int] | None:
-    if sizes is None or group_size(group) == 1:
-        return None
-    listed = listed_sizes(sizes)
-    assert listed is not None
-    if len(listed) != group_size(group) or min(listed) < 0:
+    listed = None if group_size(group) == 1 else listed_sizes(sizes)
+    if listed is not None and (len(listed) != group_size(group) or min(listed) < 0):
         raise ValueError(
             f"{argument} is {listed}: it must hold one length >= 0 for each of the {group_size(group)} ranks of the "
             f"group; pass the number of rows of every rank, in rank order"
@@ -110,8 +107,7 @@ def _gather_along_first_dim(
 ) -> Tensor:
     """Every rank's `[S/R, ...]`, joined to `[S, ...]`. One all-gather, also of uneven pieces.
 
-    `output_split_sizes`: every rank's number of rows, where they differ. `use_global_buffer` is accepted and changes
-    nothing: in a buffer that all calls share, a second result would overwrite the first one.
+    `use_global_buffer` changes nothing: in a buffer that all calls share, a second result would overwrite the first.
     """
     group = find_group(group)
     own = length_of(input_, 0)
@@ -127,10 +123,7 @@ def _gather_along_first_dim(
 def _reduce_scatter_along_first_dim(
     input_: Tensor, group: Group, input_split_sizes: Sizes = None, use_global_buffer: bool = False
 ) -> Tensor:
-    """This rank's piece `[S/R, ...]` of the sum of every rank's `[S, ...]`. One reduce-scatter, also to uneven pieces.
-
-    `input_split_sizes`: every rank's number of rows, where they differ. `use_global_buffer`: as for the gather.
-    """
+    """This rank's piece `[S/R, ...]` of the sum of every rank's `[S, ...]`. One reduce-scatter, also of uneven ones."""
     group = find_group(group)
     sizes = _rows_of_each(input_, input_split_sizes, group)
     return collectives.reduce_scatter(input_, group, sizes=sizes)

@@ -36,11 +36,7 @@ class StreamSeeds(NamedTuple):
 
 
 def stream_seeds(seed: int, at: Coordinates, *, unique_streams: bool = False) -> StreamSeeds:
-    """The seeds of the rank `at` these coordinates.
-
-    Raises:
-        ValueError: a coordinate is negative or beyond the range that the seeds tell apart.
-    """
+    """The seeds of the rank `at` these coordinates."""
     for name, ranks in (("ep_rank", _EP_RANKS), ("etp_rank", _ETP_RANKS), ("pp_rank", _PP_RANKS), ("tp_rank", 1 << 16)):
         rank = getattr(at, name)
         if not 0 <= rank < ranks:

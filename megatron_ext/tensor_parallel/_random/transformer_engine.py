@@ -36,11 +36,7 @@ def is_loaded() -> bool:
 
 
 def transformer_engine(module: str, needed_for: str) -> ModuleType:
-    """`transformer_engine.pytorch.<module>`.
-
-    Raises:
-        ImportError: it is missing, or its installation is broken: then it raises a RuntimeError or a FileNotFoundError.
-    """
+    """`transformer_engine.pytorch.<module>`; an ImportError where it is missing or broken."""
     try:
         return import_module(f"transformer_engine.pytorch.{module}")
     except ModuleNotFoundError as error:
@@ -48,7 +44,7 @@ def transformer_engine(module: str, needed_for: str) -> ModuleType:
             f"{needed_for} needs Transformer Engine, which is not installed ({error}): "
             f"pip install transformer-engine[pytorch], or do without {needed_for}"
         ) from error
-    except Exception as error:
+    except Exception as error:  # of a broken installation: RuntimeError, FileNotFoundError
         raise ImportError(
             f"{needed_for} needs Transformer Engine, and {why_not_loaded('transformer_engine', error)}: "
             f"install the build for this torch and this CUDA, or do without {needed_for}"
@@ -65,9 +61,6 @@ def make_te_tracker() -> Any:
     """Transformer Engine's tracker with the methods that Megatron's callers and our recomputation expect of one.
 
     Where Megatron's own class around it is loaded, ours is one of these: Megatron's CUDA graphs look for it.
-
-    Raises:
-        ImportError: Transformer Engine is missing.
     """
     distributed = transformer_engine("distributed", needed_for="use_te_rng_tracker=True")
     base = getattr(sys.modules.get(MEGATRON_SIDE), "TECudaRNGStatesTracker", None)
@@ -111,24 +104,15 @@ def make_te_tracker() -> Any:
     return TECudaRNGStatesTracker()
 
 
-def _quantization() -> ModuleType:
-    """Where the settings of fp8 live: in `quantization`; before Transformer Engine 2.8 in `fp8`."""
-    try:
-        return import_module("transformer_engine.pytorch.quantization")
-    except ModuleNotFoundError:
-        return transformer_engine("fp8", needed_for="fp8")
-
-
 class Fp8Recompute:
-    """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike.
-
-    Raises:
-        ImportError: Transformer Engine is missing.
-    """
+    """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike."""
 
     def __init__(self) -> None:
         self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
-        fp8 = _quantization()
+        try:
+            fp8 = import_module("transformer_engine.pytorch.quantization")
+        except ModuleNotFoundError:  # before Transformer Engine 2.8
+            fp8 = transformer_engine("fp8", needed_for="fp8")
         enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
         recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         if hasattr(fp8, "autocast"):  # which deprecates the other one
