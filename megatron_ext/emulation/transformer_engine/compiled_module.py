@@ -15,7 +15,7 @@ from megatron_ext.emulation.transformer_engine.since_2_20 import tensors as new_
 
 NAME = "transformer_engine_torch"
 _WHOLE_FILES = (device, enums, fused, gemm, norms, optimizers, packed_sequences, permutation, rope, router, softmax)
-_SINCE_2_20 = (new_activations, new_attention, new_enums, new_routers, new_tensors)
+_SINCE_2_20 = (new_attention, new_enums, new_routers, new_tensors)
 _OF_TENSORS = "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize fp8_transpose swap_first_dims"
 _OF_SCALES = (
     "compute_amax fused_amax_and_scale_update_after_reduction multi_tensor_compute_scale_and_scale_inv "
@@ -35,6 +35,7 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
     if version >= (2, 20):
         for file in _SINCE_2_20:
             names.update(_made_in(file))
+        names.update(new_activations.functions())
     names.update(absent.refusals(version))
     names["__version__"] = "emulated"
     return module
