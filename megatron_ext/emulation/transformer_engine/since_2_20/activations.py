@@ -80,7 +80,7 @@ def _scaled_backward(function: Function, **options: Any) -> Callable[..., Any]:
         with torch.enable_grad():
             wide, factors = (x.detach().float().requires_grad_() for x in (given.fwd_input, given.act_scales))
             dx, dscales = torch.autograd.grad(rows(wide, factors), (wide, factors), given.grad.float())
-        dscales = dscales.to(given.act_scales.dtype) if given.compute_scale_grad else None
-        return quantize_into(dx.to(given.fwd_input.dtype), None, given.quantizer), dscales
+        of_factors = dscales.to(given.act_scales.dtype) if given.compute_scale_grad else None
+        return quantize_into(dx.to(given.fwd_input.dtype), None, given.quantizer), of_factors
 
     return backward
