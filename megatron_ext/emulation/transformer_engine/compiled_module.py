@@ -37,6 +37,7 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
         for file in _SINCE_2_20:
             names.update(_made_in(file))
         names.update(new_activations.functions())
+        names["fused_moe_aux_loss_fwd_graph_safe"] = router.fused_moe_aux_loss_fwd
     names.update(absent.refusals(version))
     names["__version__"] = "emulated"
     return module

@@ -83,7 +83,7 @@ def fused_score_for_moe_aux_loss_bwd(
 def fused_moe_aux_loss_fwd(
     probs: Tensor,
     tokens_per_expert: Tensor,
-    total_num_tokens: int,
+    total_num_tokens: int | Tensor,
     num_experts: int,
     num_rows: int,
     num_cols: int,
@@ -91,7 +91,7 @@ def fused_moe_aux_loss_fwd(
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
     """(the loss, its constant factor): `coeff experts / (topk tokens^2)` times the sum of probabilities and counts."""
-    factor = num_experts * coeff / topk / total_num_tokens / total_num_tokens
+    factor = num_experts * coeff / topk / int(total_num_tokens) / int(total_num_tokens)
     loss = (probs.float().sum(0) * tokens_per_expert.float()).sum() * factor
     return loss.to(probs.dtype), torch.tensor(factor, dtype=torch.float32)
 

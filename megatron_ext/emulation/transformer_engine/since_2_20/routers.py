@@ -77,22 +77,6 @@ def fused_score_for_moe_aux_loss_bwd(
     grad_logits.copy_(found.view_as(grad_logits))
 
 
-def fused_moe_aux_loss_fwd_graph_safe(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    total_num_tokens: Tensor,
-    num_experts: int,
-    num_rows: int,
-    num_cols: int,
-    topk: int,
-    coeff: float,
-) -> tuple[Tensor, Tensor]:
-    """As `fused_moe_aux_loss_fwd`, of a number of tokens that is a tensor."""
-    return router.fused_moe_aux_loss_fwd(
-        probs, tokens_per_expert, int(total_num_tokens), num_experts, num_rows, num_cols, topk, coeff
-    )
-
-
 def _refuse_other_maps(routing_map_format: int, by_index: bool) -> None:
     if by_index or int(routing_map_format) != _BYTEMAP:
         raise NotImplementedError(
