@@ -309,14 +309,10 @@ def check_script(command: list[str], *, cpu: bool = False) -> int:
     """
     from megatron_ext import run
 
-    def say(found: Any) -> None:
-        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # the last stage has the loss
-            print(found, flush=True)
-
     def stop() -> None:
         from megatron_ext.megatron.build_check import stop_when_built
 
-        stop_when_built(say)
+        stop_when_built(lambda found: run.say_on_last_rank(found, sys.stdout))
 
     run.main([*(["--cpu"] if cpu else []), *command], before=stop)
     print(f"doctor: {command[0]} ended without building a language model of Megatron's", file=sys.stderr)
