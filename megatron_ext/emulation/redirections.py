@@ -84,7 +84,7 @@ class Stream:
         return event
 
 
-def _cpu_for(device: Any) -> Any:
+def cpu_for(device: Any) -> Any:
     """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
     if isinstance(device, _DEVICE):
         return _CPU if device.type == "cuda" else device
@@ -100,11 +100,11 @@ def on_cpu(function: Callable[..., Any], position: int | None = None, keyword: s
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if keyword in kwargs:
-                kwargs[keyword] = _cpu_for(kwargs[keyword])
+                kwargs[keyword] = cpu_for(kwargs[keyword])
             kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
         if position is not None and len(args) > position:
             given = args[position]
-            if (device := _cpu_for(given)) is not given:
+            if (device := cpu_for(given)) is not given:
                 args = (*args[:position], device, *args[position + 1 :])
         return function(*args, **kwargs)
 

@@ -6,7 +6,7 @@ Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -65,18 +65,8 @@ class FromHidden:
         if isinstance(weight, LmHead):
             return weight
         check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")  # the head says what else is wrong with it
-        return LmHead(
-            weight,
-            self.tp_group,
-            self.hidden_layout,
-            vocab=self.vocab,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            bits=self.bits,
-            logit_dtype=self.logit_dtype,
-            **more,
-        )
+        names = [field.name for field in fields(FromHidden) if field.name != "skip_ignored"]
+        return LmHead(weight, **{name: getattr(self, name) for name in names}, **more)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
         """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""

@@ -62,7 +62,7 @@ def attend(given: Any) -> list[Any]:
         tops.append(top)
         sums.append(total)
     shape = (*given.Q.shape[:-1], given.V.shape[-1])
-    out = written(packs, [pack.q_rows for pack in packs], outs, given.Q.new_zeros(shape))
+    out = written(packs, outs, given.Q.new_zeros(shape), of_queries=True)
     largest, total = (_statistics(packs, found, given.Q) for found in (tops, sums))
     statistics = [largest, total] if given.return_max_logit else [largest + total.log()]
     extra = [rules.bias if given.bias_type not in _NO_ARRAY_BIAS else None, rules.offset if rules.has_offset else None]
@@ -86,13 +86,10 @@ def gradients(given: Any, dtype: torch.dtype) -> list[Any]:
             dbias += dscores.sum_to_size(dbias.shape)
         if doffset is not None:
             doffset += dsink.sum((0, 2, 3)).view(doffset.shape)
-    q_rows, kv_rows = [pack.q_rows for pack in packs], [pack.kv_rows for pack in packs]
-    places = (given.Q, q_rows), (given.K, kv_rows), (given.V, kv_rows)
-    grads = [
-        written(packs, rows, parts, torch.zeros(like.shape, dtype=dtype))
-        for (like, rows), parts in zip(places, zip(*found, strict=True), strict=True)
-    ]
-    return [*grads, None if dbias is None else dbias.to(bias.dtype), doffset]  # type: ignore[union-attr]
+    dq, dk, dv = (torch.zeros(like.shape, dtype=dtype) for like in (given.Q, given.K, given.V))
+    for full, parts in zip((dq, dk, dv), zip(*found, strict=True), strict=True):
+        written(packs, parts, full, of_queries=full is dq)
+    return [dq, dk, dv, None if dbias is None else dbias.to(bias.dtype), doffset]  # type: ignore[union-attr]
 
 
 fused_attn_fwd = taking(_FORWARD)(attend)
