@@ -60,16 +60,10 @@ def _mamba_mixer(module: ModuleType) -> Replacements:
             state = self.state_dict(prefix="", keep_vars=True)
             return module.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
-    yield (
-        module,
-        {
-            "HAVE_MAMBA_SSM": True,
-            "RMSNormGated": state_space.GatedRMSNorm,
-            "ExtendedRMSNorm": Norm,
-            "mamba_chunk_scan_combined": state_space.mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": state_space.mamba_split_conv1d_scan_combined,
-        },
-    )
+    names = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+    functions = {name: getattr(state_space, name) for name in names}
+    norms = {"RMSNormGated": state_space.GatedRMSNorm, "ExtendedRMSNorm": Norm}
+    yield module, {"HAVE_MAMBA_SSM": True, **functions, **norms}
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
@@ -105,13 +99,8 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
         fill_in(self, model_param, tensors)
 
     if not module.HAVE_APEX_OR_TE:
-        yield (
-            optimizer,
-            {
-                "state_dict": state_dict,
-                "_set_main_param_and_optimizer_states": set_main_param_and_optimizer_states,
-            },
-        )
+        fill = {"_set_main_param_and_optimizer_states": set_main_param_and_optimizer_states}
+        yield optimizer, {"state_dict": state_dict, **fill}
 
 
 def _fsdp_buffers(module: ModuleType) -> Replacements:

@@ -106,31 +106,21 @@ def multi_tensor_adam_capturable(given: Any) -> None:
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
-def multi_tensor_sgd(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    wd: float,
-    momentum: float,
-    dampening: float,
-    lr: float,
-    nesterov: bool,
-    first_run: bool,
-    wd_after_momentum: bool,
-    scale: float,
-) -> None:
+@taking("chunk_size noop_flag tensor_lists wd momentum dampening lr nesterov first_run wd_after_momentum scale")
+def multi_tensor_sgd(given: Any) -> None:
     """Of [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
-    if noop_flag.item():
+    if given.noop_flag.item():
         return
-    for grad, parameter, moment, *copy in _elements(tensor_lists):
-        g, p = grad.float() * scale, parameter.float()
-        g = g if wd_after_momentum else g + wd * p
+    momentum = given.momentum
+    for grad, parameter, moment, *copy in _elements(given.tensor_lists):
+        g, p = grad.float() * given.scale, parameter.float()
+        g = g if given.wd_after_momentum else g + given.wd * p
         if momentum:
-            moment.copy_(g if first_run else momentum * moment.float() + (1 - dampening) * g)
-            g = g + momentum * moment.float() if nesterov else moment.float()
-        g = g + wd * p if wd_after_momentum else g
+            moment.copy_(g if given.first_run else momentum * moment.float() + (1 - given.dampening) * g)
+            g = g + momentum * moment.float() if given.nesterov else moment.float()
+        g = g + given.wd * p if given.wd_after_momentum else g
         for tensor in (parameter, *copy):
-            tensor.copy_(p - lr * g)
+            tensor.copy_(p - given.lr * g)
 
 
 def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:

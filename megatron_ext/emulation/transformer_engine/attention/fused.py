@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.attention.layouts import Pack, is_served, pack_of, written
-from megatron_ext.emulation.transformer_engine.attention.scores import Rules, mask_and_bias
+from megatron_ext.emulation.transformer_engine.attention.scores import has_offset, mask_and_bias, sink
 from megatron_ext.emulation.transformer_engine.enums import (
     TORCH_DTYPES,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_Softmax_Type,
 )
 from megatron_ext.emulation.transformer_engine.parameters import taking
 
@@ -51,13 +50,13 @@ def attend(given: Any) -> list[Any]:
 
     With `return_max_logit` the second is the largest score of each row, followed by the sum of exponentials less it.
     """
-    rules, packs = _rules(given, given.Bias, given.SoftmaxOffset), _packs(given)
+    packs = _packs(given)
     seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=given.rng_gen or torch.default_generator)
     rng_state = torch.cat([seed, torch.zeros_like(seed)])
     p_dropout = given.p_dropout if given.is_training else 0.0
     outs, tops, sums = [], [], []
     for pack in packs:
-        out, top, total = _forward(pack, rules, _keep(pack, p_dropout, rng_state))
+        out, top, total = _forward(pack, given, _keep(pack, p_dropout, rng_state))
         outs.append(out)
         tops.append(top)
         sums.append(total)
@@ -65,22 +64,22 @@ def attend(given: Any) -> list[Any]:
     out = written(packs, outs, given.Q.new_zeros(shape), of_queries=True)
     largest, total = (_statistics(packs, found, given.Q) for found in (tops, sums))
     statistics = [largest, total] if given.return_max_logit else [largest + total.log()]
-    extra = [rules.bias if given.bias_type not in _NO_ARRAY_BIAS else None, rules.offset if rules.has_offset else None]
+    extra = [given.Bias] * (given.bias_type not in _NO_ARRAY_BIAS) + [given.SoftmaxOffset] * has_offset(given)
     return [out, *statistics, rng_state, *(x for x in extra if x is not None)]
 
 
 def gradients(given: Any, dtype: torch.dtype) -> list[Any]:
     """[gradients of Q, K and V, of the bias or None, of the softmax's offset or None]."""
     lse, rng_state, *extra = given.Aux_CTX_Tensors
-    bias = extra.pop(0) if given.bias_type not in _NO_ARRAY_BIAS and extra else None
-    offset = extra.pop(0) if given.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX and extra else None
-    rules, packs = _rules(given, bias, offset), _packs(given)
+    bias = given.Bias = extra.pop(0) if given.bias_type not in _NO_ARRAY_BIAS and extra else None
+    offset = given.SoftmaxOffset = extra.pop(0) if has_offset(given) and extra else None
+    packs = _packs(given)
     found = []
     dbias = None if bias is None else torch.zeros(bias.shape)
     doffset = None if offset is None else torch.zeros(offset.shape)
     for pack in packs:
         rows = (pack.heads_first(given.O), pack.heads_first(given.dO), pack.statistics(lse))
-        dq, dk, dv, dscores, dsink = _backward(pack, rules, rows, _keep(pack, given.p_dropout, rng_state))
+        dq, dk, dv, dscores, dsink = _backward(pack, given, rows, _keep(pack, given.p_dropout, rng_state))
         found.append((dq, dk, dv))
         if dbias is not None:
             dbias += dscores.sum_to_size(dbias.shape)
@@ -101,41 +100,35 @@ def fused_attn_bwd(given: Any) -> list[Any]:
     return gradients(given, TORCH_DTYPES[given.dqkv_type])
 
 
-def _rules(given: Any, bias: Tensor | None, offset: Tensor | None) -> Rules:
-    kinds = given.bias_type, given.attn_mask_type, given.softmax_type
-    return Rules(given.attn_scale, *kinds, tuple(given.window_size), bias, offset)
-
-
 def _packs(given: Any) -> list[Pack]:
     q_lengths = given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q
     kv_lengths = given.cu_seqlens_kv, given.cu_seqlens_kv_padded, given.max_seqlen_kv
     return pack_of(given.qkv_layout, given.Q, given.K, given.V, q_lengths, kv_lengths)
 
 
-def _forward(pack: Pack, rules: Rules, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(pack: Pack, given: Any, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, largest score of each row, and the sum of exponentials less it, `[B, H, S, 1]`."""
-    scores = mask_and_bias(pack, rules)
+    scores = mask_and_bias(pack, given)
     # A packed sequence may be empty: CUDA graphs are captured with lengths of 0.
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-    if rules.has_offset:
-        sink = rules.sink(scores)
-        top = torch.maximum(top, sink)
+    if has_offset(given):
+        top = torch.maximum(top, sink(given, scores))
     top = top.masked_fill(top == float("-inf"), 0.0)
     exponentials = (scores - top).exp()
     total = exponentials.sum(-1, keepdim=True)
-    if rules.has_offset:
-        total = total + (sink - top).exp()
+    if has_offset(given):
+        total = total + (sink(given, scores) - top).exp()
     probabilities = exponentials / total.clamp(min=torch.finfo(torch.float32).tiny)
     probabilities = probabilities if keep is None else probabilities * keep
     return probabilities @ pack.v, top, total
 
 
 def _backward(
-    pack: Pack, rules: Rules, rows: tuple[Tensor, Tensor, Tensor], keep: Tensor | None
+    pack: Pack, given: Any, rows: tuple[Tensor, Tensor, Tensor], keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values, scores before the mask, and of the offset of the softmax in each row."""
     out, dout, lse = rows
-    scores = mask_and_bias(pack, rules)
+    scores = mask_and_bias(pack, given)
     seen = scores > float("-inf")
     probabilities = torch.where(seen, (scores - lse).exp(), 0.0)
     dprobabilities = dout @ pack.v.transpose(-1, -2)
@@ -144,9 +137,9 @@ def _backward(
         dprobabilities, used = dprobabilities * keep, probabilities * keep
     mean = (dout * out).sum(-1, keepdim=True)
     dscores = probabilities * (dprobabilities - mean)
-    dsink = -(rules.sink(scores) - lse).exp() * mean if rules.has_offset else mean
+    dsink = -(sink(given, scores) - lse).exp() * mean if has_offset(given) else mean
     dv = used.transpose(-1, -2) @ dout
-    scaled = dscores * rules.scale
+    scaled = dscores * given.attn_scale
     return scaled @ pack.k, pack.ungrouped(scaled.transpose(-1, -2) @ pack.q), pack.ungrouped(dv), dscores, dsink
 
 

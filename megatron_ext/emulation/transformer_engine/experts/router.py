@@ -71,13 +71,10 @@ def fused_score_for_moe_aux_loss_bwd(
     num_tokens: int, num_experts: int, intermediate_output: Tensor, grad_scores: Tensor, topk: int, score_function: str
 ) -> Tensor:
     """The gradient of the logits."""
-    kept, grad = intermediate_output.float(), grad_scores.float()
-    if score_function == "sigmoid":
-        grad = _shares_backward(grad, kept) if topk > 1 else grad
-        grad = grad * kept * (1 - kept)
-    else:
-        grad = kept * (grad - (grad * kept).sum(-1, keepdim=True))
-    return grad.to(intermediate_output.dtype)
+    everyone = torch.ones_like(intermediate_output, dtype=torch.bool)
+    return fused_topk_with_score_function_bwd(
+        num_tokens, num_experts, everyone, intermediate_output, grad_scores, topk, True, None, score_function
+    )
 
 
 def fused_moe_aux_loss_fwd(
