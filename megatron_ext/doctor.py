@@ -145,36 +145,31 @@ def kernels() -> list[dict[str, Any]]:
     no_gpu = "no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
     has_triton = importlib.util.find_spec("triton") is not None
     flash = gpu and torch.backends.cuda.is_flash_attention_available() and torch.backends.cuda.flash_sdp_enabled()
-    rows = [
-        (
-            "head: Triton row passes",
-            gpu and has_triton,
-            "CUDA tensors take them" if has_triton else "Triton is not installed: plain PyTorch, several passes",
-        ),
-        ("head: 16-bit matmul, fp32 logits", gpu, "CUDA tensors take it"),
-        ("layers: gathers under matmuls", gpu, "on CUDA, with sequence parallelism"),
-        (
-            "attention: flash kernels",
-            flash,
-            "on CUDA, where head size and dtype fit" if flash else "torch has them turned off",
-        ),
-    ]
-    found = [
-        {"name": name, "active": bool(active), "why": why if gpu else f"{no_gpu}; the CPU path computes the same"}
-        for name, active, why in rows
-    ]
+    no_triton = "Triton is not installed: plain PyTorch, several passes"
     dtypes = (torch.bfloat16, torch.float16)
     ours = " and ".join(str(x).removeprefix("torch.") for x in dtypes if not cpu_products.has_sixteen_bit_products(x))
-    why = f"oneDNN lacks {ours} on this CPU: made of fp32 tiles, about as fast" if ours else "by oneDNN"
-    found.append({"name": "16-bit products on the CPU", "active": not ours, "why": why})
-    found.append(
+    in_tiles = f"oneDNN lacks {ours} on this CPU: made of fp32 tiles, about as fast"
+
+    def of_gpu(name: str, why: str, active: bool = True) -> dict[str, Any]:
+        why = why if gpu else f"{no_gpu}; the CPU path computes the same"
+        return {"name": name, "active": bool(gpu and active), "why": why}
+
+    return [
+        of_gpu("head: Triton row passes", "CUDA tensors take them" if has_triton else no_triton, has_triton),
+        of_gpu("head: 16-bit matmul, fp32 logits", "CUDA tensors take it"),
+        of_gpu("layers: gathers under matmuls", "on CUDA, with sequence parallelism"),
+        of_gpu(
+            "attention: flash kernels",
+            "on CUDA, where head size and dtype fit" if flash else "torch has them turned off",
+            flash,
+        ),
+        {"name": "16-bit products on the CPU", "active": not ours, "why": in_tiles if ours else "by oneDNN"},
         {
             "name": "weight gradients into main_grad",
             "active": True,
             "why": "with gradient_accumulation_fusion and our layers; needs no Apex",
-        }
-    )
-    return found
+        },
+    ]
 
 
 def engines(named: dict[str, str | None]) -> list[dict[str, Any]]:
@@ -309,14 +304,10 @@ def check_script(command: list[str], *, cpu: bool = False) -> int:
     """
     from megatron_ext import run
 
-    def say(found: Any) -> None:
-        if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # the last stage has the loss
-            print(found, flush=True)
-
     def stop() -> None:
         from megatron_ext.megatron.build_check import stop_when_built
 
-        stop_when_built(say)
+        stop_when_built(lambda found: run.say_on_last_rank(found, sys.stdout))
 
     run.main([*(["--cpu"] if cpu else []), *command], before=stop)
     print(f"doctor: {command[0]} ended without building a language model of Megatron's", file=sys.stderr)

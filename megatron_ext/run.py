@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 # What Megatron and torch warn of in every job on a CPU, and nobody can change there: kernels that are missing, one of
 # Megatron's own defaults, functions of torch that Megatron calls.
@@ -185,7 +185,7 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
     if options.check:
         from megatron_ext.megatron.build_check import stop_when_built
 
-        stop_when_built(_say_on_last_rank)
+        stop_when_built(say_on_last_rank)
 
 
 def _report_after_first_step() -> None:
@@ -195,17 +195,17 @@ def _report_after_first_step() -> None:
 
     def report(*_: Any) -> None:
         handle.remove()
-        _say_on_last_rank(fusion_report())
+        say_on_last_rank(fusion_report())
 
     handle = register_optimizer_step_post_hook(report)
 
 
-def _say_on_last_rank(found: Any) -> None:
-    """The last rank has the last stage of the pipeline, and with it the output layer."""
+def say_on_last_rank(found: Any, file: TextIO | None = None) -> None:
+    """On stderr, or in `file`. The last rank has the last stage of the pipeline, and with it the output layer."""
     from torch import distributed as dist
 
     if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        print(found, file=sys.stderr, flush=True)
+        print(found, file=file or sys.stderr, flush=True)
 
 
 def _become(script: str, source: bytes) -> None:

@@ -2,10 +2,11 @@
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,7 +17,6 @@ from megatron_ext.emulation.products import replace_products
 from megatron_ext.emulation.random_numbers import two_generators
 from megatron_ext.emulation.redirections import redirections
 
-_ABSENT = object()
 _lock = threading.Lock()
 _entered = 0  # how many `with megatron_on_cpu()` are open in this process
 _undo = ExitStack()
@@ -96,7 +96,7 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
         _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo)
         modules = MODULES
         if transformer_engine:
-            _replace(engine.redirections(), undo)
+            _replace(engine.redirections(undo), undo)
             modules = MODULES | engine.MODULES
         _replace_in(modules, undo)
     except BaseException:
@@ -108,9 +108,7 @@ def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
 def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack) -> None:
     for owner, replacements in rows:
         for name, new in replacements.items():
-            entries = owner if isinstance(owner, MutableMapping) else vars(owner)
-            undo.callback(_put, owner, name, entries.get(name, _ABSENT))
-            _put(owner, name, new)
+            undo.enter_context(patch.object(owner, name, new, create=True))
 
 
 def _replace_in(modules: Modules, undo: ExitStack) -> None:
@@ -124,15 +122,3 @@ def _replace_in(modules: Modules, undo: ExitStack) -> None:
     finder = AfterImport(modules, then=replace)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, MutableMapping):
-        if value is _ABSENT:
-            owner.pop(name, None)
-        else:
-            owner[name] = value
-    elif value is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)

@@ -6,38 +6,25 @@ Here runs what Megatron falls back to without Transformer Engine and Apex, on pa
 import functools
 import importlib.machinery
 import importlib.util
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import NonCallableMock
 
 import torch
 
-Replacements = Iterator[tuple[Any, dict[str, Any]]]
+Replacements = Iterable[tuple[Any, dict[str, Any]]]
 
 
-def _legacy_fused_kernels(module: ModuleType) -> Replacements:
-    """Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more."""
-    yield module, {"load": lambda *args, **kwargs: None}
-
-
-def _random_numbers(module: ModuleType) -> Replacements:
-    """It initialises CUDA before it refers to a generator's state."""
-    yield module, {"_lazy_init": lambda: None}
+def always(**replacements: Any) -> Callable[[ModuleType], Replacements]:
+    """These, whatever is in the module."""
+    return lambda module: [(module, replacements)]
 
 
 def _inference_layers(module: ModuleType) -> Replacements:
     """It asks whether a layer is one of these; where Transformer Engine is missing they are mocks, and no types."""
     mocks = [name for name, value in vars(module).items() if isinstance(value, NonCallableMock)]
     yield module, {name: type(name, (), {}) for name in mocks if name.startswith("Inference")}
-
-
-def _architecture(module: ModuleType) -> Replacements:
-    """Before this generation Megatron-LM's arguments demand CUDA_DEVICE_MAX_CONNECTIONS=1, or, for FSDP, any other.
-
-    The variable orders kernels on GPUs; here it is the user's alone.
-    """
-    yield module, {"get_device_arch_version": lambda: 10}
 
 
 def _layers(module: ModuleType) -> Replacements:
@@ -73,26 +60,15 @@ def _mamba_mixer(module: ModuleType) -> Replacements:
             state = self.state_dict(prefix="", keep_vars=True)
             return module.make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
-    yield (
-        module,
-        {
-            "HAVE_MAMBA_SSM": True,
-            "RMSNormGated": state_space.GatedRMSNorm,
-            "ExtendedRMSNorm": Norm,
-            "mamba_chunk_scan_combined": state_space.mamba_chunk_scan_combined,
-            "mamba_split_conv1d_scan_combined": state_space.mamba_split_conv1d_scan_combined,
-        },
-    )
+    names = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
+    functions = {name: getattr(state_space, name) for name in names}
+    norms = {"RMSNormGated": state_space.GatedRMSNorm, "ExtendedRMSNorm": Norm}
+    yield module, {"HAVE_MAMBA_SSM": True, **functions, **norms}
 
 
 def _mixture_of_experts(module: ModuleType) -> Replacements:
     """It asks whether this function is None, but defines it only where Transformer Engine is installed."""
     yield module, {"te_general_gemm": getattr(module, "te_general_gemm", None)}
-
-
-def _checkpoint_writer(module: ModuleType) -> Replacements:
-    """It logs the memory of its processes and, where psutil is missing, waits forever for one that died of that."""
-    yield module, {"_process_memory": lambda: 0}
 
 
 def _distributed_optimizer(module: ModuleType) -> Replacements:
@@ -123,13 +99,8 @@ def _distributed_optimizer(module: ModuleType) -> Replacements:
         fill_in(self, model_param, tensors)
 
     if not module.HAVE_APEX_OR_TE:
-        yield (
-            optimizer,
-            {
-                "state_dict": state_dict,
-                "_set_main_param_and_optimizer_states": set_main_param_and_optimizer_states,
-            },
-        )
+        fill = {"_set_main_param_and_optimizer_states": set_main_param_and_optimizer_states}
+        yield optimizer, {"state_dict": state_dict, **fill}
 
 
 def _fsdp_buffers(module: ModuleType) -> Replacements:
@@ -146,16 +117,21 @@ def _fsdp_buffers(module: ModuleType) -> Replacements:
 
 Modules = dict[str, Callable[[ModuleType], Replacements]]
 MODULES: Modules = {
-    "megatron.legacy.fused_kernels": _legacy_fused_kernels,
-    "megatron.training.arguments": _architecture,
-    "megatron.core.tensor_parallel.random": _random_numbers,
+    # Megatron-LM's initialisation compiles CUDA kernels that nothing uses any more.
+    "megatron.legacy.fused_kernels": always(load=lambda *args, **kwargs: None),
+    # Before this generation its arguments demand CUDA_DEVICE_MAX_CONNECTIONS=1, or, for FSDP, any other. The variable
+    # orders kernels on GPUs; here it is the user's alone.
+    "megatron.training.arguments": always(get_device_arch_version=lambda: 10),
+    # It initialises CUDA before it refers to a generator's state.
+    "megatron.core.tensor_parallel.random": always(_lazy_init=lambda: None),
     "megatron.core.tensor_parallel.layers": _layers,
     "megatron.core.tensor_parallel.inference_layers": _inference_layers,
     "megatron.core.models.hybrid.hybrid_block": _hybrid_stack,  # since 0.18
     "megatron.core.ssm.mamba_block": _hybrid_stack,
     "megatron.core.ssm.mamba_mixer": _mamba_mixer,
     "megatron.core.transformer.moe.moe_utils": _mixture_of_experts,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _checkpoint_writer,
+    # It logs the memory of its processes and, where psutil is missing, waits forever for one that died of that.
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": always(_process_memory=lambda: 0),
     "megatron.core.optimizer.distrib_optimizer": _distributed_optimizer,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer": _fsdp_buffers,  # on main
 }

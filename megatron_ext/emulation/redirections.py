@@ -84,7 +84,7 @@ class Stream:
         return event
 
 
-def _cpu_for(device: Any) -> Any:
+def cpu_for(device: Any) -> Any:
     """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
     if isinstance(device, _DEVICE):
         return _CPU if device.type == "cuda" else device
@@ -93,18 +93,18 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if type(device) is int else device
 
 
-def _on_cpu(function: Callable[..., Any], position: int | None = None, keyword: str = "device") -> Callable[..., Any]:
+def on_cpu(function: Callable[..., Any], position: int | None = None, keyword: str = "device") -> Callable[..., Any]:
     """`function`, asked for the CPU where it is asked for CUDA: by `keyword`, or in its argument at `position`."""
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if keyword in kwargs:
-                kwargs[keyword] = _cpu_for(kwargs[keyword])
+                kwargs[keyword] = cpu_for(kwargs[keyword])
             kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
         if position is not None and len(args) > position:
             given = args[position]
-            if (device := _cpu_for(given)) is not given:
+            if (device := cpu_for(given)) is not given:
                 args = (*args[:position], device, *args[position + 1 :])
         return function(*args, **kwargs)
 
@@ -346,20 +346,20 @@ def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
 
 def _torch() -> dict[str, Any]:
     return {
-        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
-        "Generator": _making(torch.Generator, _on_cpu(torch.Generator, position=0)),
+        **{name: on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
+        "Generator": _making(torch.Generator, on_cpu(torch.Generator, position=0)),
         "device": _making(torch.device, _numbered(torch.device)),
         "load": _loading_to_cpu(torch.load),
-        "is_autocast_enabled": _on_cpu(torch.is_autocast_enabled, position=0),
-        "get_autocast_dtype": _on_cpu(torch.get_autocast_dtype, position=0),
+        "is_autocast_enabled": on_cpu(torch.is_autocast_enabled, position=0),
+        "get_autocast_dtype": on_cpu(torch.get_autocast_dtype, position=0),
     }
 
 
 def _tensor() -> dict[str, Any]:
     """The methods of tensors."""
     return {
-        **{name: _on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()},
-        "to": _on_cpu(Tensor.to, position=1),
+        **{name: on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()},
+        "to": on_cpu(Tensor.to, position=1),
         "cuda": lambda self, *args, **kwargs: self,
         "type": _type_on_cuda(Tensor.type),
         "pin_memory": lambda self, device=None: self.clone(),  # a copy, as on CUDA: callers free the original
@@ -383,7 +383,7 @@ def _distributed(rules: NcclRules | None) -> dict[str, Any]:
 def redirections(
     device: DeviceGenerator, host: torch.Generator, rules: NcclRules | None = None
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yields (owner, {name: replacement}); the owner is a module, a class, or a mapping whose entries are replaced.
+    """Yields (owner, {name: replacement}); the owner is a module or a class.
 
     `device` and `host` are the generators of the emulated device and of the program beside it. With `rules` ranks talk
     over the backend that has NCCL's rules instead of gloo.
@@ -404,11 +404,11 @@ def redirections(
     yield torch, _torch()
     yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
     yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
-    yield torch.autocast, {"__init__": _on_cpu(torch.autocast.__init__, position=1)}
-    yield DeviceContext, {"__init__": _on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
+    yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1)}
+    yield DeviceContext, {"__init__": on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
     yield Tensor, _tensor()
-    yield torch.nn.Module, {"to": _on_cpu(torch.nn.Module.to, position=1)}
-    yield DeviceMesh, {"__init__": _on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
+    yield torch.nn.Module, {"to": on_cpu(torch.nn.Module.to, position=1)}
+    yield DeviceMesh, {"__init__": on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
     yield dist, _distributed(rules)
     yield symmetric_memory, {"set_backend": _nothing}  # asked for before it is known whether any will be allocated
     messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}

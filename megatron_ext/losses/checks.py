@@ -3,8 +3,6 @@ missing or of another type, and labels of a shape that the loss cannot be of.
 
 Those that only one rank may see (the shape of what it is given beside the labels, a count) come back as an exception
 object from the functions named `..._fault`, and the head announces them in the exchange that it makes anyway.
-
-Legend: D hidden size, V vocabulary, R ranks of `tp_group`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import as_number
-from megatron_ext.losses.reductions import check_count
+from megatron_ext.losses.reductions import below_0
 
 
 def first_fault(*faults: ValueError | None) -> ValueError | None:
@@ -43,11 +41,6 @@ def check_tensor(name: str, x: Any, rule: str) -> None:
     """Raises ValueError unless `x` is a tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {type(x).__name__}: it must be {rule}")
-
-
-def check_weight(weight: Any) -> None:
-    """Raises ValueError unless it is a tensor: the head says what else is wrong with it."""
-    check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")
 
 
 def check_scalar(name: str, x: Any) -> None:
@@ -78,11 +71,7 @@ def count_fault(name: str, count: Tensor | float | None) -> ValueError | None:
     if count is None:
         return None
     check_scalar(name, count)
-    try:
-        check_count(count, name)
-    except ValueError as fault:
-        return fault
-    return None
+    return below_0(count, name)
 
 
 def check_number(

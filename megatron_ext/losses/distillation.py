@@ -3,9 +3,7 @@
 Legend: `[...]` leading dims of the tokens, D hidden size, V vocabulary, R ranks of `tp_group`, K ids per token.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -74,7 +72,8 @@ class DistillationLoss(FromHidden):
         head = self._head(weight, cache=self.cache)
         teacher, shape = Teacher(_teacher_head(head, teacher_weight), teacher_hidden), token_shape(hidden, head)
         only = self._only(_that_count(mask, shape))
-        return _mean(functools.partial(head.read, hidden, self._divergence(teacher), **only), shape, mask, count)
+        found = head.read(hidden, self._divergence(teacher), fault=_mean_fault(shape, mask, count), **only)
+        return _mean(found, mask, count)
 
     def _divergence(self, teacher: Any) -> ReadOut:
         return JensenShannon(teacher, self.beta) if self.divergence == "jsd" else KL(teacher, self.divergence)
@@ -90,8 +89,8 @@ class DistillationLoss(FromHidden):
         options: dict[str, Any] = {"vocab": self.vocab, "chunk_tokens": self.chunk_tokens}
         student = Logits(student_logits, self.tp_group, temperature=self.temperature, name="student_logits", **options)
         teacher = Logits(teacher_logits, self.tp_group, vocab=self.vocab, name="teacher_logits")
-        read = functools.partial(student.read, self._divergence(teacher))
-        return _mean(read, student_logits.shape[:-1], mask, count)
+        fault = _mean_fault(student_logits.shape[:-1], mask, count)
+        return _mean(student.read(self._divergence(teacher), fault=fault), mask, count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,6 @@ class TopKDistillationLoss(FromHidden):
         Communicates: forward 1 collective, backward 1; with the sequence layout 2 and 2. Where both sides are
         distributions over the K, products run over the columns that any token asks for, as `Gather` says.
         """
-
         head = self._head(weight)
         fault = _top_k_fault(teacher_topk_logits, teacher_topk_indices, mask, count)
         fault = fault or self.ids_fault(teacher_topk_indices, mask)
@@ -239,8 +237,7 @@ class TopKDistillationLoss(FromHidden):
         teacher = teacher.where(teacher != -torch.inf, LOG_OUTSIDE)
         if self.bucket:
             student, teacher = (torch.cat([x, _log_rest(x)], -1) for x in (student, teacher))
-        found = self._divergence(student, teacher, entropy)
-        return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
+        return _mean(self._divergence(student, teacher, entropy), mask, count)
 
     def _divergence(self, student: Tensor, teacher: Tensor, entropy: Tensor | None) -> Tensor:
         q = student.exp()
@@ -289,14 +286,8 @@ def _teacher_head(student: LmHead, weight: Tensor | LmHead) -> LmHead:
     )
 
 
-def _mean(
-    read: Callable[..., Tensor], shape: torch.Size, mask: Tensor | None, count: Tensor | float | None
-) -> tuple[Tensor, Metrics]:
-    """The mean of what `read` returns, one number for each token, over the tokens that count.
-
-    What is wrong with `mask` or `count` is handed to `read`, which tells the other ranks (see `LmHead.read`).
-    """
-    found = read(fault=_mean_fault(shape, mask, count))
+def _mean(found: Tensor, mask: Tensor | None, count: Tensor | float | None) -> tuple[Tensor, Metrics]:
+    """Of one number for each token, over the tokens that count."""
     return token_mean(found, torch.ones_like(found) if mask is None else mask.to(found.dtype), count), {}
 
 

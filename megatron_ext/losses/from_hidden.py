@@ -6,7 +6,7 @@ Legend: B rows, S positions, D hidden size, V vocabulary, R ranks of `tp_group`.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
 from megatron_ext.losses.checks import (
     check_rows,
     check_tensor,
-    check_weight,
     count_fault,
     first_fault,
     per_token_fault,
@@ -65,19 +64,9 @@ class FromHidden:
         """The head of a weight `[V/R, D]` with these options; one that is an `LmHead` already has its own."""
         if isinstance(weight, LmHead):
             return weight
-        check_weight(weight)
-        return LmHead(
-            weight,
-            self.tp_group,
-            self.hidden_layout,
-            vocab=self.vocab,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            bits=self.bits,
-            logit_dtype=self.logit_dtype,
-            **more,
-        )
+        check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")  # the head says what else is wrong with it
+        names = [field.name for field in fields(FromHidden) if field.name != "skip_ignored"]
+        return LmHead(weight, **{name: getattr(self, name) for name in names}, **more)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
         """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""
@@ -143,11 +132,10 @@ class LogProbLoss(FromHidden, ABC):
         head = self._head(weight, cache=self.cache)
         bound = inspect.signature(self.from_log_probs).bind(None, *given, mask=mask, **others)
         fault = self._fault(labels.shape, bound.arguments)
-        if mask is None or mask.shape == labels.shape:
-            mask = _float(labels != self.ignore_index, mask)
-
         counts = labels != self.ignore_index
-        counts = counts if mask is None or mask.shape != labels.shape else counts & (mask != 0)
+        if mask is None or mask.shape == labels.shape:
+            mask = counts.float() if mask is None else mask.float().where(counts, 0.0)
+            counts = mask != 0
         read_out = LogProbs(labels, self.ignore_index)
         log_probs = head.read(hidden, read_out, fault=fault, **self._only(counts))
         return self.from_log_probs(log_probs, *given, mask=mask, **others)
@@ -183,11 +171,6 @@ class LogProbLoss(FromHidden, ABC):
         """Log-probabilities and weights of tokens, 1 without a mask, `[B, S]`."""
         log_probs_BS = self._rows(log_probs)
         return log_probs_BS, torch.ones_like(log_probs_BS) if mask is None else self._rows(mask).to(log_probs_BS.dtype)
-
-
-def _float(kept: Tensor, mask: Tensor | None) -> Tensor:
-    """fp32 weights of tokens."""
-    return kept.float() if mask is None else mask.float().where(kept, 0.0)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -32,11 +32,13 @@ def divide(x: Tensor, count: Tensor | float) -> Tensor:
     Raises:
         ValueError: a count that is no tensor and negative; a tensor's value is not looked at, which would wait for it.
     """
-    check_count(count)
+    if (fault := below_0(count)) is not None:
+        raise fault
     return x / (count.clamp(min=1e-8) if isinstance(count, Tensor) else max(count, 1e-8))
 
 
-def check_count(count: Tensor | float | None, name: str = "count") -> None:
-    """Raises ValueError for a number below 0 or NaN; a tensor's value is not looked at."""
-    if count is not None and not isinstance(count, Tensor) and not count >= 0:
-        raise ValueError(f"{name} is {count}: it must be at least 0, the number of what counts")
+def below_0(count: Tensor | float, name: str = "count") -> ValueError | None:
+    """What is wrong with a number below 0 or NaN; a tensor's value is not looked at."""
+    if isinstance(count, Tensor) or count >= 0:
+        return None
+    return ValueError(f"{name} is {count}: it must be at least 0, the number of what counts")

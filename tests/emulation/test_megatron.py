@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.emulation import megatron_on_cpu
 from tests.gpt import (
     EXPERTS,
     child_processes,
@@ -100,12 +101,8 @@ TWO_RANKS = {
 }
 
 
-def quick_and_slow(cases, quick):
-    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
 @ranks(2)
-@pytest.mark.parametrize("case", quick_and_slow(TWO_RANKS, ("tp2-sp", "pp2", "ep2")))
+@pytest.mark.parametrize("case", TWO_RANKS)
 def test_two_ranks(case):
     assert_trains_like_plain(*TWO_RANKS[case])
 
@@ -120,7 +117,7 @@ FULLY_SHARDED = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", quick_and_slow(FULLY_SHARDED, ("torch",)))
+@pytest.mark.parametrize("case", FULLY_SHARDED)
 def test_fully_sharded_data_parallelism(case):
     """torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks."""
     shard, overrides = FULLY_SHARDED[case]
@@ -129,8 +126,6 @@ def test_fully_sharded_data_parallelism(case):
 
 @ranks(2)
 def test_reductions_that_scale_what_is_sent():
-    from megatron_ext.emulation import megatron_on_cpu
-
     own = torch.arange(4.0) + 10 * dist.get_rank()
     with megatron_on_cpu():
         op = dist._make_nccl_premul_sum(0.25)
@@ -143,10 +138,6 @@ def test_reductions_that_scale_what_is_sent():
     assert torch.equal(own, torch.arange(4.0) + 10 * dist.get_rank()), "what is scattered stays the caller's"
 
 
-def slow(case):
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
 FOUR_RANKS = {
     "tp2-dp2": ({"tp": 2}, {}),
     "tp2-pp2": ({"tp": 2, "pp": 2}, {}),
@@ -155,7 +146,7 @@ FOUR_RANKS = {
 
 
 @ranks(4)
-@pytest.mark.parametrize("case", [slow("tp2-dp2"), slow("tp2-pp2"), "tp2-sp-pp2-vp2"])
+@pytest.mark.parametrize("case", FOUR_RANKS)
 def test_four_ranks(case):
     assert_trains_like_plain(*FOUR_RANKS[case])
 
@@ -205,8 +196,6 @@ def check_gradients(whole, cut):
 @ranks(2)
 def test_bfloat16_with_float32_main_weights():
     """Megatron's Float16Module, and the distributed optimizer's own weights, which it makes by the type of a tensor."""
-    from megatron_ext.emulation import megatron_on_cpu
-
     with megatron_on_cpu():
         from megatron.core.transformer.module import Float16Module
 
@@ -231,7 +220,7 @@ RECOMPUTE = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("recompute", ["full", slow("selective")])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_recompute_draws_the_same_dropout(recompute):
     batches = tiny_batches(STEPS)
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -267,13 +256,10 @@ def state_of(chunks, optimizer, loading: bool) -> dict:
     return {**model, "optimizer": optimizer.sharded_state_dict(model["model0"], is_loading=loading, **sharding)}
 
 
-@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["dp2", "pp2"])
 def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, sizes):
     """Weights and optimizer state: the losses go on as if nothing had happened."""
-    from megatron_ext.emulation import megatron_on_cpu
-
     with megatron_on_cpu():
         from megatron.core import dist_checkpointing
 
@@ -299,8 +285,6 @@ def test_a_run_saved_at_tensor_parallel_two_continues_at_other_sizes(tmp_path, s
 @ranks(2)
 def test_sizes_change_within_one_process():
     """Nothing of one test's groups, seeds and trackers is left for the next."""
-    from megatron_ext.emulation import megatron_on_cpu
-
     groups = len(dist.distributed_c10d._world.pg_map)
     for sizes in ({"tp": 2}, {"pp": 2}, {}):
         with model_parallel(**sizes):
@@ -315,8 +299,6 @@ def test_sizes_change_within_one_process():
 
 @ranks(2)
 def test_groups_asked_for_on_nccl_are_gloo():
-    from megatron_ext.emulation import megatron_on_cpu
-
     with megatron_on_cpu():
         group = dist.new_group([0, 1], None, "cpu:gloo,cuda:nccl", device_id=torch.device("cuda", 0))
         assert dist.get_backend(group) == "gloo"
@@ -331,8 +313,6 @@ def test_groups_asked_for_on_nccl_are_gloo():
 
 @ranks(2, rules="gloo")  # whose messages wait for ever the second time
 def test_messages_may_be_waited_for_twice():
-    from megatron_ext.emulation import megatron_on_cpu
-
     with megatron_on_cpu():
         other = 1 - dist.get_rank()
         sent, received = torch.full((3,), float(dist.get_rank())), torch.empty(3)
@@ -365,7 +345,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_megatron_may_be_imported_first(tmp_path):
     """In a process of its own; Megatron's compiled functions, decorated outside, must not compile here."""

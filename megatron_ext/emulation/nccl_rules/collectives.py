@@ -39,20 +39,20 @@ class Exchange:
 
 
 class Collectives:
-    """The methods of a process group. `_run` launches exchanges, all as one; c10d's name of the call goes before."""
+    """The methods of a process group. `_run(name, *exchanges)` launches exchanges as one, by c10d's name."""
 
     _rank: int
     _ranks: list[int]  # the world's
-    _run: Callable[[str, list[Exchange]], Any]
+    _run: Callable[..., Any]
     _buffered: Callable[[int], bool]  # whether so many bytes fit into NCCL's buffers
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
-        return self._run("allreduce", [self._all_reduce("all_reduce", x, opts)])
+        return self._run("allreduce", self._all_reduce("all_reduce", x, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         check_all("all_reduce_coalesced", tensors)
-        return self._run("allreduce_coalesced", [self._all_reduce("all_reduce_coalesced", x, opts) for x in tensors])
+        return self._run("allreduce_coalesced", *(self._all_reduce("all_reduce_coalesced", x, opts) for x in tensors))
 
     def _all_reduce(self, name: str, x: Tensor, opts: Any) -> Exchange:
         check_all(name, [x])
@@ -65,40 +65,22 @@ class Collectives:
         check_all("reduce", [x])
         op, root, data = reduction("reduce", opts.reduceOp, x.dtype), opts.rootRank, content(x)
         is_root = self._rank == root
-        return self._run(
-            "reduce",
-            [
-                Exchange(
-                    describe(f"reduce to rank {self._ranks[root]}", x, op),
-                    f"reduce {op} {root} {x.dtype}",
-                    [x],
-                    [data if r == root else _NOTHING for r in range(self._size)],
-                    [len(data) if is_root else 0] * self._size,
-                    partial(_reduce_into, x, op) if is_root else _ignore,
-                    needs=None if is_root or not self._buffered(len(data)) else [],
-                )
-            ],
+        exchange = Exchange(
+            describe(f"reduce to rank {self._ranks[root]}", x, op),
+            f"reduce {op} {root} {x.dtype}",
+            [x],
+            *self._to_root(root, data),
+            partial(_reduce_into, x, op) if is_root else _ignore,
+            needs=None if is_root or not self._buffered(len(data)) else [],
         )
+        return self._run("reduce", exchange)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
         check_all("broadcast", [x])
         root, data = opts.rootRank, content(x)
-        is_root = self._rank == root
-        return self._run(
-            "broadcast",
-            [
-                Exchange(
-                    describe(f"broadcast from rank {self._ranks[root]}", x),
-                    f"broadcast {root}",
-                    [x],
-                    [data if is_root else _NOTHING] * self._size,
-                    [len(data) if r == root else 0 for r in range(self._size)],
-                    lambda pieces: fill(x, pieces[root]),
-                    needs=([] if is_root else [root]) if self._buffered(len(data)) else None,
-                )
-            ],
-        )
+        needs = [root] if self._buffered(len(data)) else None
+        return self._run("broadcast", self._from_root("broadcast", x, root, [data] * self._size, needs=needs))
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> Any:
         """Pieces may differ in size: NCCL's group then sends one broadcast for each rank."""
@@ -106,17 +88,17 @@ class Collectives:
         check_count("all_gather", "the output list", len(outputs), self._size)
         check_all("all_gather", [x, *outputs])
         check_shapes("all_gather", "this rank's own output", [outputs[self._rank]], x)
-        return self._run("allgather", [self._gather_into("all_gather", [content(y) for y in outputs], x, outputs)])
+        return self._run("allgather", self._gather_into("all_gather", [content(y) for y in outputs], x, outputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self._run("allgather_base", [self._all_gather_single("all_gather_single", output, input)])
+        return self._run("allgather_base", self._all_gather_single("all_gather_single", output, input))
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         name = "all_gather_single_coalesced"
         check_count(name, "the output list", len(outputs), len(inputs))
         return self._run(
             "allgather_into_tensor_coalesced",
-            [self._all_gather_single(name, y, x) for y, x in zip(outputs, inputs, strict=True)],
+            *(self._all_gather_single(name, y, x) for y, x in zip(outputs, inputs, strict=True)),
         )
 
     def _all_gather_single(self, name: str, output: Tensor, x: Tensor) -> Exchange:
@@ -134,21 +116,19 @@ class Collectives:
         check_count("reduce_scatter", "the input list", len(inputs), self._size)
         check_all("reduce_scatter", [output, *inputs])
         check_shapes("reduce_scatter", "this rank's own input", [inputs[self._rank]], output)
-        return self._run(
-            "reduce_scatter", [self._reduce_scatter("reduce_scatter", output, [content(x) for x in inputs], opts)]
-        )
+        sends = [content(x) for x in inputs]
+        return self._run("reduce_scatter", self._reduce_scatter("reduce_scatter", output, sends, opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        return self._run(
-            "reduce_scatter_base", [self._reduce_scatter_single("reduce_scatter_single", output, input, opts)]
-        )
+        exchange = self._reduce_scatter_single("reduce_scatter_single", output, input, opts)
+        return self._run("reduce_scatter_base", exchange)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         name = "reduce_scatter_single_coalesced"
         check_count(name, "the output list", len(outputs), len(inputs))
         return self._run(
             "reduce_scatter_tensor_coalesced",
-            [self._reduce_scatter_single(name, y, x, opts) for y, x in zip(outputs, inputs, strict=True)],
+            *(self._reduce_scatter_single(name, y, x, opts) for y, x in zip(outputs, inputs, strict=True)),
         )
 
     def _reduce_scatter_single(self, name: str, output: Tensor, x: Tensor, opts: Any) -> Exchange:
@@ -169,7 +149,7 @@ class Collectives:
         check_splits(name, "output_split_sizes", output_splits, output, self._size)
         check_splits(name, "input_split_sizes", input_splits, input, self._size)
         places, sends = self._rows(output, output_splits), self._rows(input, input_splits)
-        return self._run("alltoall_base", [self._all_to_all(name, [output], input, sends, places)])
+        return self._run("alltoall_base", self._all_to_all(name, [output], input, sends, places))
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
         name, x = "all_to_all", input_tensors[self._rank]
@@ -177,7 +157,7 @@ class Collectives:
         check_count(name, "the input list", len(input_tensors), self._size)
         check_all(name, [*output_tensors, *input_tensors])
         sends, places = [content(x) for x in input_tensors], [content(y) for y in output_tensors]
-        return self._run("alltoall", [self._all_to_all(name, output_tensors, x, sends, places)])
+        return self._run("alltoall", self._all_to_all(name, output_tensors, x, sends, places))
 
     def _all_to_all(
         self, name: str, outputs: list[Tensor], x: Tensor, sends: list[memoryview], places: list[memoryview]
@@ -195,21 +175,15 @@ class Collectives:
         if is_root:
             check_count("gather", "the output list", len(outputs), self._size)
             check_shapes("gather", "each output", outputs, x)
-        data = content(x)
-        return self._run(
-            "gather",
-            [
-                Exchange(
-                    describe(f"gather to rank {self._ranks[root]}", x),
-                    f"gather {root}",
-                    outputs,
-                    [data if r == root else _NOTHING for r in range(self._size)],
-                    [len(data) if is_root else 0] * self._size,
-                    partial(_fill_all, [content(y) for y in outputs]) if is_root else _ignore,
-                    meets=None if is_root else [root],
-                )
-            ],
+        exchange = Exchange(
+            describe(f"gather to rank {self._ranks[root]}", x),
+            f"gather {root}",
+            outputs,
+            *self._to_root(root, content(x)),
+            partial(_fill_all, [content(y) for y in outputs]) if is_root else _ignore,
+            meets=None if is_root else [root],
         )
+        return self._run("gather", exchange)
 
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
         (x,), root = output_tensors, opts.rootRank
@@ -219,24 +193,28 @@ class Collectives:
         if is_root:
             check_count("scatter", "the input list", len(inputs), self._size)
             check_shapes("scatter", "each input", inputs, x)
-        return self._run(
-            "scatter",
-            [
-                Exchange(
-                    describe(f"scatter from rank {self._ranks[root]}", x),
-                    f"scatter {root}",
-                    [x],
-                    [content(y) for y in inputs] if is_root else [_NOTHING] * self._size,
-                    [size_bytes(x) if r == root else 0 for r in range(self._size)],
-                    lambda pieces: fill(x, pieces[root]),
-                    meets=None if is_root else [root],
-                )
-            ],
+        sends = [content(y) for y in inputs]
+        return self._run("scatter", self._from_root("scatter", x, root, sends, meets=None if is_root else [root]))
+
+    def _to_root(self, root: int, data: memoryview) -> tuple[list[memoryview], list[int]]:
+        """What each rank gets of this one, and how much this one expects of each."""
+        sends = [data if r == root else _NOTHING for r in range(self._size)]
+        return sends, [len(data) if self._rank == root else 0] * self._size
+
+    def _from_root(self, name: str, x: Tensor, root: int, sends: list[memoryview], **whom: Any) -> Exchange:
+        return Exchange(
+            describe(f"{name} from rank {self._ranks[root]}", x),
+            f"{name} {root}",
+            [x],
+            sends if self._rank == root else [_NOTHING] * self._size,
+            [size_bytes(x) if r == root else 0 for r in range(self._size)],
+            lambda pieces: fill(x, pieces[root]),
+            **whom,
         )
 
     def barrier(self, opts: Any = None) -> Any:
         size = self._size
-        return self._run("barrier", [Exchange("barrier", "barrier", [], [_NOTHING] * size, [0] * size, _ignore)])
+        return self._run("barrier", Exchange("barrier", "barrier", [], [_NOTHING] * size, [0] * size, _ignore))
 
     # Names that torch had before 2.13.
 

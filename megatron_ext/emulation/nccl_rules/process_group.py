@@ -64,13 +64,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -80,8 +74,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
         if self._owns_engine:
             self._engine.close()
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     # Launches.
 
@@ -98,7 +91,7 @@ class NcclRulesGroup(Collectives, _ProcessGroup):
     def _buffered(self, n: int) -> bool:
         return n <= self._engine.rules.buffer_bytes
 
-    def _run(self, name: str, exchanges: list[Exchange]) -> NcclRulesWork | None:
+    def _run(self, name: str, *exchanges: Exchange) -> NcclRulesWork | None:
         show(name, [x for exchange in exchanges for x in exchange.outputs])
         return self._launch([(self._part(exchange), exchange) for exchange in exchanges])
 

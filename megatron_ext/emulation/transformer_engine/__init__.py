@@ -4,22 +4,24 @@
 `python_modules.py` has the few places of the Python code that have to give way, `apex.py` what Megatron calls of Apex.
 """
 
-import functools
 import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.emulation.redirections import on_cpu
 from megatron_ext.emulation.transformer_engine import apex, compiled_module
 from megatron_ext.emulation.transformer_engine.python_modules import MODULES
 
 __all__ = ["MODULES", "check", "redirections"]
 
 _MARK = "emulated"
+_BUILDING = "NVTE_PROJECT_BUILDING"  # where it is set, the Python part does not look for CUDA's libraries when imported
 
 
 def check() -> None:
@@ -56,29 +58,19 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def redirections() -> Iterator[tuple[Any, dict[str, Any]]]:
+def redirections(undo: ExitStack) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields (owner, {name: replacement}). The stand-ins for compiled modules stay: what imported them holds them."""
     if compiled_module.NAME not in sys.modules:
         sys.modules[compiled_module.NAME] = compiled_module.compiled_module(_version())
     for name in apex.MODULES:
         if name not in sys.modules:
             sys.modules[name] = apex.compiled_module(name)
-    # With this set, the Python part does not look for CUDA's libraries when it is imported.
-    yield os.environ, {"NVTE_PROJECT_BUILDING": "1"}
-    on_cpu = _made_on_cpu(Tensor._make_wrapper_subclass)
-    yield Tensor, {"is_cuda": property(_is_cuda), "_make_wrapper_subclass": staticmethod(on_cpu)}
-
-
-def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Quantised tensors are made by the number of a CUDA device."""
-
-    @functools.wraps(make)
-    def redirected(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = "cpu"
-        return make(*args, **kwargs)
-
-    return redirected
+    if _BUILDING not in os.environ:
+        os.environ[_BUILDING] = "1"
+        undo.callback(os.environ.pop, _BUILDING, None)
+    # Quantised tensors are made by the number of a CUDA device.
+    on_device = on_cpu(Tensor._make_wrapper_subclass)
+    yield Tensor, {"is_cuda": property(_is_cuda), "_make_wrapper_subclass": staticmethod(on_device)}
 
 
 def _is_cuda(tensor: Any) -> bool:

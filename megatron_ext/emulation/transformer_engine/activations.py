@@ -5,15 +5,17 @@ Computed in fp32 and rounded once, to the dtype of the input; quantised where a 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ext.emulation.transformer_engine.parameters import taking
 from megatron_ext.emulation.transformer_engine.quantisation.tensors import quantize_into
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[..., Tensor]  # of the input and the activation's options
 
 PLAIN: dict[str, Function] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -23,7 +25,7 @@ PLAIN: dict[str, Function] = {
     "silu": F.silu,
 }
 _GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
-_WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
+OF_CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}  # the last one is new in 2.20
 
 
 def gated(activation: Function) -> Function:
@@ -36,22 +38,25 @@ def gated(activation: Function) -> Function:
     return apply
 
 
-def clamped(limit: float, alpha: float, offset: float = 1.0) -> Function:
-    """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by `offset`."""
-
-    def apply(x: Tensor) -> Tensor:
-        gate, linear = x.chunk(2, dim=-1)
-        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-        return gate * torch.sigmoid(alpha * gate) * (linear + offset)
-
-    return apply
+def clamped(x: Tensor, limit: float, alpha: float, glu_linear_offset: float) -> Tensor:
+    """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by an offset."""
+    gate, linear = x.chunk(2, dim=-1)
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear + glu_linear_offset)
 
 
-def forward_of(function: Function) -> Callable[..., Any]:
-    """What the compiled module calls by the name of the activation."""
+def with_options(function: Function, names: dict[str, Any], given: Any) -> Function:
+    """`function` with the options of these names as they are given."""
+    return partial(function, **{name: getattr(given, name) for name in names})
 
-    def forward(input: Tensor, quantizer: Any) -> Any:
-        return quantize_into(function(input.float()).to(input.dtype), None, quantizer)
+
+def forward_of(function: Function, **options: Any) -> Callable[..., Any]:
+    """What the compiled module calls by the name of the activation, whose `options` have these defaults."""
+
+    @taking("input quantizer", **options)
+    def forward(given: Any) -> Any:
+        found = with_options(function, options, given)(given.input.float())
+        return quantize_into(found.to(given.input.dtype), None, given.quantizer)
 
     return forward
 
@@ -63,11 +68,13 @@ def gradient(function: Function, grad: Tensor, x: Tensor) -> Tensor:
         return torch.autograd.grad(function(wide), wide, grad.float())[0].to(x.dtype)
 
 
-def backward_of(function: Function) -> Callable[..., Any]:
-    """What it calls by that name with a d before it."""
+def backward_of(function: Function, **options: Any) -> Callable[..., Any]:
+    """What it calls by that name with a d in it."""
 
-    def backward(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> Any:
-        return quantize_into(gradient(function, grad, fwd_input), None, quantizer)
+    @taking("grad fwd_input quantizer", **options)
+    def backward(given: Any) -> Any:
+        dx = gradient(with_options(function, options, given), given.grad, given.fwd_input)
+        return quantize_into(dx, None, given.quantizer)
 
     return backward
 
@@ -81,26 +88,13 @@ def _backward_with_bias(function: Function) -> Callable[..., Any]:
     return backward
 
 
-def clamped_swiglu(input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702) -> Any:
-    """SwiGLU with a clamped gate, of `[..., 2 H]`."""
-    return forward_of(clamped(limit, alpha))(input, quantizer)
-
-
-def clamped_dswiglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702) -> Any:
-    """The gradient of `clamped_swiglu`."""
-    return backward_of(clamped(limit, alpha))(grad, fwd_input, quantizer)
-
-
 def functions() -> dict[str, Callable[..., Any]]:
     """By the names of the compiled module."""
     all_functions = PLAIN | {name: gated(PLAIN[gate]) for name, gate in _GATED.items()}
-    found: dict[str, Callable[..., Any]] = {
-        "clamped_swiglu": clamped_swiglu,
-        "clamped_dswiglu": clamped_dswiglu,
-    }
+    found = {"clamped_swiglu": forward_of(clamped, **OF_CLAMPED), "clamped_dswiglu": backward_of(clamped, **OF_CLAMPED)}
     for name, function in all_functions.items():
         found[name] = forward_of(function)
         found["d" + name] = backward_of(function)
-    for name in _WITH_BIAS:
-        found["dbias_d" + name] = _backward_with_bias(PLAIN[name])
+    for name, function in PLAIN.items():
+        found["dbias_d" + name] = _backward_with_bias(function)
     return found

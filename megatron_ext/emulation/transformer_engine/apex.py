@@ -33,24 +33,14 @@ def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn
     return 128 // min(row, 32) * rows_of_warp
 
 
+_SOFTMAX = ("scaled_masked_softmax", "scaled_softmax", "scaled_upper_triang_masked_softmax")
 MODULES: dict[str, dict[str, Callable[..., Any]]] = {
-    "fused_weight_gradient_mlp_cuda": {
-        "wgrad_gemm_accum_fp32": wgrad_gemm_accum_fp32,
-        "wgrad_gemm_accum_fp16": wgrad_gemm_accum_fp16,
-    },
-    "scaled_masked_softmax_cuda": {
-        "forward": softmax.scaled_masked_softmax_forward,
-        "backward": softmax.scaled_masked_softmax_backward,
-        "get_batch_per_block": get_batch_per_block,
-    },
-    "scaled_softmax_cuda": {
-        "forward": softmax.scaled_softmax_forward,
-        "backward": softmax.scaled_softmax_backward,
-    },
-    "scaled_upper_triang_masked_softmax_cuda": {
-        "forward": softmax.scaled_upper_triang_masked_softmax_forward,
-        "backward": softmax.scaled_upper_triang_masked_softmax_backward,
-    },
+    f"{name}_cuda": {way: getattr(softmax, f"{name}_{way}") for way in ("forward", "backward")} for name in _SOFTMAX
+}
+MODULES["scaled_masked_softmax_cuda"]["get_batch_per_block"] = get_batch_per_block
+MODULES["fused_weight_gradient_mlp_cuda"] = {
+    "wgrad_gemm_accum_fp32": wgrad_gemm_accum_fp32,
+    "wgrad_gemm_accum_fp16": wgrad_gemm_accum_fp16,
 }
 
 

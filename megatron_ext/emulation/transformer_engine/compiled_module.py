@@ -14,8 +14,9 @@ from megatron_ext.emulation.transformer_engine.since_2_20 import routers as new_
 from megatron_ext.emulation.transformer_engine.since_2_20 import tensors as new_tensors
 
 NAME = "transformer_engine_torch"
-_WHOLE_FILES = (device, enums, fused, gemm, norms, optimizers, packed_sequences, permutation, rope, router, softmax)
-_SINCE_2_20 = (new_activations, new_attention, new_enums, new_routers, new_tensors)
+_WHOLE_FILES = (device, enums, gemm, norms, optimizers, packed_sequences, permutation, rope, router, softmax)
+_SINCE_2_20 = (new_attention, new_enums, new_routers, new_tensors)
+_OF_ATTENTION = "get_fused_attn_backend fused_attn_fwd fused_attn_bwd"
 _OF_TENSORS = "quantize dequantize bgrad_quantize multi_tensor_quantize split_quantize fp8_transpose swap_first_dims"
 _OF_SCALES = (
     "compute_amax fused_amax_and_scale_update_after_reduction multi_tensor_compute_scale_and_scale_inv "
@@ -29,12 +30,14 @@ def compiled_module(version: tuple[int, int]) -> ModuleType:
     names = vars(module)
     for file in _WHOLE_FILES:
         names.update(_made_in(file))
-    for file, some in (tensors, _OF_TENSORS), (scales, _OF_SCALES):
+    for file, some in (fused, _OF_ATTENTION), (tensors, _OF_TENSORS), (scales, _OF_SCALES):
         names.update({name: getattr(file, name) for name in some.split()})
     names.update(activations.functions())
     if version >= (2, 20):
         for file in _SINCE_2_20:
             names.update(_made_in(file))
+        names.update(new_activations.functions())
+        names["fused_moe_aux_loss_fwd_graph_safe"] = router.fused_moe_aux_loss_fwd
     names.update(absent.refusals(version))
     names["__version__"] = "emulated"
     return module

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.enums import NVTE_QKV_Format
+from megatron_ext.emulation.transformer_engine.parameters import taking
 
 
 def get_cublasLt_version() -> int:
@@ -53,39 +54,29 @@ def dropout_bwd(
     return found if grad_input is None else grad_input.copy_(found)
 
 
-def copy_to_kv_cache(
-    new_k: Tensor,
-    new_v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_new_lens: Tensor,
-    cu_cached_lens: Tensor,
-    kv_format: Any,
-    b: int,
-    max_ctx_len: int,
-    max_seq_len: int,
-    max_pages_per_seq: int,
-    is_non_paged: bool,
-) -> None:
+@taking(
+    "new_k new_v k_cache v_cache page_table cu_new_lens cu_cached_lens kv_format b max_ctx_len max_seq_len "
+    "max_pages_per_seq is_non_paged"
+)
+def copy_to_kv_cache(given: Any) -> None:
     """New keys and values after those cached, `[batch or pages, positions, heads, width]`, in place.
 
     `cu_cached_lens` counts the new ones too.
     """
-    new_lens, all_lens = cu_new_lens.diff().tolist(), cu_cached_lens.diff().tolist()
-    page = k_cache.shape[1]
+    new_lens, all_lens = given.cu_new_lens.diff().tolist(), given.cu_cached_lens.diff().tolist()
+    page = given.k_cache.shape[1]
     for i, (new, total) in enumerate(zip(new_lens, all_lens, strict=True)):
         for j in range(new):
             place = total - new + j
-            row = page_table[i, 0 if is_non_paged else place // page]
-            for source, cache in (new_k, k_cache), (new_v, v_cache):
-                cache[row, place if is_non_paged else place % page] = _token(source, kv_format, cu_new_lens, i, j)
+            row = given.page_table[i, 0 if given.is_non_paged else place // page]
+            for source, cache in (given.new_k, given.k_cache), (given.new_v, given.v_cache):
+                cache[row, place if given.is_non_paged else place % page] = _token(source, given, i, j)
 
 
-def _token(x: Tensor, kv_format: Any, cu_lens: Tensor, i: int, j: int) -> Tensor:
-    if kv_format == NVTE_QKV_Format.NVTE_THD:
-        return x[int(cu_lens[i]) + j]
-    return x[j, i] if kv_format == NVTE_QKV_Format.NVTE_SBHD else x[i, j]
+def _token(x: Tensor, given: Any, i: int, j: int) -> Tensor:
+    if given.kv_format == NVTE_QKV_Format.NVTE_THD:
+        return x[int(given.cu_new_lens[i]) + j]
+    return x[j, i] if given.kv_format == NVTE_QKV_Format.NVTE_SBHD else x[i, j]
 
 
 def fa_prepare_fwd(qkvi: Tensor) -> Tensor:

@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES
-from megatron_ext.emulation.transformer_engine.quantisation.tensors import high_precision, nominal_dtype, quantized
+from megatron_ext.emulation.transformer_engine.quantisation.tensors import (
+    high_precision,
+    nominal_dtype,
+    quantize_into,
+    quantized,
+)
 
 
 def generic_gemm(
@@ -69,7 +74,7 @@ def generic_gemm(
             product = F.gelu(before_gelu.float(), approximate="tanh")
     if accumulate:
         product = product + (1.0 if beta is None else beta) * high_precision(D)
-    return [_written(product, D, dtype, quantizer), bias_gradient, before_gelu, extra_output]
+    return [quantize_into(product.to(dtype), D, quantizer), bias_gradient, before_gelu, extra_output]
 
 
 def te_general_grouped_gemm(
@@ -132,13 +137,3 @@ def _gelu_backward(gradient: Tensor, gelu_in: Tensor | None) -> Tensor:
     with torch.enable_grad():
         x = gelu_in.detach().float().requires_grad_()
         return torch.autograd.grad(F.gelu(x, approximate="tanh"), x, gradient)[0]
-
-
-def _written(result: Tensor, out: Any, dtype: torch.dtype, quantizer: Any) -> Any:
-    """`result` in `out`, or in a new tensor of `dtype`, quantised where there is a quantiser."""
-    if quantizer is not None:
-        result = result.to(dtype)
-        return quantizer.quantize(result) if out is None else quantizer.update_quantized(result, out)
-    if out is None:
-        return result.to(dtype)
-    return out.copy_(result)

@@ -12,45 +12,21 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megatron_ext.emulation.megatron_modules import Modules, Replacements
+from megatron_ext.emulation.megatron_modules import Modules, Replacements, always
+from megatron_ext.emulation.redirections import cpu_for
 from megatron_ext.emulation.transformer_engine import cross_entropy
 from megatron_ext.emulation.transformer_engine.experts import permutation_by_mask
 from megatron_ext.emulation.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
 
-_CPU = torch.device("cpu")
+
+def _canonical(device: Any) -> torch.device:
+    """None, and a number, is a CUDA device."""
+    return torch.device("cpu" if device is None else cpu_for(device))
 
 
-def _common(module: ModuleType) -> Replacements:
-    """It looks for the compiled module in a file."""
-    yield module, {"load_framework_extension": lambda framework: None}
-
-
-def _utils(module: ModuleType) -> Replacements:
-    """Devices are numbered CUDA devices, unless the compute capability tells."""
-
-    def canonicalize_device(device: Any) -> torch.device:
-        if device is None or isinstance(device, int):
-            return _CPU
-        found = torch.device(device)
-        return _CPU if found.type == "cuda" else found
-
-    def make_weak_ref(x: Any) -> Any:
-        """To the memory of what a CUDA graph has captured, which is not used again here."""
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
-
-    yield (
-        module,
-        {
-            "canonicalize_device": canonicalize_device,
-            "get_device_compute_capability": lambda: (9, 0),
-            "make_weak_ref": make_weak_ref,
-        },
-    )
-
-
-def _distributed(module: ModuleType) -> Replacements:
-    """It initialises CUDA before it looks at a generator."""
-    yield module, {"_lazy_init": lambda: None}
+def _weak_reference(x: Any) -> Any:
+    """To the memory of what a CUDA graph has captured, which is not used again here."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
 
 
 def _quantization(module: ModuleType) -> Replacements:
@@ -81,11 +57,12 @@ def _fused_attention(module: ModuleType) -> Replacements:
 
 def _permutation(module: ModuleType) -> Replacements:
     """Since 2.20 the places of padding come before the numbers of tokens and experts; here none are padded."""
-    names = {name: value for name, value in vars(permutation_by_mask).items() if name in vars(module)}
-    for name, ours in names.items():
-        if callable(ours) and "pad_offsets" in inspect.signature(vars(module)[name]).parameters:
-            names[name] = _without_padding(ours, list(inspect.signature(vars(module)[name]).parameters))
-    yield module, {name: value for name, value in names.items() if callable(value)}
+    found = {}
+    for name, ours in vars(permutation_by_mask).items():
+        if callable(ours) and name in vars(module):
+            parameters = list(inspect.signature(vars(module)[name]).parameters)
+            found[name] = _without_padding(ours, parameters) if "pad_offsets" in parameters else ours
+    yield module, found
 
 
 def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Callable[..., Any]:
@@ -129,9 +106,15 @@ def _cross_entropy(module: ModuleType) -> Replacements:
 
 
 MODULES: Modules = {
-    "transformer_engine.common": _common,
-    "transformer_engine.pytorch.utils": _utils,
-    "transformer_engine.pytorch.distributed": _distributed,
+    # It looks for the compiled module in a file.
+    "transformer_engine.common": always(load_framework_extension=lambda framework: None),
+    "transformer_engine.pytorch.utils": always(
+        canonicalize_device=_canonical,
+        get_device_compute_capability=lambda: (9, 0),
+        make_weak_ref=_weak_reference,
+    ),
+    # It initialises CUDA before it looks at a generator.
+    "transformer_engine.pytorch.distributed": always(_lazy_init=lambda: None),
     "transformer_engine.pytorch.quantization": _quantization,
     "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,
     "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,

@@ -141,26 +141,6 @@ def test_other_routers_are_refused():
         new.fused_topk_with_score_function_fwd(logits, 2, False, None, None, None, "sqrtsoftplus", None)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_clamped_swiglu(offset):
-    x, grad = 3 * numbers(5, 8, seed=0), numbers(5, 4, seed=1)
-    leaf = x.clone().requires_grad_()
-    gate, linear = leaf.chunk(2, dim=-1)
-    gate, linear = gate.clamp(max=2.0), linear.clamp(-2.0, 2.0)
-    expected = gate * torch.sigmoid(1.5 * gate) * (linear + offset)
-    expected.backward(grad)
-    torch.testing.assert_close(new.clamped_swiglu(x, None, 2.0, 1.5, offset), expected.detach())
-    torch.testing.assert_close(new.clamped_dswiglu(grad, x, None, 2.0, 1.5, offset), leaf.grad)
-
-
-def test_glu():
-    x, grad = numbers(5, 8, seed=0).requires_grad_(), numbers(5, 4, seed=1)
-    expected = F.glu(x.flip(-1)).flip(-1)  # torch's gate is the second half
-    expected.backward(grad)
-    torch.testing.assert_close(new.glu(x.detach(), None), expected.detach())
-    torch.testing.assert_close(new.dglu(grad, x.detach(), None), x.grad)
-
-
 def interleaved(x, size):
     """Both halves of the columns of x, in turns of `size`."""
     return torch.stack([half.unflatten(-1, (-1, size)) for half in x.chunk(2, dim=-1)], dim=-2).flatten(-3)
@@ -175,23 +155,36 @@ def of_gpt_oss(gate, linear):
     return gate * torch.sigmoid(1.5 * gate) * (linear + 0.5)
 
 
-def test_situglu():
+def swiglu(gate, linear):
+    return F.silu(gate) * linear
+
+
+@pytest.mark.parametrize(
+    "name,options,function",
+    [
+        ("glu", (), lambda gate, linear: gate.sigmoid() * linear),
+        ("clamped_swiglu", (2.0, 1.5, 0.5), of_gpt_oss),
+        ("situglu", (2.0, 3.0), situ),
+    ],
+)
+def test_gated_activations(name, options, function):
     x, grad = 3 * numbers(5, 8, seed=0), numbers(5, 4, seed=1)
     leaf = x.clone().requires_grad_()
-    expected = situ(*leaf.chunk(2, dim=-1))
+    expected = function(*leaf.chunk(2, dim=-1))
     expected.backward(grad)
-    torch.testing.assert_close(new.situglu(x, None, 2.0, 3.0), expected.detach())
-    torch.testing.assert_close(new.dsituglu(grad, x, None, 2.0, 3.0), leaf.grad)
+    torch.testing.assert_close(getattr(new, name)(x, None, *options), expected.detach())
+    torch.testing.assert_close(getattr(new, name_of_gradient(name))(grad, x, None, *options), leaf.grad)
+
+
+def name_of_gradient(name):
+    start, underscore, end = name.rpartition("_")
+    return f"{start}{underscore}d{end}"
 
 
 @pytest.mark.parametrize("size", [0, 2])
 @pytest.mark.parametrize(
     "name,options,function",
-    [
-        ("swiglu", (), lambda gate, linear: F.silu(gate) * linear),
-        ("clamped_swiglu", (2.0, 1.5, 0.5), of_gpt_oss),
-        ("situglu", (2.0, 3.0), situ),
-    ],
+    [("swiglu", (), swiglu), ("clamped_swiglu", (2.0, 1.5, 0.5), of_gpt_oss), ("situglu", (2.0, 3.0), situ)],
 )
 def test_gated_activations_with_a_factor_for_each_row(name, options, function, size):
     x, grad, scales = 3 * numbers(2, 5, 8, seed=0), numbers(2, 5, 4, seed=1), numbers(2, 5, seed=2)
@@ -199,9 +192,7 @@ def test_gated_activations_with_a_factor_for_each_row(name, options, function, s
     expected = function(*leaf.chunk(2, dim=-1)) * factors[..., None]
     expected.backward(grad)
     given, want = (interleaved(one, size) if size else one for one in (x, leaf.grad))
-    start, _, end = name.rpartition("_")
-    forward = getattr(new, f"scaled_{name}")
-    backward = getattr(new, f"scaled_{start}_d{end}" if start else f"scaled_d{end}")
+    forward, backward = getattr(new, f"scaled_{name}"), getattr(new, name_of_gradient(f"scaled_{name}"))
     torch.testing.assert_close(forward(given, scales, None, *options, size), expected.detach())
     dx, dscales = backward(grad, given, scales, None, *options, size, True)
     torch.testing.assert_close(dx, want)

@@ -17,7 +17,7 @@ class Step(NamedTuple):
     """A rank launched one operation while another one that it had not waited for was under way."""
 
     rank: int
-    first: str  # the operations: the communicator, the channel and the number in it
+    first: str  # the operations, see `Launch.name`
     then: str
     first_described: str
     then_described: str
@@ -80,11 +80,6 @@ class LaunchCircles:
         while way[0].first != start:
             way.insert(0, came_by[way[0].first])
         return way
-
-
-def operation(communicator: str, part: str) -> str:
-    """The name that an operation has on each of its ranks; `part` is "all 3", or "0>1 3" of a message."""
-    return f"{communicator} {part}"
 
 
 def _is_hazard(circle: list[Step]) -> bool:

@@ -76,10 +76,10 @@ class Engine:
             launch.number, self._launches = self._launches, self._launches + 1
             communicator.number(launch)
             communicator.queue.append(launch)
-            self._tell_hazard(self._order.launched(launch))
+            self._tell_failure(self._order.launched(launch))
             for part in parts:
                 for peer, (header, _) in self._arrived.get((communicator.name, part.theirs, part.number), {}).items():
-                    self._look_at_order(peer, header, part)
+                    self._tell_failure(self._order.compare(peer, header, part.name))
             self._run(communicator)
         return launch
 
@@ -229,7 +229,7 @@ class Engine:
     def _receive_part(self, peer: int, header: Header, payload: memoryview) -> None:
         name, channel, number = header["communicator"], header["channel"], header["number"]
         communicator = self._communicators.get(name)
-        self._tell_hazard(self._order.heard(peer, header))
+        self._tell_failure(self._order.heard(peer, header))
         if communicator is not None and number < communicator.finished.get(channel, 0):
             return  # a buffered send was complete before its receiver came
         self._progress += 1
@@ -237,7 +237,7 @@ class Engine:
         for launch in communicator.queue if communicator is not None else ():
             for part in launch.parts:
                 if part.theirs == channel and part.number == number:
-                    self._look_at_order(peer, header, part)
+                    self._tell_failure(self._order.compare(peer, header, part.name))
                     if launch.started:
                         self._take(launch, part, peer, header, payload)
         if communicator is not None:
@@ -265,18 +265,13 @@ class Engine:
                         call()
         self._changed.notify_all()
 
-    def _tell_failure(self, failure: Exception) -> None:
+    def _tell_failure(self, failure: Exception | None) -> None:
+        if failure is None:
+            return
         for peer in range(self.size):
             if peer != self.rank:
                 self._transport.send(peer, {"failure": str(failure), "kind": type(failure).__name__})
         self._fail(failure)
-
-    def _look_at_order(self, peer: int, header: Header, part: Part) -> None:
-        self._tell_hazard(self._order.compare(peer, header, part.name))
-
-    def _tell_hazard(self, hazard: LaunchOrderHazard | None) -> None:
-        if hazard is not None:
-            self._tell_failure(hazard)
 
     def _look_for_hang(self) -> None:
         """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time."""

@@ -35,7 +35,6 @@ class Waits:
             for name, communicator in state["communicators"].items()
             for place in range(len(communicator["queue"]))
         ]
-        self.nodes = nodes
         while found := {node for node in nodes if node not in self._ends and not self.waits_for(node)}:
             self._ends |= found
 

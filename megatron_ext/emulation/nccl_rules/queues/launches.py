@@ -62,6 +62,10 @@ class Launch:
     error: Exception | None = None
     when_done: list[Callable[[], None]] = field(default_factory=list)
 
+    def name(self, part: Part) -> str:
+        """What `part` is called on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
+        return f"{self.communicator.name} {part.name}"
+
     def describe(self) -> str:
         return f"{self.what} at {' < '.join(self.where) or 'an unknown line'}"
 

@@ -8,8 +8,8 @@ two communicators must not go round.
 import warnings
 from typing import Any
 
-from megatron_ext.emulation.nccl_rules.queues.circles import LaunchCircles, Step, in_words, operation
-from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Launch, Part
+from megatron_ext.emulation.nccl_rules.queues.circles import LaunchCircles, Step, in_words
+from megatron_ext.emulation.nccl_rules.queues.launches import MADE, Launch
 
 _KEPT = 4096  # parts whose launch is remembered
 _UNDER_WAY = 64  # launches that are not waited for, likewise
@@ -42,13 +42,13 @@ class LaunchOrder:
                 continue
             for part in other.parts:
                 for peer in sorted(part.sends.keys() & {peer for mine in launch.parts for peer in mine.sends}):
-                    launch.before.setdefault(peer, []).append((_name(other, part), other.describe()))
+                    launch.before.setdefault(peer, []).append((other.name(part), other.describe()))
         steps = self._steps(launch)
         self._under_way[launch.number] = launch
         if len(self._under_way) > _UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
         for part in launch.parts:
-            self._numbers[_name(launch, part)] = (launch.number, launch.describe())
+            self._numbers[launch.name(part)] = (launch.number, launch.describe())
         while len(self._numbers) > _KEPT:
             del self._numbers[next(iter(self._numbers))]
         return self._learn(self._rank, steps)
@@ -67,7 +67,7 @@ class LaunchOrder:
             return []
         other = self._under_way[next(reversed(self._under_way))]
         return [
-            Step(self._rank, _name(other, part), _name(launch, mine), other.describe(), launch.describe())
+            Step(self._rank, other.name(part), launch.name(mine), other.describe(), launch.describe())
             for part in other.parts
             for mine in launch.parts
         ]
@@ -114,7 +114,3 @@ class LaunchOrder:
             self._told.add(lines)
             warnings.warn(text, LaunchOrderWarning, stacklevel=2)
         return None
-
-
-def _name(launch: Launch, part: Part) -> str:
-    return operation(launch.communicator.name, part.name)

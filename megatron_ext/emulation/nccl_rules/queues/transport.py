@@ -36,7 +36,6 @@ class Transport:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, lock: Any, receive: Receive, gone: Gone):
-        self.rank, self.size = rank, size
         self._lock, self._receive, self._gone = lock, receive, gone
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}

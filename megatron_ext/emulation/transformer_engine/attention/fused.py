@@ -12,176 +12,123 @@ import torch
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.attention.layouts import Pack, is_served, pack_of, written
-from megatron_ext.emulation.transformer_engine.attention.scores import Rules, mask_and_bias
+from megatron_ext.emulation.transformer_engine.attention.scores import has_offset, mask_and_bias, sink
 from megatron_ext.emulation.transformer_engine.enums import (
     TORCH_DTYPES,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
-    NVTE_Softmax_Type,
 )
+from megatron_ext.emulation.transformer_engine.parameters import taking
 
+_FORWARD = (
+    "max_seqlen_q max_seqlen_kv is_training attn_scale p_dropout set_zero qkv_layout bias_type attn_mask_type "
+    "softmax_type window_size cu_seqlens_q cu_seqlens_kv Q K V fake_dtype cu_seqlens_q_padded cu_seqlens_kv_padded "
+    "page_table_k page_table_v s_quantizer o_quantizer Bias SoftmaxOffset rng_gen rng_elts_per_thread "
+    "return_max_logit cuda_graph"
+)
+_BACKWARD = (
+    "max_seqlen_q max_seqlen_kv attn_scale p_dropout set_zero qkv_layout bias_type attn_mask_type softmax_type "
+    "window_size deterministic cu_seqlens_q cu_seqlens_kv Q K V O dO fake_dtype dqkv_type Aux_CTX_Tensors "
+    "cu_seqlens_q_padded cu_seqlens_kv_padded s_quantizer dp_quantizer dqkv_quantizer cuda_graph"
+)
 _NO_ARRAY_BIAS = (NVTE_Bias_Type.NVTE_NO_BIAS, NVTE_Bias_Type.NVTE_ALIBI)
 
 
-def get_fused_attn_backend(
-    is_training: bool,
-    q_dtype: Any,
-    kv_dtype: Any,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    p_dropout: float,
-    num_attn_heads: int,
-    num_gqa_groups: int,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    head_dim_v: int,
-    window_size_left: int,
-    window_size_right: int,
-    return_max_logit: bool,
-    cuda_graph: bool,
-) -> Any:
+@taking(
+    "is_training q_dtype kv_dtype qkv_layout bias_type attn_mask_type softmax_type p_dropout num_attn_heads "
+    "num_gqa_groups max_seqlen_q max_seqlen_kv head_dim_qk head_dim_v window_size_left window_size_right "
+    "return_max_logit cuda_graph"
+)
+def get_fused_attn_backend(given: Any) -> Any:
     """The backend for any sequence length, or none."""
-    return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if is_served(q_dtype, qkv_layout) else "NVTE_No_Backend"]
+    served = is_served(given.q_dtype, given.qkv_layout)
+    return NVTE_Fused_Attn_Backend["NVTE_F16_arbitrary_seqlen" if served else "NVTE_No_Backend"]
 
 
-def fused_attn_fwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    is_training: bool,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Any,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    fake_dtype: torch.dtype,
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    page_table_k: Tensor | None,
-    page_table_v: Tensor | None,
-    s_quantizer: Any,
-    o_quantizer: Any,
-    Bias: Tensor | None,
-    SoftmaxOffset: Tensor | None,
-    rng_gen: torch.Generator | None,
-    rng_elts_per_thread: int,
-    return_max_logit: bool,
-    cuda_graph: bool,
-) -> list[Any]:
+def attend(given: Any) -> list[Any]:
     """[output, log-sum-exp, seed of the dropout], then bias and offset of the softmax where they are given.
 
     With `return_max_logit` the second is the largest score of each row, followed by the sum of exponentials less it.
     """
-    rules = Rules(attn_scale, bias_type, attn_mask_type, softmax_type, tuple(window_size), Bias, SoftmaxOffset)
-    seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=rng_gen or torch.default_generator)
+    packs = _packs(given)
+    seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=given.rng_gen or torch.default_generator)
     rng_state = torch.cat([seed, torch.zeros_like(seed)])
-    q_lengths = (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-    kv_lengths = (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
+    p_dropout = given.p_dropout if given.is_training else 0.0
     outs, tops, sums = [], [], []
-    packs = pack_of(qkv_layout, Q, K, V, q_lengths, kv_lengths)
     for pack in packs:
-        out, top, total = _forward(pack, rules, _keep(pack, p_dropout if is_training else 0.0, rng_state))
+        out, top, total = _forward(pack, given, _keep(pack, p_dropout, rng_state))
         outs.append(out)
         tops.append(top)
         sums.append(total)
-    shape = (*Q.shape[:-1], V.shape[-1])
-    out = written(packs, [pack.q_rows for pack in packs], outs, Q.new_zeros(shape))
-    largest, total = (_statistics(packs, found, Q) for found in (tops, sums))
-    statistics = [largest, total] if return_max_logit else [largest + total.log()]
-    extra = [Bias if bias_type not in _NO_ARRAY_BIAS else None, SoftmaxOffset if rules.has_offset else None]
+    shape = (*given.Q.shape[:-1], given.V.shape[-1])
+    out = written(packs, outs, given.Q.new_zeros(shape), of_queries=True)
+    largest, total = (_statistics(packs, found, given.Q) for found in (tops, sums))
+    statistics = [largest, total] if given.return_max_logit else [largest + total.log()]
+    extra = [given.Bias] * (given.bias_type not in _NO_ARRAY_BIAS) + [given.SoftmaxOffset] * has_offset(given)
     return [out, *statistics, rng_state, *(x for x in extra if x is not None)]
 
 
-def fused_attn_bwd(
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    attn_scale: float,
-    p_dropout: float,
-    set_zero: bool,
-    qkv_layout: Any,
-    bias_type: Any,
-    attn_mask_type: Any,
-    softmax_type: Any,
-    window_size: Any,
-    deterministic: bool,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    fake_dtype: torch.dtype,
-    dqkv_type: Any,
-    Aux_CTX_Tensors: list[Tensor],
-    cu_seqlens_q_padded: Tensor | None,
-    cu_seqlens_kv_padded: Tensor | None,
-    s_quantizer: Any,
-    dp_quantizer: Any,
-    dqkv_quantizer: Any,
-    cuda_graph: bool,
-) -> list[Any]:
+def gradients(given: Any, dtype: torch.dtype) -> list[Any]:
     """[gradients of Q, K and V, of the bias or None, of the softmax's offset or None]."""
-    lse, rng_state, *extra = Aux_CTX_Tensors
-    bias = extra.pop(0) if bias_type not in _NO_ARRAY_BIAS and extra else None
-    offset = extra.pop(0) if softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX and extra else None
-    rules = Rules(attn_scale, bias_type, attn_mask_type, softmax_type, tuple(window_size), bias, offset)
-    q_lengths = (cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-    kv_lengths = (cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv)
-    packs = pack_of(qkv_layout, Q, K, V, q_lengths, kv_lengths)
+    lse, rng_state, *extra = given.Aux_CTX_Tensors
+    bias = given.Bias = extra.pop(0) if given.bias_type not in _NO_ARRAY_BIAS and extra else None
+    offset = given.SoftmaxOffset = extra.pop(0) if has_offset(given) and extra else None
+    packs = _packs(given)
     found = []
     dbias = None if bias is None else torch.zeros(bias.shape)
     doffset = None if offset is None else torch.zeros(offset.shape)
     for pack in packs:
-        rows = (pack.heads_first(O), pack.heads_first(dO), pack.statistics(lse))
-        dq, dk, dv, dscores, dsink = _backward(pack, rules, rows, _keep(pack, p_dropout, rng_state))
+        rows = (pack.heads_first(given.O), pack.heads_first(given.dO), pack.statistics(lse))
+        dq, dk, dv, dscores, dsink = _backward(pack, given, rows, _keep(pack, given.p_dropout, rng_state))
         found.append((dq, dk, dv))
         if dbias is not None:
             dbias += dscores.sum_to_size(dbias.shape)
         if doffset is not None:
             doffset += dsink.sum((0, 2, 3)).view(doffset.shape)
-    dtype = TORCH_DTYPES[dqkv_type]
-    grads = [
-        written(packs, [getattr(p, rows) for p in packs], parts, torch.zeros(like.shape, dtype=dtype))
-        for like, rows, parts in zip((Q, K, V), ("q_rows", "kv_rows", "kv_rows"), zip(*found, strict=True), strict=True)
-    ]
-    return [*grads, None if dbias is None else dbias.to(bias.dtype), doffset]  # type: ignore[union-attr]
+    dq, dk, dv = (torch.zeros(like.shape, dtype=dtype) for like in (given.Q, given.K, given.V))
+    for full, parts in zip((dq, dk, dv), zip(*found, strict=True), strict=True):
+        written(packs, parts, full, of_queries=full is dq)
+    return [dq, dk, dv, None if dbias is None else dbias.to(bias.dtype), doffset]  # type: ignore[union-attr]
 
 
-def _forward(pack: Pack, rules: Rules, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+fused_attn_fwd = taking(_FORWARD)(attend)
+
+
+@taking(_BACKWARD)
+def fused_attn_bwd(given: Any) -> list[Any]:
+    """As `gradients`."""
+    return gradients(given, TORCH_DTYPES[given.dqkv_type])
+
+
+def _packs(given: Any) -> list[Pack]:
+    q_lengths = given.cu_seqlens_q, given.cu_seqlens_q_padded, given.max_seqlen_q
+    kv_lengths = given.cu_seqlens_kv, given.cu_seqlens_kv_padded, given.max_seqlen_kv
+    return pack_of(given.qkv_layout, given.Q, given.K, given.V, q_lengths, kv_lengths)
+
+
+def _forward(pack: Pack, given: Any, keep: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, largest score of each row, and the sum of exponentials less it, `[B, H, S, 1]`."""
-    scores = mask_and_bias(pack, rules)
+    scores = mask_and_bias(pack, given)
     # A packed sequence may be empty: CUDA graphs are captured with lengths of 0.
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-    if rules.has_offset:
-        sink = rules.sink(scores)
-        top = torch.maximum(top, sink)
+    if has_offset(given):
+        top = torch.maximum(top, sink(given, scores))
     top = top.masked_fill(top == float("-inf"), 0.0)
     exponentials = (scores - top).exp()
     total = exponentials.sum(-1, keepdim=True)
-    if rules.has_offset:
-        total = total + (sink - top).exp()
+    if has_offset(given):
+        total = total + (sink(given, scores) - top).exp()
     probabilities = exponentials / total.clamp(min=torch.finfo(torch.float32).tiny)
     probabilities = probabilities if keep is None else probabilities * keep
     return probabilities @ pack.v, top, total
 
 
 def _backward(
-    pack: Pack, rules: Rules, rows: tuple[Tensor, Tensor, Tensor], keep: Tensor | None
+    pack: Pack, given: Any, rows: tuple[Tensor, Tensor, Tensor], keep: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values, scores before the mask, and of the offset of the softmax in each row."""
     out, dout, lse = rows
-    scores = mask_and_bias(pack, rules)
+    scores = mask_and_bias(pack, given)
     seen = scores > float("-inf")
     probabilities = torch.where(seen, (scores - lse).exp(), 0.0)
     dprobabilities = dout @ pack.v.transpose(-1, -2)
@@ -190,9 +137,9 @@ def _backward(
         dprobabilities, used = dprobabilities * keep, probabilities * keep
     mean = (dout * out).sum(-1, keepdim=True)
     dscores = probabilities * (dprobabilities - mean)
-    dsink = -(rules.sink(scores) - lse).exp() * mean if rules.has_offset else mean
+    dsink = -(sink(given, scores) - lse).exp() * mean if has_offset(given) else mean
     dv = used.transpose(-1, -2) @ dout
-    scaled = dscores * rules.scale
+    scaled = dscores * given.attn_scale
     return scaled @ pack.k, pack.ungrouped(scaled.transpose(-1, -2) @ pack.q), pack.ungrouped(dv), dscores, dsink
 
 

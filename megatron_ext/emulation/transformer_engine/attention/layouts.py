@@ -62,7 +62,7 @@ def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: 
     q_order, kv_order = _orders(layout)
     if q_order != "thd":
         q, (k, v) = _heads_first(Q, q_order), (_repeated(_heads_first(t, kv_order), Q) for t in (K, V))
-        return [Pack(0, q, k, v, of_q[0].diff(), of_kv[0].diff(), _groups(K), False, q_order, kv_order)]
+        return [Pack(0, q, k, v, of_q[0].diff(), of_kv[0].diff(), K.shape[-2], False, q_order, kv_order)]
     packs = []
     ends = [read_by_the_host(cu, "cu_seqlens") for cu, _, _ in (of_q, of_kv)]
     starts = [
@@ -74,18 +74,17 @@ def pack_of(layout: Any, Q: Tensor, K: Tensor, V: Tensor, of_q: Lengths, of_kv: 
         q = _heads_first(Q[rows[0]][None], "bshd")
         k, v = (_repeated(_heads_first(t[rows[1]][None], "bshd"), Q) for t in (K, V))
         q_length, kv_length = torch.tensor([q.shape[2]]), torch.tensor([k.shape[2]])
-        packs.append(Pack(i, q, k, v, q_length, kv_length, _groups(K), True, "bshd", "bshd", *rows))
+        packs.append(Pack(i, q, k, v, q_length, kv_length, K.shape[-2], True, "bshd", "bshd", *rows))
     return packs
 
 
-def written(packs: list[Pack], rows: list[Any], parts: Any, full: Tensor) -> Tensor:
-    """`parts`, `[B, H, S, D]` each, in `full`, which has the layout of queries or keys."""
-    for pack, where, part in zip(packs, rows, parts, strict=True):
+def written(packs: list[Pack], parts: Any, full: Tensor, of_queries: bool) -> Tensor:
+    """`parts`, `[B, H, S, D]` each, in `full`, which has the layout of queries or of keys."""
+    for pack, part in zip(packs, parts, strict=True):
         if pack.packed:
-            full[where] = part[0].transpose(0, 1).to(full.dtype)
+            full[pack.q_rows if of_queries else pack.kv_rows] = part[0].transpose(0, 1).to(full.dtype)
         else:
-            order = pack.q_order if part.shape[1] == pack.q.shape[1] and full.shape[-2] == part.shape[1] else None
-            full.copy_(_heads_back(part, order or pack.kv_order))
+            full.copy_(_heads_back(part, pack.q_order if of_queries else pack.kv_order))
     return full
 
 
@@ -108,10 +107,6 @@ def _heads_first(x: Tensor, order: str) -> Tensor:
 
 def _heads_back(x: Tensor, order: str) -> Tensor:
     return x.permute(2, 0, 1, 3) if order == "sbhd" else x.permute(0, 2, 1, 3)
-
-
-def _groups(K: Tensor) -> int:
-    return K.shape[-2]
 
 
 def _repeated(x: Tensor, Q: Tensor) -> Tensor:

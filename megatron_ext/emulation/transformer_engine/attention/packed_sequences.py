@@ -13,13 +13,7 @@ def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_siz
     """The numbers of this rank's tokens, `[total_tokens / world_size]` int32; lengths divide by 2 `world_size`."""
     if cu_seqlens.dtype != torch.int32:
         raise RuntimeError(f"cu_seqlens is {cu_seqlens.dtype}: it must be torch.int32; convert it")
-    parts = []
-    ends = cu_seqlens.tolist()
-    for start, end in pairwise(ends):
-        chunk = (end - start) // (2 * world_size)
-        for place in (rank, 2 * world_size - rank - 1):
-            parts.append(torch.arange(start + place * chunk, start + (place + 1) * chunk, dtype=torch.int32))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+    return _chunks(cu_seqlens, 2 * world_size, (rank, 2 * world_size - rank - 1)).to(torch.int32)
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:
@@ -80,8 +74,7 @@ def thd_grad_correction(
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """`[B, max_seq_len, H, D]`, filled up with zeros."""
     batch = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    ends = cu_seqlens.tolist()
-    for row, start, end in zip(batch, ends, ends[1:], strict=False):
+    for row, (start, end) in zip(batch, pairwise(cu_seqlens.tolist()), strict=False):
         row[: end - start] = tensor[start:end]
     return batch
 
@@ -89,27 +82,29 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """`[t, H, D]`, without what was filled up."""
     packed = tensor.new_zeros(t, *tensor.shape[2:])
-    ends = cu_seqlens.tolist()
-    for row, start, end in zip(tensor, ends, ends[1:], strict=False):
+    for row, (start, end) in zip(tensor, pairwise(cu_seqlens.tolist()), strict=False):
         packed[start:end] = row[: end - start]
     return packed
 
 
 def _half(cu_seqlens: Tensor, which: int) -> Tensor:
     """Token numbers of these halves."""
-    ends = cu_seqlens.tolist()
-    parts = []
-    for start, end in pairwise(ends):
-        middle = start + (end - start) // 2
-        parts.append(torch.arange(start, middle) if which == 0 else torch.arange(middle, end))
+    return _chunks(cu_seqlens, 2, (which,))
+
+
+def _chunks(cu_seqlens: Tensor, count: int, places: tuple[int, ...]) -> Tensor:
+    """Token numbers of the chunks at these places of each sequence, which has `count`."""
+    parts = [torch.empty(0, dtype=torch.int64)]
+    for start, end in pairwise(cu_seqlens.tolist()):
+        size = (end - start) // count
+        parts += [torch.arange(start + place * size, start + (place + 1) * size) for place in places]
     return torch.cat(parts)
 
 
 def _second_halves(lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool) -> list[tuple[Tensor, Tensor]]:
     """Views of second halves in a log-sum-exp, and where they are in that of second halves alone."""
     found = []
-    ends = cu_seqlens.tolist()
-    for i, (start, end) in enumerate(pairwise(ends)):
+    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
         half = (end - start) // 2
         if packed:
             found.append((lse[:, start + half : end], step[:, start // 2 : start // 2 + half]))
@@ -122,6 +117,6 @@ def _by_token(lse: Tensor, cu_seqlens: Tensor, packed: bool) -> Tensor:
     """`[T, H]` in fp32."""
     if packed:
         return lse[:, : int(cu_seqlens[-1])].t().float()
-    ends = cu_seqlens.tolist()
-    rows = [row[:, : end - start].t() for row, start, end in zip(lse, ends, ends[1:], strict=False)]
+    sequences = pairwise(cu_seqlens.tolist())
+    rows = [row[:, : end - start].t() for row, (start, end) in zip(lse, sequences, strict=False)]
     return torch.cat(rows).float()

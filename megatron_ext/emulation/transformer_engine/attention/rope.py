@@ -10,78 +10,45 @@ import torch
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.enums import NVTE_QKV_Format
+from megatron_ext.emulation.transformer_engine.parameters import taking
+
+_OF_ROPE = "freqs start_positions qkv_format interleaved cu_seqlens cp_size cp_rank"
 
 
-def fused_rope_forward(
-    input: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@taking(f"input {_OF_ROPE}")
+def fused_rope_forward(given: Any) -> Tensor:
     """`input`, `[S, B, H, D]`, `[B, S, H, D]` or packed `[T, H, D]`, turned; what is beyond the rotary width stays."""
-    angles = _angles(input, freqs, start_positions, qkv_format, cu_seqlens, (cp_size, cp_rank))
-    return _turned(input, angles, interleaved, 1.0)
+    return _turned(given.input, given, 1.0)
 
 
-def fused_rope_backward(
-    output_grads: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    interleaved: bool,
-    cu_seqlens: Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@taking(f"output_grads {_OF_ROPE}")
+def fused_rope_backward(given: Any) -> Tensor:
     """The gradient, turned back."""
-    angles = _angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, (cp_size, cp_rank))
-    return _turned(output_grads, angles, interleaved, -1.0)
+    return _turned(given.output_grads, given, -1.0)
 
 
-def fused_qkv_rope_forward(
-    qkv_input: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_split_arg_list: list[int],
-    qkv_format: Any,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+@taking("qkv_input q_freqs k_freqs start_positions qkv_split_arg_list qkv_format interleaved cp_size cp_rank")
+def fused_qkv_rope_forward(given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys turned, and values, out of `[.., groups, q + k + v]`."""
-    q, k, v = qkv_input.split(qkv_split_arg_list, dim=-1)
-    width = qkv_split_arg_list[1]
+    q, k, v = given.qkv_input.split(given.qkv_split_arg_list, dim=-1)
+    width = given.qkv_split_arg_list[1]
     q, k, v = (t.reshape(*t.shape[:2], -1, width) for t in (q, k, v))
-    rest = (start_positions, qkv_format, interleaved, None, cp_size, cp_rank)
-    return fused_rope_forward(q, q_freqs, *rest), fused_rope_forward(k, k_freqs, *rest), v
+    rest = (given.start_positions, given.qkv_format, given.interleaved, None, given.cp_size, given.cp_rank)
+    return fused_rope_forward(q, given.q_freqs, *rest), fused_rope_forward(k, given.k_freqs, *rest), v
 
 
-def fused_qkv_rope_backward(
-    q_grad_out: Tensor,
-    k_grad_out: Tensor,
-    v_grad_out: Tensor,
-    q_freqs: Tensor,
-    k_freqs: Tensor,
-    qkv_split_arg_list: list[int],
-    qkv_format: Any,
-    interleaved: bool,
-    cp_size: int,
-    cp_rank: int,
-) -> Tensor:
+@taking("q_grad_out k_grad_out v_grad_out q_freqs k_freqs qkv_split_arg_list qkv_format interleaved cp_size cp_rank")
+def fused_qkv_rope_backward(given: Any) -> Tensor:
     """The gradient of the tensor that held all three."""
-    rest = (None, qkv_format, interleaved, None, cp_size, cp_rank)
-    turned = fused_rope_backward(q_grad_out, q_freqs, *rest), fused_rope_backward(k_grad_out, k_freqs, *rest)
-    groups = k_grad_out.shape[2]
-    parts = [t.reshape(*t.shape[:2], groups, -1) for t in (*turned, v_grad_out)]
+    rest = (None, given.qkv_format, given.interleaved, None, given.cp_size, given.cp_rank)
+    dq = fused_rope_backward(given.q_grad_out, given.q_freqs, *rest)
+    dk = fused_rope_backward(given.k_grad_out, given.k_freqs, *rest)
+    parts = [t.reshape(*t.shape[:2], dk.shape[2], -1) for t in (dq, dk, given.v_grad_out)]
     return torch.cat(parts, dim=-1)
 
 
-def _turned(x: Tensor, angles: Tensor, interleaved: bool, sign: float) -> Tensor:
+def _turned(x: Tensor, given: Any, sign: float) -> Tensor:
+    angles, interleaved = _angles(x, given), given.interleaved
     width = angles.shape[-1]
     turning, rest = x[..., :width].float(), x[..., width:]
     sin = angles.sin()
@@ -100,31 +67,25 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-def _angles(
-    x: Tensor,
-    freqs: Tensor,
-    start_positions: Tensor | None,
-    qkv_format: Any,
-    cu_seqlens: Tensor | None,
-    context: tuple[int, int],
-) -> Tensor:
+def _angles(x: Tensor, given: Any) -> Tensor:
     """Those of every position of `x`, ready to be multiplied."""
+    freqs, context = given.freqs, (given.cp_size, given.cp_rank)
     table = freqs[:, :, 0] if freqs.dim() == 4 else freqs  # [positions, 1 or B, width]
-    if qkv_format == NVTE_QKV_Format.NVTE_THD:
-        if cu_seqlens is None:
+    if given.qkv_format == NVTE_QKV_Format.NVTE_THD:
+        if given.cu_seqlens is None:
             raise ValueError("cu_seqlens is None: packed sequences need it; pass their cumulated lengths")
-        lengths = (cu_seqlens.diff() // context[0]).tolist()
-        starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
+        lengths = (given.cu_seqlens.diff() // context[0]).tolist()
+        starts = [0] * len(lengths) if given.start_positions is None else given.start_positions.tolist()
         positions = [_positions(n, *context) + s for n, s in zip(lengths, starts, strict=True)]
         found = table[torch.cat(positions), 0]
         return torch.cat([found, found.new_zeros(x.shape[0] - len(found), found.shape[1])])[:, None]
-    sequence_first = qkv_format == NVTE_QKV_Format.NVTE_SBHD
+    sequence_first = given.qkv_format == NVTE_QKV_Format.NVTE_SBHD
     length = x.shape[0] if sequence_first else x.shape[1]
     positions_S = _positions(length, *context)
-    if start_positions is None:
+    if given.start_positions is None:
         found = table[positions_S]  # [S, 1 or B, width]
     else:
-        found = torch.stack([table[positions_S + int(start), 0] for start in start_positions], dim=1)
+        found = torch.stack([table[positions_S + int(start), 0] for start in given.start_positions], dim=1)
     return (found if sequence_first else found.transpose(0, 1))[:, :, None]
 
 

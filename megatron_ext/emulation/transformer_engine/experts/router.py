@@ -71,19 +71,16 @@ def fused_score_for_moe_aux_loss_bwd(
     num_tokens: int, num_experts: int, intermediate_output: Tensor, grad_scores: Tensor, topk: int, score_function: str
 ) -> Tensor:
     """The gradient of the logits."""
-    kept, grad = intermediate_output.float(), grad_scores.float()
-    if score_function == "sigmoid":
-        grad = _shares_backward(grad, kept) if topk > 1 else grad
-        grad = grad * kept * (1 - kept)
-    else:
-        grad = kept * (grad - (grad * kept).sum(-1, keepdim=True))
-    return grad.to(intermediate_output.dtype)
+    everyone = torch.ones_like(intermediate_output, dtype=torch.bool)
+    return fused_topk_with_score_function_bwd(
+        num_tokens, num_experts, everyone, intermediate_output, grad_scores, topk, True, None, score_function
+    )
 
 
 def fused_moe_aux_loss_fwd(
     probs: Tensor,
     tokens_per_expert: Tensor,
-    total_num_tokens: int,
+    total_num_tokens: int | Tensor,
     num_experts: int,
     num_rows: int,
     num_cols: int,
@@ -91,7 +88,7 @@ def fused_moe_aux_loss_fwd(
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
     """(the loss, its constant factor): `coeff experts / (topk tokens^2)` times the sum of probabilities and counts."""
-    factor = num_experts * coeff / topk / total_num_tokens / total_num_tokens
+    factor = num_experts * coeff / topk / int(total_num_tokens) / int(total_num_tokens)
     loss = (probs.float().sum(0) * tokens_per_expert.float()).sum() * factor
     return loss.to(probs.dtype), torch.tensor(factor, dtype=torch.float32)
 

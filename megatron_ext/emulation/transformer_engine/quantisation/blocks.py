@@ -7,6 +7,7 @@ blocks with the blocks in front, padded to multiples of 4; those of MXFP8 padded
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES, Float8BlockScaleTensorFormat
@@ -58,8 +59,9 @@ def blocks_back(values: Tensor, scale_inv: Tensor, columnwise: bool, two_dims: b
     return x.view(*values.shape[1:], values.shape[0]) if turned else x.view(values.shape)
 
 
-def mx_blocks_of(tensor: Tensor, number: torch.dtype, columnwise: bool) -> tuple[Tensor, Tensor]:
+def mx_blocks_of(tensor: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     """Bytes, of the shape of `tensor`, and exponents of the scales along the rows or along the columns."""
+    number = TORCH_DTYPES[quantizer.dtype]
     x = tensor.float().reshape(-1, tensor.shape[-1])
     height, width = (_MX, 1) if columnwise else (1, _MX)
     amax = _in_blocks(x.abs(), height, width).amax(dim=(1, 3))
@@ -79,10 +81,8 @@ def mx_back(values: Tensor, exponent: Tensor, columnwise: bool) -> Tensor:
 
 def _in_blocks(x: Tensor, height: int, width: int) -> Tensor:
     """[blocks down, height, blocks across, width], filled up with zeros."""
-    rows, columns = -(-x.shape[0] // height), -(-x.shape[1] // width)
-    full = x.new_zeros(rows * height, columns * width)
-    full[: x.shape[0], : x.shape[1]] = x
-    return full.view(rows, height, columns, width)
+    full = _padded(x, height, width)
+    return full.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
 def _spread(scale: Tensor, height: int, width: int, shape: torch.Size) -> Tensor:
@@ -93,6 +93,4 @@ def _spread(scale: Tensor, height: int, width: int, shape: torch.Size) -> Tensor
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     """With zeros up to multiples of these."""
-    full = x.new_zeros(-(-x.shape[0] // rows) * rows, -(-x.shape[1] // columns) * columns)
-    full[: x.shape[0], : x.shape[1]] = x
-    return full
+    return F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows)).contiguous()

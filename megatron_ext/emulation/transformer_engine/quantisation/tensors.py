@@ -13,6 +13,7 @@ which blockwise recipes scale differently.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
             f"quantizer is a {name}: the CPU emulation of Transformer Engine has {', '.join(_KINDS)}; choose an FP8 "
             "recipe of these"
         )
-    held = _KINDS[name](tensor.detach(), quantizer)
+    held = _KINDS[name][0](tensor.detach(), quantizer)
     if output is None:
         return _new(tensor, quantizer, held)
     for attribute, value in held.items():
@@ -129,21 +130,11 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
     """Of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
-    held = {"fp8_" + name if name == "scale_inv" else name: value for name, value in held.items()}
-    held = {"data_transpose" if name == "transpose" else name: value for name, value in held.items()}
-    held.pop("transpose_invalid", None)
-    storage, whole, module = {
-        "Float8Quantizer": ("Float8TensorStorage", "Float8Tensor", "float8_tensor"),
-        "Float8CurrentScalingQuantizer": ("Float8TensorStorage", "Float8Tensor", "float8_tensor"),
-        "Float8BlockQuantizer": (
-            "Float8BlockwiseQTensorStorage",
-            "Float8BlockwiseQTensor",
-            "float8_blockwise_tensor",
-        ),
-        "MXFP8Quantizer": ("MXFP8TensorStorage", "MXFP8Tensor", "mxfp8_tensor"),
-    }[type(quantizer).__name__]
+    names = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"}
+    held = {names.get(name, name): value for name, value in held.items() if name != "transpose_invalid"}
+    _, whole, module = _KINDS[type(quantizer).__name__]
     if quantizer.internal:
-        cls = getattr(importlib.import_module(f"{_TENSORS}.storage.{module}_storage"), storage)
+        cls = getattr(importlib.import_module(f"{_TENSORS}.storage.{module}_storage"), f"{whole}Storage")
         stands_for = {"fake_dtype": tensor.dtype} if _since_2_20(quantizer) else {}
         return cls(quantizer=quantizer, **stands_for, **held)
     cls = getattr(importlib.import_module(f"{_TENSORS}.{module}"), whole)
@@ -188,28 +179,29 @@ def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
 
 
 def _blockwise(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
-    held: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
+    held = _of_both_sides(tensor, quantizer, blocks_of) | {"is_2D_scaled": quantizer.block_scaling_dim == 2}
     if hasattr(quantizer, "all_gather_usage"):
         held["data_format"] = Float8BlockScaleTensorFormat(int(quantizer.all_gather_usage))
-    for side, wanted in ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage):
-        found = blocks_of(tensor, quantizer, side == "columnwise") if wanted else (None, None)
-        held[side + "_data"], held[side + "_scale_inv"] = found
     return held
 
 
 def _mx(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     """Scales lie in the order of the rows, whatever order a GPU's products ask for."""
+    if not _since_2_20(quantizer):
+        return _of_both_sides(tensor, quantizer, mx_blocks_of)
+    if quantizer.with_2d_quantization:
+        raise NotImplementedError(
+            "with_2d_quantization is True: the CPU emulation of Transformer Engine has MXFP8 of blocks of 32 numbers "
+            "in a row or column; leave it False"
+        )
+    return _of_both_sides(tensor, quantizer, mx_blocks_of) | {"with_gemm_swizzled_scales": False}
+
+
+def _of_both_sides(tensor: Tensor, quantizer: Any, blocks: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Bytes and scales of the rows and of the columns, as far as they are wanted."""
     held: dict[str, Any] = {"fp8_dtype": quantizer.dtype}
-    if _since_2_20(quantizer):
-        held["with_gemm_swizzled_scales"] = False
-        if quantizer.with_2d_quantization:
-            raise NotImplementedError(
-                "with_2d_quantization is True: the CPU emulation of Transformer Engine has MXFP8 of blocks of 32 "
-                "numbers in a row or column; leave it False"
-            )
     for side, wanted in ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage):
-        number = TORCH_DTYPES[quantizer.dtype]
-        found = mx_blocks_of(tensor, number, side == "columnwise") if wanted else (None, None)
+        found = blocks(tensor, quantizer, side == "columnwise") if wanted else (None, None)
         held[side + "_data"], held[side + "_scale_inv"] = found
     return held
 
@@ -219,11 +211,12 @@ def _since_2_20(quantizer: Any) -> bool:
     return hasattr(quantizer, "storage_metadata")
 
 
-_KINDS = {
-    "Float8Quantizer": _delayed,
-    "Float8CurrentScalingQuantizer": _current,
-    "Float8BlockQuantizer": _blockwise,
-    "MXFP8Quantizer": _mx,
+# How each quantises, TE's class of what comes out, and its module.
+_KINDS: dict[str, tuple[Callable[[Tensor, Any], dict[str, Any]], str, str]] = {
+    "Float8Quantizer": (_delayed, "Float8Tensor", "float8_tensor"),
+    "Float8CurrentScalingQuantizer": (_current, "Float8Tensor", "float8_tensor"),
+    "Float8BlockQuantizer": (_blockwise, "Float8BlockwiseQTensor", "float8_blockwise_tensor"),
+    "MXFP8Quantizer": (_mx, "MXFP8Tensor", "mxfp8_tensor"),
 }
 
 

@@ -1,7 +1,5 @@
 """Attention as 2.20 of Transformer Engine calls it, in terms of what 2.11 has."""
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +7,22 @@ from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.attention import fused, packed_sequences
 from megatron_ext.emulation.transformer_engine.attention.layouts import is_served
-from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES, NVTE_Bias_Type, NVTE_Mask_Type
+from megatron_ext.emulation.transformer_engine.enums import NVTE_Bias_Type, NVTE_Mask_Type
+from megatron_ext.emulation.transformer_engine.parameters import taking
 from megatron_ext.emulation.transformer_engine.since_2_20.enums import NVTE_Fused_Attn_Backend
+
+_FORWARD = (
+    "max_seqlen_q max_seqlen_kv is_training attn_scale p_dropout set_zero qkv_layout o_format qkv_scale_inv_format "
+    "bias_type attn_mask_type softmax_type window_size bottom_right_diagonal cu_seqlens_q cu_seqlens_kv Q K V "
+    "fake_dtype cu_seqlens_q_padded cu_seqlens_kv_padded page_table_k page_table_v s_quantizer o_quantizer Bias "
+    "SoftmaxOffset rng_gen rng_elts_per_thread return_max_logit cuda_graph"
+)
+_BACKWARD = (
+    "max_seqlen_q max_seqlen_kv attn_scale p_dropout set_zero qkv_layout o_format do_format dqkv_layout "
+    "qkv_scale_inv_format do_scale_inv_format bias_type attn_mask_type softmax_type window_size "
+    "bottom_right_diagonal deterministic cu_seqlens_q cu_seqlens_kv Q K V O dO fake_dtype Aux_CTX_Tensors "
+    "cu_seqlens_q_padded cu_seqlens_kv_padded s_quantizer dp_quantizer dqkv_quantizer cuda_graph"
+)
 
 
 def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
@@ -20,48 +32,22 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[Any, str]:
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "the CPU emulation has neither attention in FP8 nor paged caches"
 
 
-def _taking_more(of_2_11: Callable[..., Any], **added: str) -> Callable[[Callable[..., list[Any]]], Any]:
-    """Makes a function of 2.20 of one that is called with all arguments by name, and with those that 2.11 knows.
-
-    It takes what the function of 2.11 does but for `dqkv_type`, and behind some of that what is `added`.
-    """
-    known = inspect.signature(of_2_11).parameters
-    names = [name for before in known for name in (before, *added.get(before, "").split()) if name != "dqkv_type"]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    def decorate(function: Callable[..., list[Any]]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> list[Any]:
-            given = signature.bind(*args, **kwargs).arguments
-            _refuse_other_diagonal(given)
-            return function(given, {name: x for name, x in given.items() if name in known})
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__doc__ = function.__doc__
-        return call
-
-    return decorate
-
-
-@_taking_more(fused.fused_attn_fwd, qkv_layout="o_format qkv_scale_inv_format", window_size="bottom_right_diagonal")
-def fused_attn_fwd(given: dict[str, Any], known: dict[str, Any]) -> list[Any]:
+@taking(_FORWARD)
+def fused_attn_fwd(given: Any) -> list[Any]:
     """[output, log-sum-exp, with `return_max_logit` the largest score of each row, seed, ...]."""
-    found = fused.fused_attn_fwd(**known)
-    if given["return_max_logit"]:
+    _refuse_other_diagonal(given)
+    found = fused.attend(given)
+    if given.return_max_logit:
         largest, total = found[1:3]
         found[1:3] = [largest + total.log(), largest]
     return found
 
 
-@_taking_more(
-    fused.fused_attn_bwd,
-    qkv_layout="o_format do_format dqkv_layout qkv_scale_inv_format do_scale_inv_format",
-    window_size="bottom_right_diagonal",
-)
-def fused_attn_bwd(given: dict[str, Any], known: dict[str, Any]) -> list[Any]:
+@taking(_BACKWARD)
+def fused_attn_bwd(given: Any) -> list[Any]:
     """As before; gradients have the dtype that Q, K and V stand for."""
-    (dqkv_type,) = (number for number, dtype in TORCH_DTYPES.items() if dtype == given["fake_dtype"])
-    return fused.fused_attn_bwd(**known, dqkv_type=dqkv_type)
+    _refuse_other_diagonal(given)
+    return fused.gradients(given, given.fake_dtype)
 
 
 def thd_out_correction(
@@ -92,12 +78,12 @@ def thd_out_correction(
         packed_sequences.thd_grad_correction(out, total, cu_seqlens, "copy", "copy")
 
 
-def _refuse_other_diagonal(given: dict[str, Any]) -> None:
+def _refuse_other_diagonal(given: Any) -> None:
     """A diagonal counts in windows and in ALiBi; that of causal masks goes with the mask."""
-    mask = given["attn_mask_type"]
-    counts = tuple(given["window_size"]) != (-1, -1) or given["bias_type"] == NVTE_Bias_Type.NVTE_ALIBI
-    uneven = mask == NVTE_Mask_Type.NVTE_NO_MASK and given["max_seqlen_q"] != given["max_seqlen_kv"]
-    if given["bottom_right_diagonal"] and counts and (uneven or mask == NVTE_Mask_Type.NVTE_PADDING_MASK):
+    mask = given.attn_mask_type
+    counts = tuple(given.window_size) != (-1, -1) or given.bias_type == NVTE_Bias_Type.NVTE_ALIBI
+    uneven = mask == NVTE_Mask_Type.NVTE_NO_MASK and given.max_seqlen_q != given.max_seqlen_kv
+    if given.bottom_right_diagonal and counts and (uneven or mask == NVTE_Mask_Type.NVTE_PADDING_MASK):
         raise NotImplementedError(
             "bottom_right_diagonal is True with a window or ALiBi and no causal mask: the CPU emulation of "
             "Transformer Engine aligns these at the top left; use a causal mask or bottom_right_diagonal=False"

@@ -1,11 +1,14 @@
 """Cross entropy of logits as 2.20 of Transformer Engine calls it: a mean is over the tokens that are not ignored."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.emulation.transformer_engine import cross_entropy
+from megatron_ext.emulation.transformer_engine.parameters import taking
 
 
 def cross_entropy_forward(
@@ -29,18 +32,8 @@ def cross_entropy_forward(
     return loss, grad, torch.empty(0), target, count, group_rank(dist_process_group), group_size(dist_process_group)
 
 
-def cross_entropy_backward(
-    saved_input: Tensor,
-    stats: Tensor,
-    target: Tensor,
-    n_non_ignore: Tensor | None,
-    grad_output: Tensor,
-    label_smoothing: float,
-    reduce_loss: bool,
-    rank: int,
-    world_size: int,
-    ignore_idx: int,
-) -> Tensor:
+@taking("saved_input stats target n_non_ignore grad_output label_smoothing reduce_loss rank world_size ignore_idx")
+def cross_entropy_backward(given: Any) -> Tensor:
     """The gradients of the logits, multiplied by those of the losses."""
-    factor = grad_output if n_non_ignore is None else grad_output / n_non_ignore
-    return cross_entropy.cross_entropy_backward(saved_input, factor)
+    factor = given.grad_output if given.n_non_ignore is None else given.grad_output / given.n_non_ignore
+    return cross_entropy.cross_entropy_backward(given.saved_input, factor)

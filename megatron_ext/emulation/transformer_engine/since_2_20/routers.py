@@ -26,10 +26,9 @@ def fused_topk_with_score_function_fwd(
     """As before, of any leading dims; what backward needs is in fp32."""
     _refuse_other_maps(routing_map_format, topk_indices is not None)
     _refuse_other_scores(score_function)
-    pre_softmax = use_pre_softmax and score_function == "softmax"
     wide = logits.float().flatten(0, -2)
     found = router.fused_topk_with_score_function_fwd(
-        wide, topk, pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
+        wide, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias
     )
     probs, routing_map, kept = (x.view(logits.shape) for x in found)
     return probs.to(logits.dtype), routing_map, kept
@@ -49,10 +48,9 @@ def fused_topk_with_score_function_bwd(
 ) -> None:
     """The gradient of the logits, written into `grad_logits`."""
     _refuse_other_maps(routing_map_format, use_dense_indices)
-    pre_softmax = use_pre_softmax and score_function == "softmax"
     chosen, kept, grad = (x.flatten(0, -2) for x in (routing_map, intermediate_output, grad_probs))
     found = router.fused_topk_with_score_function_bwd(
-        kept.shape[0], kept.shape[1], chosen, kept, grad, topk, pre_softmax, scaling_factor, score_function
+        kept.shape[0], kept.shape[1], chosen, kept, grad, topk, use_pre_softmax, scaling_factor, score_function
     )
     grad_logits.copy_(found.view_as(grad_logits))
 
@@ -75,22 +73,6 @@ def fused_score_for_moe_aux_loss_bwd(
     kept, grad = intermediate_output.flatten(0, -2), grad_scores.flatten(0, -2)
     found = router.fused_score_for_moe_aux_loss_bwd(kept.shape[0], kept.shape[1], kept, grad, topk, score_function)
     grad_logits.copy_(found.view_as(grad_logits))
-
-
-def fused_moe_aux_loss_fwd_graph_safe(
-    probs: Tensor,
-    tokens_per_expert: Tensor,
-    total_num_tokens: Tensor,
-    num_experts: int,
-    num_rows: int,
-    num_cols: int,
-    topk: int,
-    coeff: float,
-) -> tuple[Tensor, Tensor]:
-    """As `fused_moe_aux_loss_fwd`, of a number of tokens that is a tensor."""
-    return router.fused_moe_aux_loss_fwd(
-        probs, tokens_per_expert, int(total_num_tokens), num_experts, num_rows, num_cols, topk, coeff
-    )
 
 
 def _refuse_other_maps(routing_map_format: int, by_index: bool) -> None:

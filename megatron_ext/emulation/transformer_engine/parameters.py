@@ -1,0 +1,28 @@
+"""Parameters of compiled functions that take many arguments, of which few say anything on a CPU."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+
+def taking(names: str, **defaults: Any) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Makes a function that takes these arguments, by position or by name, and then those that have `defaults`, of one
+    that takes them all as the attributes of one object."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in names.split()]
+    parameters += [inspect.Parameter(name, kind, default=default) for name, default in defaults.items()]
+    signature = inspect.Signature(parameters)
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return function(SimpleNamespace(**given.arguments))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
