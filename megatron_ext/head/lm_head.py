@@ -30,9 +30,10 @@ from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.row_passes.side_by_side import is_quantised, numbers
+from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
+from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
 
@@ -98,11 +99,12 @@ class LmHead:
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
-        option_checks.check_option("cache", self.cache)
+        for name in ("softcap", "temperature", "logit_scale", "cache"):
+            option_checks.check_option(name, getattr(self, name))
+        option_checks.check_chunk_tokens(self.chunk_tokens)
         if self.bits is not None:  # else as the mode is when it is read
             option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
-        _check_logits(self)
         argument_checks.check_one_piece(self.weight)
         group = tensor_parallel_group(self.tp_group)
         if group is None and self.tp_group is None and self.vocab is None:
@@ -324,7 +326,9 @@ class Logits:
 
     def __post_init__(self) -> None:
         argument_checks.check_floating(self.name, self.logits)
-        _check_logits(self)
+        for name in ("softcap", "temperature"):
+            option_checks.check_option(name, getattr(self, name))
+        option_checks.check_chunk_tokens(self.chunk_tokens)
         object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
         columns = max(self.logits.shape[-1], 1)
         object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, columns, self.tp_group))
@@ -374,14 +378,6 @@ def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
     return Read.apply(*arguments)
 
 
-def _check_logits(facts: Any) -> None:
-    """What `LmHead` and `Logits` have in common."""
-    option_checks.check_option("softcap", facts.softcap)
-    option_checks.check_option("temperature", facts.temperature)
-    option_checks.check_option("logit_scale", getattr(facts, "logit_scale", 1.0))
-    option_checks.check_chunk_tokens(facts.chunk_tokens)
-
-
 def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError | None:
     """Raises what every rank sees wrong with the read-outs, returns what this rank alone may see."""
     fault, labels = None, None
@@ -404,7 +400,6 @@ def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError 
 
 
 def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError | None:
-    """Whether a teacher's hidden states are of the student's tokens, and its weight of the student's shards."""
     if not isinstance(teacher, Teacher):
         raise ValueError(
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
@@ -428,7 +423,6 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
 
 
 def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueError | None:
-    """Whether a teacher's logits are of the student's tokens and shards."""
     if not isinstance(teacher, Logits):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
     option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
@@ -445,16 +439,6 @@ def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     """The arguments that have one entry for each token, with their names."""
     given = [r.per_token() for r in readouts]
     return [each for each in given if each is not None]
-
-
-def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else fp32 with a weight of fp32, else the hidden states'."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-    wide = hidden.itemsize == 2 and isinstance(weight, Tensor) and weight.dtype == torch.float32
-    wide = wide and not is_quantised(weight)
-    return torch.float32 if wide else hidden.dtype
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:

@@ -44,14 +44,9 @@ class LoRA(NamedTuple):
 
 
 def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[LoRA, ...]:
-    """One adapter or several, checked as far as every rank sees it.
-
-    Raises:
-        ValueError: an adapter is no LoRA, shapes do not fit each other or the weight, or ranks would leave out other
-            entries of the same hidden states.
-    """
+    """One adapter or several, checked as far as every rank sees it."""
     several = isinstance(lora, list | tuple) and not isinstance(lora, LoRA)
-    adapters = () if lora is None else tuple(lora) if several else (lora,)
+    adapters = tuple(lora) if several else (lora,)
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
@@ -83,7 +78,7 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
-    """Whether B has this rank's rows and lies where the weight is, as this rank alone may see."""
+    """What this rank alone may see."""
     for each in adapters:
         if each.B.shape[0] != weight.shape[0]:
             return ValueError(
@@ -97,9 +92,8 @@ def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
 
 
 def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
-    """What of them all ranks must pass alike: r, scaling and dropout of each; nothing without an adapter."""
-    found = [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]
-    return {"lora": found} if found else {}
+    """What of them all ranks must pass alike: r, scaling and dropout of each."""
+    return {"lora": [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]}
 
 
 def ranks_of(adapters: Sequence[LoRA]) -> int:
