@@ -120,9 +120,6 @@ class SumOfSquares(OfRows):
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(lse=self.counted_gradient(-2 * grad.double() * saved[0]))
 
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
-
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
     ) -> None:

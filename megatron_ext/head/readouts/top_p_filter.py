@@ -28,7 +28,7 @@ from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
-from megatron_ext.head.validation.readable_values import raise_if
+from megatron_ext.head.validation.readable_values import raise_unless
 
 # Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
 # milliseconds on a CPU core.
@@ -84,7 +84,17 @@ class TopPFiltered(Filtered):
         return [self.call.vocab.start, self.call.vocab.columns, self.width]
 
     def check_agreed(self, found_RN: Tensor) -> None:
-        check_equal_shards(found_RN[:, :4])
+        """Raises unless the shards are equal pieces of one vocabulary, whose last columns may be missing or padding."""
+        size_R, start_R, columns_R, width_R = found_RN[:, :4].unbind(1)
+        width, size = columns_R[0], size_R[0]
+        place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
+        placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
+        full_R = (columns_R == width) | ((columns_R < width) & (start_R + columns_R >= size))
+        raise_unless(
+            (placed_R & full_R & (width_R == width)).all() & (width * start_R.shape[0] >= size),
+            "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, "
+            "that cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
+        )
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, labels_t = chunk.logits[0], self.labels_T[chunk.rows]
@@ -99,9 +109,6 @@ class TopPFiltered(Filtered):
             cuts_KT = stats_RKT.gather(0, owner_T.expand(1, *stats_RKT.shape[1:])).squeeze(0)
         log_prob_T = cuts_KT[_LOG_PROB].where(self.labels_T != self.ignore_index, 0.0)
         return [log_prob_T], [cuts_KT.t().contiguous()]
-
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
@@ -167,22 +174,3 @@ class TopPFiltered(Filtered):
         cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u, peak_u, sum_u
         cuts_Ku[_LOG_PROB] = log_prob_u.where(there_u, -torch.inf)
         cuts_Ku[_ROUNDED] = (log_prob_u - cuts_Ku[_LOG_PROB]).where(there_u, 0.0)
-
-
-def check_equal_shards(shards_R4: Tensor) -> None:
-    """Raises on every rank where the shards are not equal pieces of one vocabulary.
-
-    Args:
-        shards_R4: int64, of each rank the size of the vocabulary, first column and number of columns, and how wide it
-            takes each shard to be. The last columns may be missing or padding.
-    """
-    size_R, start_R, columns_R, width_R = shards_R4.unbind(1)
-    width, size = columns_R[0], size_R[0]
-    place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
-    placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
-    full_R = (columns_R == width) | ((columns_R < width) & (start_R + columns_R >= size))
-    raise_if(
-        ~((placed_R & full_R & (width_R == width)).all() & (width * start_R.shape[0] >= size)),
-        "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, that "
-        "cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
-    )

@@ -71,30 +71,26 @@ class ChunkGradient:
             out_tV.zero_()
             return
         pulling = [each for each in self.given if each[1].reads_logits(each[2], rows)]
-        columns = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
-        found = [each for each in columns if each is not None]
+        each_at = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
+        columns = [each for each in each_at if each is not None]
         places = [readout.at_places(saved, rows, grad) for _, readout, saved, grad in self.given]
         bent = plan.needs_logits and self.made[0].rule.changes
-        logits = raw_tV = None
+        logits: Any = None
+        raw_tV = None
         if self.softmax is not None or pulling or bent:
             raw_tV, logits = logits_of_chunk(plan, self.made, rows, keep_raw=bent)
-        nothing = True
-        if self.softmax is not None and logits is not None:
+        first = self.softmax is None and not columns  # of those that pull: nothing is there yet
+        if self.softmax is not None:
             self._write_softmax(logits[0], rows, out_tV)
-            nothing = False
-        if found:
-            if nothing:
-                out_tV.zero_()
-            self._add_at_columns(found, None if logits is None else logits[0], rows, out_tV)
-            nothing = False
-        for at, readout, saved, grad in pulling:
-            assert logits is not None
-            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, nothing)
-            if nothing:
-                out_tV[:, call.counted :] = 0
-            nothing = False
-        if nothing:
+        elif columns or not pulling:
             out_tV.zero_()
+        if columns:
+            self._add_at_columns(columns, None if logits is None else logits[0], rows, out_tV)
+        for at, readout, saved, grad in pulling:
+            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, first)
+            if first:
+                out_tV[:, call.counted :] = 0
+            first = False
         for each in places:
             if each is not None:
                 self._add_at_places(each, out_tV)

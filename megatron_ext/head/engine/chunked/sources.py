@@ -83,14 +83,9 @@ class Product:
         return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
     def _made(self, rows: slice) -> Tensor:
-        if not self.rule.fixed:
-            kept_TV = self.memory_TV
-            out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
-        dtype = matmul.logit_dtype(self.x_TD, self.rule.rounds)
-        z_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0], dtype)
-        products.logits(self.x_TD[rows], self.w_VD, z_tV)
-        return z_tV
+        kept_TV, logits = self.memory_TV, products.logits if self.rule.fixed else matmul.logits
+        out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
+        return logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
 
     # What backward takes of it, with the same bits for any other tokens where the rule says so.
 
