@@ -174,12 +174,7 @@ class LmHead:
         given, fault = fault, _checked(readouts, self)
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
-        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
-        if self.adapters:
-            fault = fault or rows_fault(self.adapters, self.weight)
-        fault = fault or option_checks.logit_dtype_fault(
-            self.logit_dtype, computed_dtype(hidden, self.weight), "hidden"
-        )
+        fault = self.fault_beside(hidden, self.vocab, ranks) or fault
         if (bits := bits_or_mode(self.bits)) != "fast":
             fault = bits_fault(bits, self, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
@@ -272,6 +267,16 @@ class LmHead:
         for other, x in given[1:]:
             argument_checks.check_same_shape(other, x, first)
         return first.shape, found or fault
+
+    def fault_beside(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
+        """What is wrong with this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
+        if self.adapters:
+            fault = fault or rows_fault(self.adapters, self.weight)
+        if fault is not None:
+            return fault
+        dtype = computed_dtype(hidden, self.weight)
+        return option_checks.logit_dtype_fault(self.logit_dtype, dtype, f"{whose}hidden")
 
     def call(self) -> Call:
         """What the engine takes of it."""
@@ -413,13 +418,7 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
             f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
             f"or the student's [..., n, D] and the teacher's [..., D]"
         )
-    head, ranks = teacher.head, group_size(student.tp_group)
-    fault = option_checks.logit_dtype_fault(
-        head.logit_dtype, computed_dtype(teacher.hidden, head.weight), "teacher_hidden"
-    )
-    given = (teacher.hidden, head.weight, head.bias)
-    fault = argument_checks.linear_fault(*given, student.shard, ranks, whose="teacher_") or fault
-    return fault or rows_fault(head.adapters, head.weight)
+    return teacher.head.fault_beside(teacher.hidden, student.shard, group_size(student.tp_group), "teacher_")
 
 
 def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueError | None:
