@@ -41,8 +41,7 @@ class OfRows(ReadOut):
             argument_checks.check_counts(self.counts, self.counts.shape)
         return None
 
-    def given(self, value_T: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """`value_T` as the only result."""
+    def given(self, value_T: Tensor, own_KT: Tensor) -> Found:
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
 
 

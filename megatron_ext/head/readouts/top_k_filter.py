@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
+from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
 from megatron_ext.head.row_passes.dispatch import add_at_equals, equal_counts
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.row_blocks import blocks
@@ -48,33 +48,17 @@ class TopKFiltered(Filtered):
         super().__init__(labels, ignore_index)
         self.top_k, self.top_p = top_k, top_p
 
-    @property
-    def k(self) -> int:
-        return self.top_k if self.top_k <= _MANY else min(self.top_k, self.call.vocab.size)
+        self.begins = top_k > _MANY
 
-    @property
-    def candidates(self) -> int:
-        return self.k + 8 + self.k // 16
-
-    @property
-    def own_candidates(self) -> int:
-        """Those that this rank has."""
-        return min(self.candidates, self.call.vocab.counted)
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        return _VALUES + self.k
-
-    @property
-    def own_rows(self) -> int:  # type: ignore[override]
-        return 2 * self.candidates - self.k
-
-    @property
-    def begins(self) -> bool:  # type: ignore[override]
-        return self.top_k > _MANY
+    def flatten(self, flat: Flatten) -> None:
+        super().flatten(flat)
+        self.k = min(self.top_k, self.call.vocab.size) if self.begins else self.top_k
+        self.candidates = self.k + 8 + self.k // 16
+        self.rows, self.own_rows = _VALUES + self.k, 2 * self.candidates - self.k
 
     def scan(self, chunk: Chunk) -> None:
-        z_tV, vocab, found = chunk.logits[0], self.call.vocab, self.own_candidates
+        z_tV, vocab = chunk.logits[0], self.call.vocab
+        found = min(self.candidates, vocab.counted)
         stats_Kt, own_Kt = chunk.stats_Kt, chunk.own_Kt
         stats_Kt.fill_(-torch.inf)
         stats_Kt[_EQUAL] = 0
@@ -95,7 +79,8 @@ class TopKFiltered(Filtered):
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        tokens, found, more = own_KT.shape[1], self.own_candidates, self.candidates - self.k
+        tokens, more = own_KT.shape[1], self.candidates - self.k
+        found = min(self.candidates, self.call.vocab.counted)
         columns_TK = integers(own_KT)[more : more + found].t().contiguous()
         probs_TK = own_KT.new_empty(tokens, found, dtype=torch.float64)
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))

@@ -293,10 +293,6 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str =
 
     Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
     options.
-
-    Raises:
-        ValueError: a rank refused its arguments; ranks passed different options or labels; the shards do not make up
-            the vocabulary; or every rank holds the whole vocabulary and not a shard of it.
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
@@ -336,9 +332,7 @@ def _check_said(said_RN: Tensor, words: str) -> None:
 def check_agreement(numbers_R2: Tensor, words: str) -> None:
     """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
 
-    Args:
-        numbers_R2: what `agreement` makes of the options and of the labels of each rank; 0 where a rank does not say.
-        words: this rank's options.
+    `numbers_R2`: what `agreement` makes of these on each rank; 0 where it does not say. `words`: this rank's options.
     """
     same_options, same_labels = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
     raise_unless(

@@ -65,7 +65,6 @@ class ChunkGradient:
                 self.softmax = _Softmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
-        """Write that of the tokens `rows`."""
         plan, call = self.plan, self.plan.call
         if call.counted == 0:
             out_tV.zero_()
