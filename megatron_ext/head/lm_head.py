@@ -175,8 +175,9 @@ class LmHead:
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
         fault = self.fault_beside(hidden, self.vocab, ranks) or fault
-        if (bits := bits_or_mode(self.bits)) != "fast":
-            fault = bits_fault(bits, self, ranks, hidden, readouts) or fault
+        call = self.call()
+        if call.fixed:
+            fault = bits_fault(call.bits, self, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
             fault = fault or argument_checks.main_grad_fault(self.weight)
         teachers = [r.teacher for r in readouts if r.teacher is not None]
@@ -203,7 +204,7 @@ class LmHead:
             [*self.adapters, *(each for t in teachers for each in t.head.adapters)] if teachers else self.adapters
         )
         options = options_of(adapters) if adapters else None
-        plan = Plan(readouts, self.call(), flat, tokens, hidden.device, options)
+        plan = Plan(readouts, call, flat, tokens, hidden.device, options)
         if left is not None and sizes is None:  # ranks that leave out others learn it then
             plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
         sides = [_computed(hidden, self.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
@@ -436,8 +437,7 @@ def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueErr
 
 def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     """The arguments that have one entry for each token, with their names."""
-    given = [r.per_token() for r in readouts]
-    return [each for each in given if each is not None]
+    return [given for r in readouts if (given := r.per_token()) is not None]
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:

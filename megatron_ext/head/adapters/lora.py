@@ -24,6 +24,7 @@ from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
+from megatron_ext.head.validation.option_checks import check_number
 
 
 class LoRA(NamedTuple):
@@ -61,13 +62,8 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
                 f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
                 f"are, B's rows sharded as the weight's"
             )
-        for name in ("scaling", "dropout"):
-            if not isinstance(value := getattr(each, name), int | float):
-                raise ValueError(f"lora {name} is {value!r}: it must be a number; pass a float")
-        if not math.isfinite(each.scaling):
-            raise ValueError(f"lora scaling is {each.scaling!r}: it must be a finite number, as lora_alpha / r")
-        if not 0 <= each.dropout < 1:
-            raise ValueError(f"lora dropout is {each.dropout!r}: it must be in [0, 1); pass 0 outside of training")
+        check_number("lora scaling", each.scaling, "that is finite", math.isfinite, "pass lora_alpha / r")
+        check_number("lora dropout", each.dropout, "in [0, 1)", lambda x: 0 <= x < 1, "pass 0 outside of training")
         if each.dropout and group_size(group) > 1 and not in_slices:
             raise ValueError(
                 f"lora dropout is {each.dropout} over {group_size(group)} ranks that hold the same hidden states: they "

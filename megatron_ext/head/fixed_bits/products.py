@@ -238,15 +238,13 @@ class _Tried:
 
     def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
         """Whether the rows of a tile have the bits that are `wanted` in products of so many rows, at any place."""
-        times, shifts = height // TILE, _SHIFTS if height == TILE else (0,)
+
+        def moved(x: Tensor, shift: int) -> Tensor:
+            return x.roll(shift, 0).repeat(height // TILE, 1)
+
         return all(
-            bool(
-                (
-                    self.product(tile_MK.roll(shift, 0).repeat(times, 1), gaps)
-                    == wanted_MN.roll(shift, 0).repeat(times, 1)
-                ).all()
-            )
-            for shift in shifts
+            self.product(moved(tile_MK, shift), gaps).equal(moved(wanted_MN, shift))
+            for shift in (_SHIFTS if height == TILE else (0,))
             for gaps in (False, True)
         )
 

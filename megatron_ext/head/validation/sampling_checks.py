@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.argument_checks import INTEGERS, check_integers
-from megatron_ext.head.validation.option_checks import as_number, is_int
+from megatron_ext.head.validation.option_checks import check_number, is_int
 from megatron_ext.head.validation.readable_values import check_plain, check_within, has_values, raise_if
 
 
@@ -14,8 +14,7 @@ def filters(top_k: Any, top_p: Any) -> bool:
     """Whether top-k or top-p is on, which are checked."""
     if top_k is not None and not (is_int(top_k, -1) and top_k != 0):
         raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
-    if isinstance(top_p, bool) or not isinstance(top_p, (int, float)) or not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p!r}: it must be a number in (0, 1]; {as_number(top_p) or '1.0 turns it off'}")
+    check_number("top_p", top_p, "in (0, 1]", lambda x: 0 < x <= 1, "1.0 turns it off")
     return top_k not in (None, -1) or top_p < 1
 
 
