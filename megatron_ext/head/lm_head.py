@@ -231,16 +231,12 @@ class LmHead:
     def _apply(
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
-        weight, bias, low = self.weight, self.bias, low_rank(self.adapters)
         fixed = plan.call.fixed
-        x_TD = self.beside_low_rank(sides[0], fixed) if self.adapters else sides[0]
+        x_TD, weight, bias, low = self.inputs(sides[0], fixed)
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
         if plan.needs_logits:
-            inputs = [
-                x
-                for side, t in zip(sides[1:], teachers, strict=True)
-                for x in (t.head.beside_low_rank(side, fixed).detach(), *t.head.detached())
-            ]
+            theirs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in t.head.inputs(side, fixed)]
+            inputs = [None if x is None else x.detach() for x in theirs]
             rules = [head.rule() for head in (self, *(t.head for t in teachers))]
             read = _apply_eagerly if fixed else Read.apply
             return read(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
@@ -298,14 +294,11 @@ class LmHead:
         """Softcap and scale of its logits, and whether they are rounded."""
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
-    def beside_low_rank(self, x_TD: Tensor, fixed: bool) -> Tensor:
-        """Hidden states with the columns that the low rank takes: see `adapters/lora.py`."""
-        return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
-
-    def detached(self) -> list[Tensor | None]:
-        """Weight, bias and low rank without a gradient: of a teacher."""
-        each = (self.weight, self.bias, low_rank(self.adapters))
-        return [None if x is None else x.detach() for x in each]
+    def inputs(self, x_TD: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the engine takes: hidden states, with the columns of the low rank if there is one, weight, bias, it."""
+        if self.adapters:
+            x_TD = widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
+        return x_TD, self.weight, self.bias, low_rank(self.adapters)
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,8 +110,6 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
     Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
     itself, as Megatron does where a parameter has `sequence_parallel` set.
     """
-    if not adapters:
-        return x_TD
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
     if in_slices and group_size(group) > 1:
         ours = [i for i, each in enumerate(adapters) if not getattr(each.A, "sequence_parallel", False)]
