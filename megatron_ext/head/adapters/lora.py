@@ -113,21 +113,14 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
     if in_slices and group_size(group) > 1:
         ours = [i for i, each in enumerate(adapters) if not getattr(each.A, "sequence_parallel", False)]
-        for i, a_RD in zip(ours, _summed([scaled[i] for i in ours], group), strict=True):
+        summed = _Summed.apply(group, *[scaled[i] for i in ours]) if ours else ()
+        for i, a_RD in zip(ours, summed, strict=True):
             scaled[i] = a_RD
     if any(each.dropout for each in adapters):
         left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
         more = [_LowRank.apply(x, a_RD, fixed, False) for x, a_RD in zip(left, scaled, strict=True)]
         return torch.cat([x_TD, *more], 1)
     return _LowRank.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed, True)
-
-
-def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """Those that all ranks hold and each uses for its own tokens: gradients are the sums of theirs, by one exchange."""
-    if not parameters:
-        return parameters
-    whole = _Summed.apply(torch.cat([*parameters]) if len(parameters) > 1 else parameters[0], group)
-    return whole.split([len(x) for x in parameters])
 
 
 class _LowRank(torch.autograd.Function):
@@ -172,14 +165,15 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """Forward gives what it takes, backward the sum of all ranks' gradients."""
+    """Parameters that all ranks hold and each uses for its own tokens: their gradients are added up in one exchange."""
 
     @staticmethod
-    def forward(ctx: Any, a_RD: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return a_RD.view_as(a_RD)
+        return tuple(a_RD.view_as(a_RD) for a_RD in parameters)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad_RD, ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = collectives.all_reduce(torch.cat(grads) if len(grads) > 1 else grads[0], ctx.group)
+        return None, *whole.split([len(grad_RD) for grad_RD in grads])
