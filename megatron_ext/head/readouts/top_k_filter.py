@@ -86,12 +86,12 @@ class TopKFiltered(Filtered):
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))
         kth_T = own_KT.new_empty(tokens)
         for at in blocks(stats_RKT[:, _VALUES:].flatten(0, 1).t()):
-            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:more, at], self.labels_T[at])
+            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:more, at], self.counts_T[at])
             log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = found_t
             probs_TK[at] = probs_tK[:, :found]
         return [log_prob_T.to(own_KT.dtype)], [log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
 
-    def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, labels_t: Tensor) -> tuple[Tensor, ...]:
+    def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, counts_t: Tensor) -> tuple[Tensor, ...]:
         """Log-probability of the labels; probabilities of this rank's candidates; the k-th largest logit; and the
         probability of each of its equals if it is kept and this rank has more of them than among its candidates, or 0.
 
@@ -120,8 +120,7 @@ class TopKFiltered(Filtered):
 
         label_t = stats_RKt[:, _LABEL].amax(0)
         there_t = (label_t >= cut_t1[:, 0]) & (label_t > -torch.inf)
-        log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf)
-        log_prob_t = log_prob_t.where(labels_t != self.ignore_index, 0.0)
+        log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf).where(counts_t, 0.0)
         sent_Kt = stats_RKt[self.shard_index]
         own_tK = torch.cat([sent_Kt[_VALUES:], own_Kt]).t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
@@ -165,5 +164,5 @@ class TopKFiltered(Filtered):
 
     def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
         """The gradient, 0 for labels that are not kept or do not count; fp64."""
-        counts_t = (saved[0][rows] > -torch.inf) & (self.labels_T[rows] != self.ignore_index)
+        counts_t = (saved[0][rows] > -torch.inf) & self.counts_T[rows]
         return grad[rows].double().where(counts_t, 0.0)

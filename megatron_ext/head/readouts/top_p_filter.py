@@ -23,7 +23,7 @@ from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.statistics import fingerprint
 from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import Chunk, Found, put
+from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
 from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
@@ -107,8 +107,7 @@ class TopPFiltered(Filtered):
         if not self._at_once:
             owner_T = self._owner(cuts_KT.device)
             cuts_KT = stats_RKT.gather(0, owner_T.expand(1, *stats_RKT.shape[1:])).squeeze(0)
-        log_prob_T = cuts_KT[_LOG_PROB].where(self.labels_T != self.ignore_index, 0.0)
-        return [log_prob_T], [cuts_KT.t().contiguous()]
+        return [counted(cuts_KT[_LOG_PROB], self.counts_T)], [cuts_KT.t().contiguous()]
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
@@ -116,7 +115,7 @@ class TopPFiltered(Filtered):
         labels_t, cuts_tK = self.labels_T[rows], saved[0][rows]
         vocab, temperature = self.call.vocab, self.call.temperature
         cut_t, peak_t, sum_t, log_prob_t, rounded_t = cuts_tK.unbind(1)
-        counts_t = (log_prob_t > -torch.inf) & (labels_t != self.ignore_index)
+        counts_t = (log_prob_t > -torch.inf) & self.counts_T[rows]
         g_t = (grad[rows].double() / temperature).where(counts_t, 0.0)
         log_prob_t = (log_prob_t.double() + rounded_t).where(counts_t, 0.0)
         at_label_t = (-g_t * log_prob_t.expm1()).to(cuts_tK.dtype)
