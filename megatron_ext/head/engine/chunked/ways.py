@@ -208,7 +208,7 @@ def _read(
     whole = leaves is None
     shifts = [stats_KT.new_empty(plan.tokens)] if whole else stats_KT.new_empty(len(made), plan.tokens).unbind()
     for rows in chunks:
-        each = [logits_of_chunk(plan, sides, rows, keep_raw=kept is not None) for sides in made]
+        each = [logits_of_chunk(sides, rows, keep_raw=kept is not None) for sides in made]
         logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
         if plan.softmax and leaves is None:
             _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
