@@ -62,11 +62,7 @@ def switched_on() -> bool:
 
 def is_on(config: Any = None) -> bool:
     """Whether the mode is: ours, by Megatron's global switch, or by the `batch_invariant_mode` of a config."""
-    return bool(_entered) or switched_on() or _asks(config, "batch_invariant_mode")
-
-
-def _asks(config: Any, name: str) -> bool:
-    return bool(getattr(config, name, False))
+    return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
 
 
 def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
@@ -90,7 +86,7 @@ def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
 def repeatable(cache: Cache, config: Any) -> Cache:
     """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
     memory changes the gradients' last bits."""
-    if cache != "auto" or not _asks(config, "deterministic_mode"):
+    if cache != "auto" or not getattr(config, "deterministic_mode", False):
         return cache
     say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
     return "bounded"
@@ -115,5 +111,4 @@ def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractConte
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Warn of it the first time in this process."""
     warnings.warn(text, stacklevel=3)

@@ -58,10 +58,7 @@ def linear_cross_entropy(
         ignore_index: tokens with this label get 0 and no gradient.
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
-        cache: fraction in [0, 1] of the logits whose exponentials are kept for backward: `(8 - 2 * cache)` T V D / R
-            FLOPs and `cache * T * V / R` elements of memory; from 1024 on: that many bytes at most. "bounded": as many
-            eighths as take no more than the weight and its fp32 gradient, `min(1, 3 D / T)` in 16 bits; "auto": what
-            fits into half of the memory that is free at the first call of a shape.
+        cache: how much of the logits is kept for backward, by which FLOPs are traded for memory: see `LmHead`.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes. An
             int: no more tokens than these count, and neither is needed; see `at_most` of `LmHead.read`.
@@ -69,8 +66,7 @@ def linear_cross_entropy(
         gradient_accumulation_fusion: backward adds the weight gradient into `weight.main_grad`, by Megatron's protocol.
         bits: "fast"; "batch" or "tensor_parallel": a token's bits do not depend on other tokens, chunks or layout, or
             on the number of ranks either; None: as Megatron's `batch_invariant_mode` says. See `LmHead`.
-        logit_dtype: the hidden states' 16 bits: logits are rounded to it first, as inference engines do. None or
-            torch.float32: they are not, where the device gives them in fp32; see `LmHead`.
+        logit_dtype: the hidden states' 16 bits: logits are rounded to it first, as inference engines do; see `LmHead`.
         lora: low-rank parts of the head, `megatron_ext.head.LoRA(A, B, scaling)` or several.
 
     Returns:

@@ -10,9 +10,7 @@ What all functions here take:
     tp_group: the ranks that share the vocabulary, as in `distributions_of_logits.py`.
     hidden_layout: "replicated": all ranks hold the same hidden states; "sequence": each its slice. What is given or
         returned per token is of the full sequence in either.
-    facts: what else there is to say of the head, as for `LmHead`: `bias`, `vocab`, `logit_scale`, `softcap`,
-        `temperature`, `cache`, `chunk_tokens`, `gradient_accumulation_fusion`, `bits`, `logit_dtype`,
-        `lora`.
+    facts: what else there is to say of the head: what `LmHead` takes by keyword.
 They communicate, at R > 1: forward 1 collective, backward 1; with the sequence layout 2 and 2. They raise ValueError,
 on every rank, where an argument breaks its rule.
 """

@@ -12,7 +12,6 @@ What all functions here take:
 and raise: ValueError, on every rank, where an argument breaks its rule; the message says which, and the fix.
 """
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from megatron_ext.head.lm_head import Logits
 from megatron_ext.head.readouts.divergences.jensen_shannon import JensenShannon
 from megatron_ext.head.readouts.divergences.kl_divergence import KL, Direction
 from megatron_ext.head.readouts.gather import Gather, TopK
-from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy
 from megatron_ext.head.readouts.sampling import Sampled
 from megatron_ext.head.readouts.softmax import dense_softmax
@@ -148,8 +146,9 @@ def soft_cross_entropy(
 
     Communicates: forward 1 collective at R > 1, backward none.
     """
-    shared = (tp_group, vocab, chunk_tokens, temperature)
-    return _apart(lambda teacher: KL(teacher, "cross entropy"), student_logits, teacher_logits, *shared)
+    given = (student_logits, teacher_logits, tp_group, vocab)
+    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    return z.read(KL(teacher, "cross entropy"))
 
 
 def kl_divergence(
@@ -167,8 +166,9 @@ def kl_divergence(
     a token probability that the other has at -inf.
     """
     one_of("direction", direction, get_args(Direction))
-    shared = (tp_group, vocab, chunk_tokens, temperature)
-    return _apart(lambda teacher: KL(teacher, direction), student_logits, teacher_logits, *shared)
+    given = (student_logits, teacher_logits, tp_group, vocab)
+    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    return z.read(KL(teacher, direction))
 
 
 def js_divergence(
@@ -190,20 +190,14 @@ def js_divergence(
     Raises:
         ValueError: as `kl_divergence`; `beta` outside (0, 1).
     """
-    shared = (tp_group, vocab, chunk_tokens, temperature)
-    return _apart(lambda teacher: JensenShannon(teacher, beta), student_logits, teacher_logits, *shared)
+    given = (student_logits, teacher_logits, tp_group, vocab)
+    z, teacher = _pair(*given, chunk_tokens=chunk_tokens, temperature=temperature)
+    return z.read(JensenShannon(teacher, beta))
 
 
-def _apart(
-    divergence: Callable[[Logits], ReadOut],
-    student: Tensor,
-    teacher: Tensor,
-    tp_group: Group,
-    vocab: VocabShard | None,
-    chunk_tokens: int | None,
-    temperature: float,
-) -> Tensor:
-    """`[...]`: the divergence of the student's distribution from the teacher's, both given as logits."""
-    chosen: dict[str, Any] = {"vocab": vocab, "chunk_tokens": chunk_tokens, "temperature": temperature}
-    z = Logits(student, tp_group, **chosen, name="student_logits")
-    return z.read(divergence(Logits(teacher, tp_group, vocab=vocab, name="teacher_logits")))
+def _pair(student: Tensor, teacher: Tensor, tp_group: Group, vocab: Any, **facts: Any) -> tuple[Logits, Logits]:
+    """Two distributions over the same shards of the vocabulary."""
+    return (
+        Logits(student, tp_group, vocab=vocab, name="student_logits", **facts),
+        Logits(teacher, tp_group, vocab=vocab, name="teacher_logits"),
+    )

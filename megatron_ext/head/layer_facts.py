@@ -34,11 +34,8 @@ class HeadFacts(TypedDict, total=False):
 def head_facts(layer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `LmHead`: what is given, and where that is None or missing what the layer says.
 
-    A given weight stands for the layer's: the embedding's where they are tied, or one that was gathered.
-
-    Raises:
-        ValueError: the layer has no weight, or the weight is a DTensor that is not cut along the vocabulary; or it has
-            adapters that are not known here.
+    A given weight stands for the layer's: the embedding's where they are tied, or one that was gathered. Raises as
+    `LmHead.of`.
     """
     layer, adapters = unwrapped(layer)
     weight = layer if isinstance(layer, Tensor) else getattr(layer, "weight", None)

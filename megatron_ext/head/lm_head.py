@@ -30,9 +30,10 @@ from megatron_ext.head.layer_facts import head_facts
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.row_passes.side_by_side import is_quantised, numbers
+from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
+from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
 
@@ -98,11 +99,12 @@ class LmHead:
 
     def __post_init__(self) -> None:
         option_checks.one_of("hidden_layout", self.hidden_layout, get_args(HiddenLayout))
-        option_checks.check_option("cache", self.cache)
+        for name in ("softcap", "temperature", "logit_scale", "cache"):
+            option_checks.check_option(name, getattr(self, name))
+        option_checks.check_chunk_tokens(self.chunk_tokens)
         if self.bits is not None:  # else as the mode is when it is read
             option_checks.one_of("bits", self.bits, get_args(Bits))
         option_checks.check_logit_dtype(self.logit_dtype)
-        _check_logits(self)
         argument_checks.check_one_piece(self.weight)
         group = tensor_parallel_group(self.tp_group)
         if group is None and self.tp_group is None and self.vocab is None:
@@ -172,14 +174,10 @@ class LmHead:
         given, fault = fault, _checked(readouts, self)
         ranks, in_slices = group_size(self.tp_group), self.hidden_layout == "sequence"
         leading, fault = self._leading(hidden, readouts, ranks, in_slices, fault)
-        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, self.vocab, ranks) or fault
-        if self.adapters:
-            fault = fault or rows_fault(self.adapters, self.weight)
-        fault = fault or option_checks.logit_dtype_fault(
-            self.logit_dtype, computed_dtype(hidden, self.weight), "hidden"
-        )
-        if (bits := bits_or_mode(self.bits)) != "fast":
-            fault = bits_fault(bits, self, ranks, hidden, readouts) or fault
+        fault = self.fault_beside(hidden, self.vocab, ranks) or fault
+        call = self.call()
+        if call.fixed:
+            fault = bits_fault(call.bits, self, ranks, hidden, readouts) or fault
         if self.gradient_accumulation_fusion and torch.is_grad_enabled():
             fault = fault or argument_checks.main_grad_fault(self.weight)
         teachers = [r.teacher for r in readouts if r.teacher is not None]
@@ -206,7 +204,7 @@ class LmHead:
             [*self.adapters, *(each for t in teachers for each in t.head.adapters)] if teachers else self.adapters
         )
         options = options_of(adapters) if adapters else None
-        plan = Plan(readouts, self.call(), flat, tokens, hidden.device, options)
+        plan = Plan(readouts, call, flat, tokens, hidden.device, options)
         if left is not None and sizes is None:  # ranks that leave out others learn it then
             plan.places_T, plan.all_tokens = left.kept_T, leading.numel() + left.fills
         sides = [_computed(hidden, self.weight), *(_computed(t.hidden.detach(), t.head.weight) for t in teachers)]
@@ -233,16 +231,12 @@ class LmHead:
     def _apply(
         self, sides: list[Tensor], teachers: Sequence[Teacher], plan: Plan, sizes: list[int] | None
     ) -> Sequence[Tensor]:
-        weight, bias, low = self.weight, self.bias, low_rank(self.adapters)
         fixed = plan.call.fixed
-        x_TD = self.beside_low_rank(sides[0], fixed) if self.adapters else sides[0]
+        x_TD, weight, bias, low = self.inputs(sides[0], fixed)
         keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_TD, weight, bias, low))
         if plan.needs_logits:
-            inputs = [
-                x
-                for side, t in zip(sides[1:], teachers, strict=True)
-                for x in (t.head.beside_low_rank(side, fixed).detach(), *t.head.detached())
-            ]
+            theirs = [x for side, t in zip(sides[1:], teachers, strict=True) for x in t.head.inputs(side, fixed)]
+            inputs = [None if x is None else x.detach() for x in theirs]
             rules = [head.rule() for head in (self, *(t.head for t in teachers))]
             read = _apply_eagerly if fixed else Read.apply
             return read(OfChunks(rules, sizes, keep), plan, x_TD, weight, bias, low, *inputs)
@@ -271,6 +265,16 @@ class LmHead:
             argument_checks.check_same_shape(other, x, first)
         return first.shape, found or fault
 
+    def fault_beside(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
+        """What is wrong with this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+        fault = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
+        if self.adapters:
+            fault = fault or rows_fault(self.adapters, self.weight)
+        if fault is not None:
+            return fault
+        dtype = computed_dtype(hidden, self.weight)
+        return option_checks.logit_dtype_fault(self.logit_dtype, dtype, f"{whose}hidden")
+
     def call(self) -> Call:
         """What the engine takes of it."""
         return Call(
@@ -290,14 +294,11 @@ class LmHead:
         """Softcap and scale of its logits, and whether they are rounded."""
         return self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype)
 
-    def beside_low_rank(self, x_TD: Tensor, fixed: bool) -> Tensor:
-        """Hidden states with the columns that the low rank takes: see `adapters/lora.py`."""
-        return widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
-
-    def detached(self) -> list[Tensor | None]:
-        """Weight, bias and low rank without a gradient: of a teacher."""
-        each = (self.weight, self.bias, low_rank(self.adapters))
-        return [None if x is None else x.detach() for x in each]
+    def inputs(self, x_TD: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """What the engine takes: hidden states, with the columns of the low rank if there is one, weight, bias, it."""
+        if self.adapters:
+            x_TD = widened(x_TD, self.adapters, self.tp_group, self.hidden_layout == "sequence", fixed)
+        return x_TD, self.weight, self.bias, low_rank(self.adapters)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +325,9 @@ class Logits:
 
     def __post_init__(self) -> None:
         argument_checks.check_floating(self.name, self.logits)
-        _check_logits(self)
+        for name in ("softcap", "temperature"):
+            option_checks.check_option(name, getattr(self, name))
+        option_checks.check_chunk_tokens(self.chunk_tokens)
         object.__setattr__(self, "tp_group", tensor_parallel_group(self.tp_group))
         columns = max(self.logits.shape[-1], 1)
         object.__setattr__(self, "shard", argument_checks.shard_of(self.vocab, columns, self.tp_group))
@@ -357,7 +360,7 @@ class Logits:
         of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
         in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
         own_memory = in_place and not of_a_leaf
-        rules = [Rule(None, self.softcap), *(Rule(None, teacher.softcap) for teacher in teachers)]
+        rules = [Rule(None, each.softcap) for each in (self, *teachers)] if plan.needs_logits else [Rule()]
         into_logits = self.gradient_into_logits and own_memory and not plan.needs_logits
         others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
         plan.places_T = flat.places(z.device, ranks)
@@ -372,14 +375,6 @@ class Logits:
 @_disable_dynamo  # what holds of this processor's products is found out by running some
 def _apply_eagerly(*arguments: Any) -> Sequence[Tensor]:
     return Read.apply(*arguments)
-
-
-def _check_logits(facts: Any) -> None:
-    """What `LmHead` and `Logits` have in common."""
-    option_checks.check_option("softcap", facts.softcap)
-    option_checks.check_option("temperature", facts.temperature)
-    option_checks.check_option("logit_scale", getattr(facts, "logit_scale", 1.0))
-    option_checks.check_chunk_tokens(facts.chunk_tokens)
 
 
 def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError | None:
@@ -404,7 +399,6 @@ def _checked(readouts: Sequence[ReadOut], facts: LmHead | Logits) -> ValueError 
 
 
 def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError | None:
-    """Whether a teacher's hidden states are of the student's tokens, and its weight of the student's shards."""
     if not isinstance(teacher, Teacher):
         raise ValueError(
             f"teacher is {type(teacher).__name__}: beside hidden states it must be a Teacher(LmHead(weight), hidden)"
@@ -418,17 +412,10 @@ def _teacher_fault(teacher: Any, hidden: Tensor, student: LmHead) -> ValueError 
             f"{tuple(hidden.shape)} on {hidden.device}: both must be hidden states of the same tokens, on one device; "
             f"or the student's [..., n, D] and the teacher's [..., D]"
         )
-    head, ranks = teacher.head, group_size(student.tp_group)
-    fault = option_checks.logit_dtype_fault(
-        head.logit_dtype, computed_dtype(teacher.hidden, head.weight), "teacher_hidden"
-    )
-    given = (teacher.hidden, head.weight, head.bias)
-    fault = argument_checks.linear_fault(*given, student.shard, ranks, whose="teacher_") or fault
-    return fault or rows_fault(head.adapters, head.weight)
+    return teacher.head.fault_beside(teacher.hidden, student.shard, group_size(student.tp_group), "teacher_")
 
 
 def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueError | None:
-    """Whether a teacher's logits are of the student's tokens and shards."""
     if not isinstance(teacher, Logits):
         raise ValueError(f"teacher is {type(teacher).__name__}: beside Logits it must be Logits of the same tokens")
     option_checks.check_teachers_temperature("teacher", teacher.temperature, student.temperature)
@@ -443,18 +430,7 @@ def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueErr
 
 def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     """The arguments that have one entry for each token, with their names."""
-    given = [r.per_token() for r in readouts]
-    return [each for each in given if each is not None]
-
-
-def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
-    """The dtype to compute in: autocast's where it is on, else fp32 with a weight of fp32, else the hidden states'."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-    wide = hidden.itemsize == 2 and isinstance(weight, Tensor) and weight.dtype == torch.float32
-    wide = wide and not is_quantised(weight)
-    return torch.float32 if wide else hidden.dtype
+    return [given for r in readouts if (given := r.per_token()) is not None]
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:

@@ -13,12 +13,8 @@ from megatron_ext.head.validation.option_checks import Reduction
 
 
 def masked(labels: Any, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
-    """The labels, `ignore_index` where the mask is 0.
-
-    Raises:
-        ValueError: labels are no tensor of integers, or the mask has another shape.
-    """
-    check_integers(labels)
+    """The labels, `ignore_index` where the mask is 0."""
+    check_integers("labels", labels)
     if loss_mask is None:
         return labels
     check_same_shape("loss_mask", loss_mask, labels)

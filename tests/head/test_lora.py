@@ -144,13 +144,19 @@ def test_a_teacher_may_have_one_and_gets_no_gradient():
     [
         (object(), "it must be LoRA(A, B, scaling)"),
         ((torch.ones(2, D), torch.ones(V, 2)), "lora is or holds Tensor: it must be LoRA(A, B, scaling)"),
-        (LoRA(torch.ones(2, D), torch.ones(V, 2), None), "lora scaling is None: it must be a number; pass a float"),
+        (
+            LoRA(torch.ones(2, D), torch.ones(V, 2), None),
+            "lora scaling is None: it must be a number that is finite; pass lora_alpha / r",
+        ),
         (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, "0"), "lora dropout is '0': it must be a number"),
         (LoRA(torch.ones(2, D), torch.ones(V, 3)), "they must be [r, D], [V/R, r] and [V/R, D]"),
         (LoRA(torch.ones(2, D + 1), torch.ones(V, 2)), "they must be [r, D], [V/R, r] and [V/R, D]"),
         (LoRA(torch.ones(2, D, dtype=torch.int64), torch.ones(V, 2)), "lora A is torch.int64"),
-        (LoRA(torch.ones(2, D), torch.ones(V, 2), float("nan")), "lora scaling is nan: it must be a finite number"),
-        (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, 1.0), "lora dropout is 1.0: it must be in [0, 1)"),
+        (
+            LoRA(torch.ones(2, D), torch.ones(V, 2), float("nan")),
+            "lora scaling is nan: it must be a number that is finite",
+        ),
+        (LoRA(torch.ones(2, D), torch.ones(V, 2), 1.0, 1.0), "lora dropout is 1.0: it must be a number in [0, 1)"),
         (LoRA(torch.ones(2, D), torch.ones(V - 1, 2)), "B must have a row for each of the weight's"),
     ],
     ids=range(10),

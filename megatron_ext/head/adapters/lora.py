@@ -24,6 +24,7 @@ from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
+from megatron_ext.head.validation.option_checks import check_number
 
 
 class LoRA(NamedTuple):
@@ -44,14 +45,9 @@ class LoRA(NamedTuple):
 
 
 def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[LoRA, ...]:
-    """One adapter or several, checked as far as every rank sees it.
-
-    Raises:
-        ValueError: an adapter is no LoRA, shapes do not fit each other or the weight, or ranks would leave out other
-            entries of the same hidden states.
-    """
+    """One adapter or several, checked as far as every rank sees it."""
     several = isinstance(lora, list | tuple) and not isinstance(lora, LoRA)
-    adapters = () if lora is None else tuple(lora) if several else (lora,)
+    adapters = tuple(lora) if several else (lora,)
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
@@ -66,13 +62,8 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
                 f"they must be [r, D], [V/R, r] and [V/R, D]; pass A and B as PEFT's lora_A.weight and lora_B.weight "
                 f"are, B's rows sharded as the weight's"
             )
-        for name in ("scaling", "dropout"):
-            if not isinstance(value := getattr(each, name), int | float):
-                raise ValueError(f"lora {name} is {value!r}: it must be a number; pass a float")
-        if not math.isfinite(each.scaling):
-            raise ValueError(f"lora scaling is {each.scaling!r}: it must be a finite number, as lora_alpha / r")
-        if not 0 <= each.dropout < 1:
-            raise ValueError(f"lora dropout is {each.dropout!r}: it must be in [0, 1); pass 0 outside of training")
+        check_number("lora scaling", each.scaling, "that is finite", math.isfinite, "pass lora_alpha / r")
+        check_number("lora dropout", each.dropout, "in [0, 1)", lambda x: 0 <= x < 1, "pass 0 outside of training")
         if each.dropout and group_size(group) > 1 and not in_slices:
             raise ValueError(
                 f"lora dropout is {each.dropout} over {group_size(group)} ranks that hold the same hidden states: they "
@@ -83,7 +74,7 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
-    """Whether B has this rank's rows and lies where the weight is, as this rank alone may see."""
+    """What this rank alone may see."""
     for each in adapters:
         if each.B.shape[0] != weight.shape[0]:
             return ValueError(
@@ -97,9 +88,8 @@ def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
 
 
 def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
-    """What of them all ranks must pass alike: r, scaling and dropout of each; nothing without an adapter."""
-    found = [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]
-    return {"lora": found} if found else {}
+    """What of them all ranks must pass alike: r, scaling and dropout of each."""
+    return {"lora": [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]}
 
 
 def ranks_of(adapters: Sequence[LoRA]) -> int:
@@ -120,26 +110,17 @@ def widened(x_TD: Tensor, adapters: Sequence[LoRA], group: Group, in_slices: boo
     Communicates: with slices, in backward, one all-reduce of A's gradients; none of those that a framework adds up by
     itself, as Megatron does where a parameter has `sequence_parallel` set.
     """
-    if not adapters:
-        return x_TD
     scaled = [each.A if each.scaling == 1.0 else each.A * each.scaling for each in adapters]
     if in_slices and group_size(group) > 1:
         ours = [i for i, each in enumerate(adapters) if not getattr(each.A, "sequence_parallel", False)]
-        for i, a_RD in zip(ours, _summed([scaled[i] for i in ours], group), strict=True):
+        summed = _Summed.apply(group, *[scaled[i] for i in ours]) if ours else ()
+        for i, a_RD in zip(ours, summed, strict=True):
             scaled[i] = a_RD
     if any(each.dropout for each in adapters):
         left = [x_TD if not each.dropout else F.dropout(x_TD, each.dropout) for each in adapters]
         more = [_LowRank.apply(x, a_RD, fixed, False) for x, a_RD in zip(left, scaled, strict=True)]
         return torch.cat([x_TD, *more], 1)
     return _LowRank.apply(x_TD, torch.cat(scaled) if len(scaled) > 1 else scaled[0], fixed, True)
-
-
-def _summed(parameters: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """Those that all ranks hold and each uses for its own tokens: gradients are the sums of theirs, by one exchange."""
-    if not parameters:
-        return parameters
-    whole = _Summed.apply(torch.cat([*parameters]) if len(parameters) > 1 else parameters[0], group)
-    return whole.split([len(x) for x in parameters])
 
 
 class _LowRank(torch.autograd.Function):
@@ -184,14 +165,15 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
 
 
 class _Summed(torch.autograd.Function):
-    """Forward gives what it takes, backward the sum of all ranks' gradients."""
+    """Parameters that all ranks hold and each uses for its own tokens: their gradients are added up in one exchange."""
 
     @staticmethod
-    def forward(ctx: Any, a_RD: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, group: Group, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return a_RD.view_as(a_RD)
+        return tuple(a_RD.view_as(a_RD) for a_RD in parameters)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad_RD, ctx.group), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole = collectives.all_reduce(torch.cat(grads) if len(grads) > 1 else grads[0], ctx.group)
+        return None, *whole.split([len(grad_RD) for grad_RD in grads])

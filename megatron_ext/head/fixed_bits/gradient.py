@@ -36,40 +36,24 @@ class Gradient:
 
     def matrix(self, rows: slice, at: int, block: slice) -> Tensor:
         """G, `[t, V]`: what is kept, if that are exponentials and nothing bends them."""
-        source = self._source
+        source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
         kept_tV = part_kept(self._kept[at], rows, block)
         if kept_tV is not None and source.keeps_exp:
             return kept_tV
-        g_tV = source.room(rows, at, block)
-        parts = [rows]
+        g_tV, parts, width, bias_V = source.room(rows, at, block), [rows], block.stop - block.start, source.biases[at]
         if source.on_gpu and kept_tV is None:
             room = chunk_sizes.block_room(rows.stop, source.columns, source.x_TD)
-            parts = chunk_sizes.product_chunks(rows, None, block.stop - block.start, source.x_TD, room)
+            parts = chunk_sizes.product_chunks(rows, None, width, source.x_TD, room)
+        counted = min(max(leaf.vocab.counted - block.start, 0), width)
+        last = None if bias_V is None else bias_V[block], counted, call.softcap, call.temperature
         for part in parts:
             own = slice(part.start - rows.start, part.stop - rows.start)
             z_tV = source.logits(part, at, block, g_tV) if kept_tV is None else kept_tV[own]
-            self._write(z_tV, part, at, block, g_tV[own])
+            target_t = self._columns[at][part] - block.start
+            coefficients = parts_of(part, grad.shift, *(grad.inside or (None, None, None)))
+            dispatch.row_gradient(z_tV, False, target_t, *coefficients, None, g_tV[own], *last)
             del z_tV  # before the next one is made
         return g_tV
-
-    def _write(self, z_tV: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
-        """G of logits, which may be in its own memory."""
-        source, grad, leaf, call = self._source, self._grads[at], self._source.leaves[at], self._plan.call
-        bias_V = source.biases[at]
-        bias_V = None if bias_V is None else bias_V[block]
-        width = block.stop - block.start
-        dispatch.row_gradient(
-            z_tV,
-            False,
-            self._columns[at][rows] - block.start,
-            *parts_of(rows, grad.shift, *(grad.inside or (None, None, None))),
-            None,
-            g_tV,
-            bias_V,
-            min(max(leaf.vocab.counted - block.start, 0), width),
-            call.softcap,
-            call.temperature,
-        )
 
     def dx(self, rows: slice, at: int, product_tD: Tensor) -> Tensor:
         """This leaf's part of dx of its product: `scale * (G @ W)` and the exact terms, in fp32 (fp64)."""

@@ -90,14 +90,9 @@ def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor])
     return joined(in_tree(parts[:middle], joined), in_tree(parts[middle:], joined))
 
 
-def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of `parts`, neighbours first; out of place."""
-    return in_tree(parts, torch.add)
-
-
 def added(x_RT: Tensor, call: Call) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
-    return tree_sum(x_RT.unbind(0)) if call.fixed else x_RT.sum(0)
+    return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
 
 
 class TreeSum:
@@ -128,13 +123,12 @@ def total_of(columns: int, weight: Tensor, dtype: torch.dtype, fused: Tensor | N
 
     Of a `fused` buffer of that dtype it is that, or begins with its values: sums in another order have other bits.
     """
-    if fused is None or fused.dtype != dtype:
-        return weight.new_zeros(columns, *weight.shape[1:], dtype=dtype)
-    if len(fused) == columns:
+    fused = fused if fused is not None and fused.dtype == dtype else None
+    if fused is not None and len(fused) == columns:
         return fused
     found = weight.new_zeros(columns, *weight.shape[1:], dtype=dtype)
-    held = min(len(fused), columns)
-    found[:held] = fused[:held]
+    if fused is not None:
+        found[: len(fused)] = fused[:columns]
     return found
 
 
@@ -167,5 +161,6 @@ def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | No
     each = sizes or [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
     own = each[group_rank(group)]
     parts_RTD = collectives.all_to_all(x_TD, group, [own] * ranks, each).unflatten(0, (ranks, own))
-    found_TD = tree_sum(parts_RTD.to(accumulation_dtype(x_TD.dtype)).unbind(0)).to(like.dtype)
+    parts_RTD = parts_RTD.to(accumulation_dtype(x_TD.dtype))
+    found_TD = in_tree(parts_RTD.unbind(0), torch.add).to(like.dtype)
     return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)

@@ -63,8 +63,8 @@ class OfSoftmaxFixed(Way):
         total_VR: Any = gradient.total(low_VR) if out.dlow else None
         total_V: Any = gradient.total(bias_V) if out.db else None
         own, beside = slice(0, weight_VD.shape[1]), slice(weight_VD.shape[1], None)
-        sum_TD: Any = None
         tiles = source.tiles(kept)
+        sum_TD = shift_LT.new_empty(source.x_TD.shape) if out.dx and len(tiles) != 1 else None
         for rows, blocks in tiles:
             tree = TreeSum()
             for at in range(len(source.leaves)):
@@ -82,13 +82,12 @@ class OfSoftmaxFixed(Way):
                     del g_tV  # before the next one is made
                 if product_tD is not None:
                     tree.add(gradient.dx(rows, at, product_tD))
-            if out.dx and len(tiles) == 1:
-                sum_TD = tree.total()
-            elif out.dx:
-                sum_TD = shift_LT.new_empty(plan.tokens, source.x_TD.shape[1]) if sum_TD is None else sum_TD
+            if sum_TD is not None:
                 sum_TD[rows] = tree.total()
-        if out.dx:
-            out.send(shift_LT.new_empty(0, source.x_TD.shape[1]) if sum_TD is None else sum_TD)
+            elif out.dx:
+                sum_TD = tree.total()
+        if sum_TD is not None:
+            out.send(sum_TD)
         if out.dw:
             gradient.add_labels(total_VD, source.x_TD[:, own])
             out.dw_VD = of_shard(total_VD, weight_VD, out.fused, begun=not source.on_gpu)
@@ -123,7 +122,7 @@ def _statistics(source: Source, plan: Plan, kept: list[Tensor], room: int) -> tu
             sums = call.sums(leaf.vocab.counted)
             row_statistics(z_tV, target_t, own_Kt, exp_tV, shift_t, bias_V, *sums)
             if source.on_gpu:
-                _keep(kept[at][rows], z_tV, target_t, shift_t, bias_V, leaf.vocab.counted, source)
+                _keep(source, at, kept[at][rows], z_tV, target_t, shift_t)
             if engine_order.applies(call, source.x_TD):
                 engine_order.write_sums(z_tV, own_Kt, bias_V, leaf.vocab.counted, call)
             del z_tV, exp_tV  # before the next ones are made
@@ -141,18 +140,10 @@ def _logits(source: Source, rows: slice, at: int, kept_TV: Tensor) -> tuple[Tens
     return z_tV, here if source.keeps_exp else None
 
 
-def _keep(
-    kept_tV: Tensor,
-    z_tV: Tensor,
-    target_t: Tensor,
-    shift_t: Tensor,
-    bias_V: Tensor | None,
-    counted: int,
-    source: Source,
-) -> None:
+def _keep(source: Source, at: int, kept_tV: Tensor, z_tV: Tensor, target_t: Tensor, shift_t: Tensor) -> None:
     """Write what is kept of the first columns, by a launch of its own: a kernel that also stores exponentials has
     other threads for its columns, which add in another order then."""
-    width, call = kept_tV.shape[1], source.call
+    width, call, bias_V = kept_tV.shape[1], source.call, source.biases[at]
     if not width:
         return
     z_tV, bias_V = z_tV[:, :width], None if bias_V is None else bias_V[:width]
@@ -160,8 +151,8 @@ def _keep(
         kept_tV.copy_(z_tV)
         return
     coefficients = (None,) * 4
-    bends = call.softcap, call.temperature
-    row_gradient(z_tV, False, target_t, shift_t, *coefficients, kept_tV, bias_V, min(counted, width), *bends)
+    last = min(source.leaves[at].vocab.counted, width), call.softcap, call.temperature
+    row_gradient(z_tV, False, target_t, shift_t, *coefficients, kept_tV, bias_V, *last)
 
 
 def _of_this_rank(stats_LKT: Tensor, plan: Plan) -> Tensor:

@@ -45,13 +45,16 @@ def aligned(x_MK: Tensor) -> Tensor:
     return x_MK if not has_values(x_MK) or x_MK.data_ptr() % matmul.LINE_BYTES == 0 else x_MK.clone()
 
 
-def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor) -> None:
-    """`out = x @ W.T`."""
+def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
+    """`x @ W.T`, as `matmul.logits`; in `out` if given, of the dtype that it has there."""
+    if out_TV is None:
+        out_TV = matmul.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matmul.logit_dtype(x_TD, rounds))
     if x_TD.is_cuda:
         _kernels().product(x_TD, w_VD.t(), out_TV)
-        return
+        return out_TV
     for block in column_blocks(w_VD.shape[0]):
         _rows_times(x_TD, w_VD[block].t(), out_TV[:, block])
+    return out_TV
 
 
 def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tensor:
@@ -59,12 +62,12 @@ def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tens
 
     `before`: on CUDA, the sum over earlier columns, of a multiple of `PRODUCT_STEP`, that goes on with these.
     """
+    total_TD = before_TD
+    if total_TD is None:
+        total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     if g_TV.is_cuda:
-        wide = accumulation_dtype(g_TV.dtype)
-        total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=wide) if before_TD is None else before_TD
         _kernels().product(g_TV, w_VD, total_TD, goes_on=before_TD is not None)
         return total_TD
-    total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     if not g_TV.shape[1]:
         return total_TD.zero_()
     part_TD = g_TV.new_empty(total_TD.shape)
@@ -235,15 +238,13 @@ class _Tried:
 
     def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
         """Whether the rows of a tile have the bits that are `wanted` in products of so many rows, at any place."""
-        times, shifts = height // TILE, _SHIFTS if height == TILE else (0,)
+
+        def moved(x: Tensor, shift: int) -> Tensor:
+            return x.roll(shift, 0).repeat(height // TILE, 1)
+
         return all(
-            bool(
-                (
-                    self.product(tile_MK.roll(shift, 0).repeat(times, 1), gaps)
-                    == wanted_MN.roll(shift, 0).repeat(times, 1)
-                ).all()
-            )
-            for shift in shifts
+            self.product(moved(tile_MK, shift), gaps).equal(moved(wanted_MN, shift))
+            for shift in (_SHIFTS if height == TILE else (0,))
             for gaps in (False, True)
         )
 

@@ -32,7 +32,6 @@ class Source:
         wide_V = None if bias_V is None else bias_V.to(self.dtype)
         self.biases = [None if wide_V is None else leaf.cut(wide_V) for leaf in self.leaves]
         self.columns = sum(leaf.width for leaf in self.leaves)
-        self._logit_dtype = matmul.logit_dtype(x_TD, call.rounds)
         self.keeps_exp = call.softcap is None and not call.expected
         self._whole: Tensor | None = None
 
@@ -42,7 +41,7 @@ class Source:
         if not self.on_gpu:
             kept = tokens if share >= 1 else int(tokens * share) // TOKENS * TOKENS
             return [matmul.new_matrix(x_TD, kept, leaf.width) for leaf in self.leaves]
-        dtype = x_TD.dtype if self.keeps_exp else self._logit_dtype
+        dtype = x_TD.dtype if self.keeps_exp else matmul.logit_dtype(x_TD, self.call.rounds)
         share = share * x_TD.element_size() / dtype.itemsize
         widths = [leaf.width if share >= 1 else int(leaf.width * share) // _STEP * _STEP for leaf in self.leaves]
         return [matmul.new_matrix(x_TD, tokens, width, dtype) for width in widths]
@@ -74,11 +73,8 @@ class Source:
 
     def logits(self, rows: slice, at: int, block: slice, out_tV: Tensor | None = None) -> Tensor:
         """Those of a block of leaf `at`, `[t, V]`: new on CUDA, in fp32 or rounded, on a CPU in `out`."""
-        if self.on_gpu:
-            out_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, block.stop - block.start, self._logit_dtype)
-        assert out_tV is not None
-        products.logits(self.x_TD[rows], self.weights[at][block], out_tV)
-        return out_tV
+        out_tV = None if self.on_gpu else out_tV
+        return products.logits(self.x_TD[rows], self.weights[at][block], out_tV, self.call.rounds)
 
     def room(self, rows: slice, at: int, block: slice) -> Tensor:
         """Memory for a matrix `[t, V]` in the hidden states' dtype: on a CPU the same each time."""

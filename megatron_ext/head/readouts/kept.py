@@ -34,17 +34,11 @@ _MAX, _SUM, _OWN = 0, 1, 2  # rows: the largest logit, the sum of exponentials b
 
 
 class _Entries(NamedTuple):
-    """This rank's kept ids, token by token.
-
-    Attributes:
-        token_N: the token of each.
-        column_N: its column of this rank's shard.
-        starts: on the CPU, `[T + 1]`: where each token's begin.
-    """
+    """This rank's kept ids, token by token."""
 
     token_N: Tensor
-    column_N: Tensor
-    starts: Tensor
+    column_N: Tensor  # of this rank's shard
+    starts: Tensor  # on the CPU, `[T + 1]`: where each token's begin
 
 
 class _Part(NamedTuple):

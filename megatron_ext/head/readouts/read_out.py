@@ -260,8 +260,8 @@ class ReadOut:
         return None
 
     def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        """Whether `pull` has anything to add for the tokens `rows`."""
-        return False
+        """Whether `pull`, if a read-out has one, adds anything for the tokens `rows`."""
+        return type(self).pull is not ReadOut.pull
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool

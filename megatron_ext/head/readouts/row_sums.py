@@ -41,8 +41,7 @@ class OfRows(ReadOut):
             argument_checks.check_counts(self.counts, self.counts.shape)
         return None
 
-    def given(self, value_T: Tensor, own_KT: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """`value_T` as the only result."""
+    def given(self, value_T: Tensor, own_KT: Tensor) -> Found:
         return [counted(value_T.to(own_KT.dtype), self.counts_T)], []
 
 
@@ -119,9 +118,6 @@ class SumOfSquares(OfRows):
 
     def basis(self, stats: Statistics, saved: list[Tensor], grad: Tensor) -> Basis:
         return Basis(lse=self.counted_gradient(-2 * grad.double() * saved[0]))
-
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool

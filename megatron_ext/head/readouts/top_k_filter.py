@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_ext.head.readouts.gather import integers
 from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Found
+from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found
 from megatron_ext.head.row_passes.dispatch import add_at_equals, equal_counts
 from megatron_ext.head.row_passes.fixed_order_sums import prefix_sums
 from megatron_ext.head.row_passes.row_blocks import blocks
@@ -48,33 +48,17 @@ class TopKFiltered(Filtered):
         super().__init__(labels, ignore_index)
         self.top_k, self.top_p = top_k, top_p
 
-    @property
-    def k(self) -> int:
-        return self.top_k if self.top_k <= _MANY else min(self.top_k, self.call.vocab.size)
+        self.begins = top_k > _MANY
 
-    @property
-    def candidates(self) -> int:
-        return self.k + 8 + self.k // 16
-
-    @property
-    def own_candidates(self) -> int:
-        """Those that this rank has."""
-        return min(self.candidates, self.call.vocab.counted)
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        return _VALUES + self.k
-
-    @property
-    def own_rows(self) -> int:  # type: ignore[override]
-        return 2 * self.candidates - self.k
-
-    @property
-    def begins(self) -> bool:  # type: ignore[override]
-        return self.top_k > _MANY
+    def flatten(self, flat: Flatten) -> None:
+        super().flatten(flat)
+        self.k = min(self.top_k, self.call.vocab.size) if self.begins else self.top_k
+        self.candidates = self.k + 8 + self.k // 16
+        self.rows, self.own_rows = _VALUES + self.k, 2 * self.candidates - self.k
 
     def scan(self, chunk: Chunk) -> None:
-        z_tV, vocab, found = chunk.logits[0], self.call.vocab, self.own_candidates
+        z_tV, vocab = chunk.logits[0], self.call.vocab
+        found = min(self.candidates, vocab.counted)
         stats_Kt, own_Kt = chunk.stats_Kt, chunk.own_Kt
         stats_Kt.fill_(-torch.inf)
         stats_Kt[_EQUAL] = 0
@@ -95,18 +79,19 @@ class TopKFiltered(Filtered):
             stats_Kt[_LABEL, at] = z_uV.gather(1, label_u1)[:, 0].to(stats_Kt.dtype).where(own_u, -torch.inf)
 
     def results(self, stats: Any, stats_RKT: Tensor, own_KT: Tensor) -> Found:
-        tokens, found, more = own_KT.shape[1], self.own_candidates, self.candidates - self.k
+        tokens, more = own_KT.shape[1], self.candidates - self.k
+        found = min(self.candidates, self.call.vocab.counted)
         columns_TK = integers(own_KT)[more : more + found].t().contiguous()
         probs_TK = own_KT.new_empty(tokens, found, dtype=torch.float64)
         log_prob_T, tied_T = (own_KT.new_empty(tokens, dtype=torch.float64) for _ in range(2))
         kth_T = own_KT.new_empty(tokens)
         for at in blocks(stats_RKT[:, _VALUES:].flatten(0, 1).t()):
-            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:more, at], self.labels_T[at])
+            found_t = self._among_candidates(stats_RKT[..., at], own_KT[:more, at], self.counts_T[at])
             log_prob_T[at], probs_tK, kth_T[at], tied_T[at] = found_t
             probs_TK[at] = probs_tK[:, :found]
         return [log_prob_T.to(own_KT.dtype)], [log_prob_T, probs_TK, columns_TK, kth_T, tied_T]
 
-    def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, labels_t: Tensor) -> tuple[Tensor, ...]:
+    def _among_candidates(self, stats_RKt: Tensor, own_Kt: Tensor, counts_t: Tensor) -> tuple[Tensor, ...]:
         """Log-probability of the labels; probabilities of this rank's candidates; the k-th largest logit; and the
         probability of each of its equals if it is kept and this rank has more of them than among its candidates, or 0.
 
@@ -135,8 +120,7 @@ class TopKFiltered(Filtered):
 
         label_t = stats_RKt[:, _LABEL].amax(0)
         there_t = (label_t >= cut_t1[:, 0]) & (label_t > -torch.inf)
-        log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf)
-        log_prob_t = log_prob_t.where(labels_t != self.ignore_index, 0.0)
+        log_prob_t = self._log_prob(label_t, lse_t).where(there_t, -torch.inf).where(counts_t, 0.0)
         sent_Kt = stats_RKt[self.shard_index]
         own_tK = torch.cat([sent_Kt[_VALUES:], own_Kt]).t()
         kept_tK = (own_tK >= cut_t1) & (own_tK > -torch.inf)
@@ -180,5 +164,5 @@ class TopKFiltered(Filtered):
 
     def _counted(self, saved: list[Tensor], rows: slice, grad: Tensor) -> Tensor:
         """The gradient, 0 for labels that are not kept or do not count; fp64."""
-        counts_t = (saved[0][rows] > -torch.inf) & (self.labels_T[rows] != self.ignore_index)
+        counts_t = (saved[0][rows] > -torch.inf) & self.counts_T[rows]
         return grad[rows].double().where(counts_t, 0.0)

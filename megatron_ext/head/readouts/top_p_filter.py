@@ -23,12 +23,12 @@ from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.statistics import fingerprint
 from megatron_ext.head.readouts.labels import Filtered
-from megatron_ext.head.readouts.read_out import Chunk, Found, put
+from megatron_ext.head.readouts.read_out import Chunk, Found, counted, put
 from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
-from megatron_ext.head.validation.readable_values import raise_if
+from megatron_ext.head.validation.readable_values import raise_unless
 
 # Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
 # milliseconds on a CPU core.
@@ -84,7 +84,17 @@ class TopPFiltered(Filtered):
         return [self.call.vocab.start, self.call.vocab.columns, self.width]
 
     def check_agreed(self, found_RN: Tensor) -> None:
-        check_equal_shards(found_RN[:, :4])
+        """Raises unless the shards are equal pieces of one vocabulary, whose last columns may be missing or padding."""
+        size_R, start_R, columns_R, width_R = found_RN[:, :4].unbind(1)
+        width, size = columns_R[0], size_R[0]
+        place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
+        placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
+        full_R = (columns_R == width) | ((columns_R < width) & (start_R + columns_R >= size))
+        raise_unless(
+            (placed_R & full_R & (width_R == width)).all() & (width * start_R.shape[0] >= size),
+            "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, "
+            "that cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
+        )
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, labels_t = chunk.logits[0], self.labels_T[chunk.rows]
@@ -97,11 +107,7 @@ class TopPFiltered(Filtered):
         if not self._at_once:
             owner_T = self._owner(cuts_KT.device)
             cuts_KT = stats_RKT.gather(0, owner_T.expand(1, *stats_RKT.shape[1:])).squeeze(0)
-        log_prob_T = cuts_KT[_LOG_PROB].where(self.labels_T != self.ignore_index, 0.0)
-        return [log_prob_T], [cuts_KT.t().contiguous()]
-
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
+        return [counted(cuts_KT[_LOG_PROB], self.counts_T)], [cuts_KT.t().contiguous()]
 
     def pull(
         self, saved: list[Tensor], rows: slice, logits: Sequence[Tensor], grad: Tensor, out_tV: Tensor, first: bool
@@ -109,7 +115,7 @@ class TopPFiltered(Filtered):
         labels_t, cuts_tK = self.labels_T[rows], saved[0][rows]
         vocab, temperature = self.call.vocab, self.call.temperature
         cut_t, peak_t, sum_t, log_prob_t, rounded_t = cuts_tK.unbind(1)
-        counts_t = (log_prob_t > -torch.inf) & (labels_t != self.ignore_index)
+        counts_t = (log_prob_t > -torch.inf) & self.counts_T[rows]
         g_t = (grad[rows].double() / temperature).where(counts_t, 0.0)
         log_prob_t = (log_prob_t.double() + rounded_t).where(counts_t, 0.0)
         at_label_t = (-g_t * log_prob_t.expm1()).to(cuts_tK.dtype)
@@ -167,22 +173,3 @@ class TopPFiltered(Filtered):
         cuts_Ku[_CUT], cuts_Ku[_PEAK], cuts_Ku[_SUM] = cut_u, peak_u, sum_u
         cuts_Ku[_LOG_PROB] = log_prob_u.where(there_u, -torch.inf)
         cuts_Ku[_ROUNDED] = (log_prob_u - cuts_Ku[_LOG_PROB]).where(there_u, 0.0)
-
-
-def check_equal_shards(shards_R4: Tensor) -> None:
-    """Raises on every rank where the shards are not equal pieces of one vocabulary.
-
-    Args:
-        shards_R4: int64, of each rank the size of the vocabulary, first column and number of columns, and how wide it
-            takes each shard to be. The last columns may be missing or padding.
-    """
-    size_R, start_R, columns_R, width_R = shards_R4.unbind(1)
-    width, size = columns_R[0], size_R[0]
-    place_R = torch.arange(start_R.shape[0], device=start_R.device) * width
-    placed_R = (start_R == place_R) | ((columns_R == 0) & (start_R >= size))
-    full_R = (columns_R == width) | ((columns_R < width) & (start_R + columns_R >= size))
-    raise_if(
-        ~((placed_R & full_R & (width_R == width)).all() & (width * start_R.shape[0] >= size)),
-        "vocab: top_p without top_k needs shards of equal width in rank order, of which the last may be narrower, that "
-        "cover the vocabulary; pad it to a multiple of the ranks, or add a top_k",
-    )

@@ -1,6 +1,6 @@
-"""Checks of the head's arguments. What every rank can see is raised before anything is communicated.
+"""Checks of the head's arguments. What every rank can see wrong is a ValueError before anything is communicated.
 
-Those that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
+Faults that only one rank may see (its weight shard, its slice of the sequence) come back as an exception object: with
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
 """
 
@@ -31,13 +31,12 @@ from megatron_ext.head.validation.readable_values import (
 _FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 REFUSAL = "another rank of tp_group refused its arguments (its own error says which): they must fit on every rank"
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 NO_SIZE = 1 << 40  # no vocabulary has it
 _SATURATED = 0.99  # of the softcap: a shard's largest logit that is above tells nothing about the shard
 
 
 def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
-    """Raises ValueError unless `x` is a floating tensor (of `dims` dims)."""
     check_plain(argument, x)
     if not isinstance(x, Tensor) or x.dtype not in _FLOATING:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -50,7 +49,6 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
 
 
 def check_quantised(weight: Tensor) -> None:
-    """Raises ValueError unless a quantised weight is a frozen matrix."""
     if weight.dim() != 2 or weight.requires_grad:
         raise ValueError(
             f"weight is a quantised {type(weight).__name__} of shape {tuple(weight.shape)}, requires_grad "
@@ -59,16 +57,14 @@ def check_quantised(weight: Tensor) -> None:
         )
 
 
-def check_integers(labels: Any) -> None:
-    """Raises ValueError unless `labels` is a tensor of integers."""
-    check_plain("labels", labels)
-    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
-        kind = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+def check_integers(argument: str, ids: Any) -> None:
+    check_plain(argument, ids)
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{argument} is {kind}: it must be a tensor of integer token ids; cast it with .long()")
 
 
 def check_counts(counts: Any, leading: torch.Size) -> None:
-    """Raises ValueError unless `counts` says of each token whether it counts."""
     if not isinstance(counts, Tensor) or counts.dtype != torch.bool or counts.shape != leading:
         found = f"{counts.dtype} {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
         raise ValueError(
@@ -82,7 +78,7 @@ def check_labels(labels: Tensor, ignore_index: int, size: int, hint: str = "") -
 
     `hint`: see `size_fault`. Returns whether all were seen to count.
     """
-    check_integers(labels)
+    check_integers("labels", labels)
     fix = f" or ignore_index ({ignore_index}); mark tokens that do not count with ignore_index{hint}"
     return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
 
@@ -132,7 +128,6 @@ def or_refuse(
 
 
 def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
-    """Raises ValueError unless `x` is a tensor shaped as `labels`."""
     if not isinstance(x, Tensor):
         raise ValueError(
             f"{argument} is {type(x).__name__}: it must be a tensor of the labels' shape, {tuple(labels.shape)}; make "
@@ -148,11 +143,7 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
 
 
 def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
-    """`vocab`, or equal shards in rank order.
-
-    Raises:
-        ValueError: `vocab` is something else than a VocabShard.
-    """
+    """`vocab`, or equal shards in rank order."""
     if vocab is None:
         return VocabShard.equal(columns, group)
     if not isinstance(vocab, VocabShard):
@@ -203,12 +194,21 @@ def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> V
     )
 
 
+def computed_dtype(hidden: Tensor, weight: Any) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on, else fp32 with a weight of fp32, else the hidden states'."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        return hidden.dtype if hidden.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    wide = hidden.itemsize == 2 and isinstance(weight, Tensor) and weight.dtype == torch.float32
+    return torch.float32 if wide and not is_quantised(weight) else hidden.dtype
+
+
 def linear_fault(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, vocab: VocabShard | None, ranks: int, whose: str = ""
 ) -> ValueError | None:
     """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
     its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
-    quantised = is_quantised(weight)
+    quantised, casts = is_quantised(weight), torch.is_autocast_enabled(hidden.device.type)
     try:
         if quantised:
             check_quantised(weight)
@@ -226,10 +226,8 @@ def linear_fault(
     for name, x in ((its_weight, weight), (its_bias, bias)):
         if x is not None and x.device != hidden.device:
             return ValueError(f"{name} is on {x.device}, {its_hidden} on {hidden.device}: move them to one device")
-        wide = hidden.itemsize == 2 and weight.dtype == torch.float32 and not quantised  # a head of fp32 over 16 bits
-        wanted = torch.float32 if wide else hidden.dtype
-        made = x is weight and quantised  # of the hidden states' dtype, when it is needed
-        if x is not None and not made and x.dtype != wanted and not torch.is_autocast_enabled(hidden.device.type):
+        made = casts or (x is weight and quantised)  # of the dtype to compute in, when it is needed
+        if x is not None and not made and x.dtype != computed_dtype(hidden, weight):
             return ValueError(
                 f"{name} is {x.dtype}, {its_hidden} {hidden.dtype}: they must be equal, or weight and bias "
                 f"fp32 over 16 bits; cast one, or autocast"
@@ -243,7 +241,6 @@ def linear_fault(
 
 
 def main_grad_fault(weight: Tensor) -> ValueError | None:
-    """Whether a weight that wants a gradient has the buffer to add it into."""
     if not weight.requires_grad or hasattr(weight, "get_main_grad"):
         return None
     try:
@@ -254,7 +251,6 @@ def main_grad_fault(weight: Tensor) -> ValueError | None:
 
 
 def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None:
-    """Raises ValueError unless `x` has an entry for each token of `logits`."""
     if x.shape != logits.shape[:-1] or x.device != logits.device:
         raise ValueError(
             f"{argument} has leading dims {tuple(x.shape)} on {x.device}, {name} {tuple(logits.shape[:-1])} on "
@@ -263,16 +259,10 @@ def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None
         )
 
 
-def layout_fault(
-    hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str = "labels"
-) -> ValueError | None:
+def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str) -> ValueError | None:
     """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
 
     Only a slice can be wrong on one rank alone; what all ranks see is raised.
-
-    Raises:
-        ValueError: hidden states and labels are on two devices, replicated hidden states have another shape than the
-            labels, or the labels cannot be sliced.
     """
     if hidden.device != labels.device:
         raise ValueError(f"{argument} is on {labels.device}, hidden on {hidden.device}: move them to one device")
@@ -301,12 +291,8 @@ def layout_fault(
 def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str = "") -> None:
     """Raises on every rank alike what only the statistics of all ranks together show.
 
-    Without a host sync: on CUDA a device-side assertion; not looked at while compiling or on fake tensors. `words`:
-    this rank's options.
-
-    Raises:
-        ValueError: a rank refused its arguments; ranks passed different options or labels; the shards do not make up
-            the vocabulary; or every rank holds the whole vocabulary and not a shard of it.
+    Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
+    options.
     """
     if stats_RKT.shape[0] == 1 or not has_values(stats_RKT):
         return
@@ -323,7 +309,7 @@ def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str =
 
 @lru_cache(maxsize=256)
 def _check_said_on_host(said: tuple[tuple[float, ...], ...], words: str) -> None:
-    """The same, of numbers on the host: what ranks say call after call is looked at once."""
+    """What ranks say call after call is looked at once."""
     _check_said(torch.tensor(said, dtype=torch.float64), words)
 
 
@@ -346,9 +332,7 @@ def _check_said(said_RN: Tensor, words: str) -> None:
 def check_agreement(numbers_R2: Tensor, words: str) -> None:
     """Raises on every rank, as `check_exchange` does, where ranks passed different options or labels.
 
-    Args:
-        numbers_R2: what `agreement` makes of the options and of the labels of each rank; 0 where a rank does not say.
-        words: this rank's options.
+    `numbers_R2`: what `agreement` makes of these on each rank; 0 where it does not say. `words`: this rank's options.
     """
     same_options, same_labels = ((numbers_R2 == numbers_R2.amax(0)) | (numbers_R2 == 0)).all(0)
     raise_unless(

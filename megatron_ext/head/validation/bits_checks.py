@@ -15,12 +15,8 @@ from megatron_ext.head.validation.readable_values import has_values
 
 
 def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
-    """What is wrong with this rank's shard, or its processor, given bits that are not "fast".
-
-    Raises:
-        ValueError: what every rank sees: the device, what is installed, the number of ranks, or a read-out that has no
-            such bits.
-    """
+    """What is wrong with this rank's shard, or its processor, given bits that are not "fast"; what every rank sees is
+    raised."""
     if hidden.is_cuda and importlib.util.find_spec("triton") is None:
         raise ValueError(
             f'bits is "{bits}" and hidden is on {hidden.device}: on CUDA its products are Triton\'s, which is not '

@@ -1,4 +1,4 @@
-"""Checks of the head's options: numbers and names that every rank gives alike, raised before anything is computed."""
+"""Checks of the head's options: numbers and names that every rank gives alike, a ValueError before it computes."""
 
 import math
 from collections.abc import Callable
@@ -32,26 +32,22 @@ _RULES: dict[str, tuple[tuple[str | None, ...], str, Callable[[float], bool], st
 
 
 def one_of(argument: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of the names in `allowed`."""
     if value not in allowed:
         raise ValueError(f"{argument} is {value!r}: it must be one of {', '.join(map(repr, allowed))}")
 
 
 def check_ignore_index(value: Any) -> None:
-    """Raises ValueError unless it is an int."""
-    if _not_an_int(value):
+    if not is_int(value):
         raise ValueError(f"ignore_index is {value!r}: it must be an int; PyTorch's default is -100")
 
 
 def check_option(argument: str, value: Any) -> None:
-    """Raises ValueError unless the option of that name may have the `value`."""
     words, rule, holds, fix = _RULES[argument]
     if not ((value is None or isinstance(value, str)) and value in words):
         check_number(argument, value, rule, holds, fix)
 
 
 def check_teachers_temperature(name: str, value: float, students: float) -> None:
-    """Raises ValueError where a teacher has a temperature of its own."""
     if value not in (1.0, students):
         raise ValueError(
             f"{name} has temperature {value}: the student's, {students}, divides the logits of both; leave the "
@@ -60,7 +56,6 @@ def check_teachers_temperature(name: str, value: float, students: float) -> None
 
 
 def check_logit_dtype(value: Any) -> None:
-    """Raises ValueError unless it is None or a dtype that logits may be rounded to."""
     if not any(value is allowed for allowed in LOGIT_DTYPES):
         raise ValueError(
             f"logit_dtype is {value!r}: it must be None or torch.float32 for logits as they are summed, or "
@@ -84,13 +79,11 @@ def logit_dtype_fault(logit_dtype: torch.dtype | None, computed: torch.dtype, na
 
 
 def check_chunk_tokens(value: Any) -> None:
-    """Raises ValueError unless it is None or a positive int."""
-    if value is not None and (_not_an_int(value) or value < 1):
+    if value is not None and not is_int(value, 1):
         raise ValueError(f"chunk_tokens is {value!r}: it must be a positive int; None lets the head choose")
 
 
 def check_number(argument: str, value: Any, rule: str, holds: Callable[[float], bool], fix: str) -> None:
-    """Raises ValueError unless `value` is a number for which `holds` is true."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
         raise ValueError(f"{argument} is {value!r}: it must be a number {rule}; {as_number(value) or fix}")
 
@@ -113,18 +106,16 @@ def as_number(value: Any) -> str | None:
     return f"write {mantissa}e{exponent}: without its dot and the exponent's sign it is text to YAML"
 
 
-def _not_an_int(value: Any) -> bool:
-    return isinstance(value, bool) or not isinstance(value, int)
+def is_int(value: Any, least: float = -math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_at_most(at_most: Any) -> None:
-    """Raises ValueError unless a bound of tokens is None or a positive int."""
-    if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
+    if at_most is not None and not is_int(at_most, 1):
         raise ValueError(f"at_most, or skip_ignored, is {at_most!r}: a bound of tokens must be a positive int, or None")
 
 
 def check_no_bound(at_most: Any) -> None:
-    """Raises ValueError for a bound of tokens where nothing says which tokens count."""
     check_at_most(at_most)
     if at_most is not None:
         raise ValueError(f"at_most is {at_most}, and counts is None: it bounds the tokens that count; pass counts too")

@@ -1,41 +1,30 @@
-"""Checks of token ids, k, top-p and temperature; how they are raised: see `argument_checks.size_fault`."""
+"""Checks of token ids, k and top-p, each a ValueError; how they are raised: see `argument_checks.size_fault`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.option_checks import as_number
+from megatron_ext.head.validation.argument_checks import INTEGERS, check_integers
+from megatron_ext.head.validation.option_checks import check_number, is_int
 from megatron_ext.head.validation.readable_values import check_plain, check_within, has_values, raise_if
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def filters(top_k: Any, top_p: Any) -> bool:
-    """Whether top-k or top-p is on.
-
-    Raises:
-        ValueError: top_k is neither None, -1 nor a positive int, or top_p is not in (0, 1].
-    """
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or (top_k < 1 and top_k != -1)):
+    """Whether top-k or top-p is on, which are checked."""
+    if top_k is not None and not (is_int(top_k, -1) and top_k != 0):
         raise ValueError(f"top_k is {top_k!r}: it must be an int of at least 1; None or -1 turns it off")
-    if isinstance(top_p, bool) or not isinstance(top_p, (int, float)) or not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p!r}: it must be a number in (0, 1]; {as_number(top_p) or '1.0 turns it off'}")
+    check_number("top_p", top_p, "in (0, 1]", lambda x: 0 < x <= 1, "1.0 turns it off")
     return top_k not in (None, -1) or top_p < 1
 
 
 def check_k(argument: str, k: Any, size: int, hint: str = "") -> None:
-    """Raises ValueError unless k of the vocabulary's `size` ids can be taken."""
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= size:
+    if not is_int(k, 1) or k > size:
         raise ValueError(f"{argument} is {k!r}: it must be an int from 1 to the vocabulary's size {size}{hint}")
 
 
 def check_ids(indices: Tensor, size: int, hint: str = "") -> None:
-    """Raises ValueError unless `indices` are `[..., K]` integers in `[0, size)`, as `check_within` does."""
-    check_plain("indices", indices)
-    if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.dtype in (torch.bool, torch.complex64):
-        kind = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise ValueError(f"indices is {kind}: it must be a tensor of integer token ids; cast it with .long()")
+    check_integers("indices", indices)
     if indices.dim() == 0 or indices.shape[-1] == 0:
         raise ValueError(f"indices has shape {tuple(indices.shape)}: it must be [..., K] with K at least 1")
     fix = f"; clamp those of tokens that do not count and mask their results{hint}"
@@ -46,7 +35,7 @@ def check_kept_shapes(labels: Tensor, offsets: Any, ids: Any) -> None:
     """Raises ValueError unless `offsets` and `ids` are integers of one dim, an offset for each label and one more."""
     for name, x in (("offsets", offsets), ("ids", ids)):
         check_plain(name, x)
-        if not isinstance(x, Tensor) or x.dtype not in _INTEGERS or x.dim() != 1:
+        if not isinstance(x, Tensor) or x.dtype not in INTEGERS or x.dim() != 1:
             found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} is {found}: it must be a tensor of integers of one dim; make it by torch.tensor")
     if offsets.shape[0] != labels.numel() + 1:

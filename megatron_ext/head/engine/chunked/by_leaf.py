@@ -36,10 +36,6 @@ class Leaves:
         each = zip(*(part.readouts for part in self.plans), strict=True)
         self.readouts = [_OfLeaves(r, leaves) for r, leaves in zip(plan.readouts, each, strict=True)]
 
-    def saved_of(self, leaf: int, saved: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        """Of what results have saved, that of one leaf."""
-        return [r.saved_of(leaf, each) for r, each in zip(self.readouts, saved, strict=True)]
-
 
 class _OfLeaves:
     """One read-out over several leaves."""
@@ -71,7 +67,7 @@ class _OfLeaves:
         return given, saved
 
     def saved_of(self, leaf: int, saved: list[Tensor]) -> list[Tensor]:
-        """That of one leaf."""
+        """Of what `results` have saved, that of one leaf."""
         if not (self._whole.by_leaf and self._whole.keeps_own):
             return saved
         count = len(saved) // len(self._leaves)

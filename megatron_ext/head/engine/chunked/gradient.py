@@ -20,13 +20,12 @@ from megatron_ext.head.row_passes.logit_passes import parts_of, transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 
 
-def logits_of_chunk(plan: Plan, made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
-    """The logits of each source as read-outs take them, which are those that bias, scale and softcap leave if any wants
-    logits; and with `keep_raw` the first ones before that."""
-    raw_tV, bends = made[0](rows), plan.needs_logits
-    first_tV = made[0].rule.applied(raw_tV) if bends else raw_tV
+def logits_of_chunk(made: Sequence[Any], rows: slice, keep_raw: bool) -> tuple[Tensor | None, list[Tensor]]:
+    """The logits of each source as its rule leaves them; and with `keep_raw` the first ones before that."""
+    raw_tV = made[0](rows)
+    first_tV = made[0].rule.applied(raw_tV)
     raw_tV = raw_tV if keep_raw else None  # before the teachers' are made
-    return raw_tV, [first_tV, *(each.rule.applied(each(rows)) if bends else each(rows) for each in made[1:])]
+    return raw_tV, [first_tV, *(each.rule.applied(each(rows)) for each in made[1:])]
 
 
 def sides_of(plan: Plan, logits: list[Tensor], at: int) -> list[Tensor]:
@@ -65,36 +64,31 @@ class ChunkGradient:
                 self.softmax = _Softmax(exact.to(dtype), value.to(dtype), exact.scale, exact.slope)
 
     def write(self, rows: slice, out_tV: Tensor) -> None:
-        """Write that of the tokens `rows`."""
         plan, call = self.plan, self.plan.call
         if call.counted == 0:
             out_tV.zero_()
             return
         pulling = [each for each in self.given if each[1].reads_logits(each[2], rows)]
-        columns = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
-        found = [each for each in columns if each is not None]
+        each_at = [readout.at_columns(saved, rows, grad) for _, readout, saved, grad in self.given]
+        columns = [each for each in each_at if each is not None]
         places = [readout.at_places(saved, rows, grad) for _, readout, saved, grad in self.given]
-        bent = plan.needs_logits and self.made[0].rule.changes
-        logits = raw_tV = None
+        bent = self.made[0].rule.changes
+        logits: Any = None
+        raw_tV = None
         if self.softmax is not None or pulling or bent:
-            raw_tV, logits = logits_of_chunk(plan, self.made, rows, keep_raw=bent)
-        nothing = True
-        if self.softmax is not None and logits is not None:
+            raw_tV, logits = logits_of_chunk(self.made, rows, keep_raw=bent)
+        first = self.softmax is None and not columns  # of those that pull: nothing is there yet
+        if self.softmax is not None:
             self._write_softmax(logits[0], rows, out_tV)
-            nothing = False
-        if found:
-            if nothing:
-                out_tV.zero_()
-            self._add_at_columns(found, None if logits is None else logits[0], rows, out_tV)
-            nothing = False
-        for at, readout, saved, grad in pulling:
-            assert logits is not None
-            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, nothing)
-            if nothing:
-                out_tV[:, call.counted :] = 0
-            nothing = False
-        if nothing:
+        elif columns or not pulling:
             out_tV.zero_()
+        if columns:
+            self._add_at_columns(columns, None if logits is None else logits[0], rows, out_tV)
+        for at, readout, saved, grad in pulling:
+            readout.pull(saved, rows, sides_of(plan, logits, at), grad, out_tV, first)
+            if first:
+                out_tV[:, call.counted :] = 0
+            first = False
         for each in places:
             if each is not None:
                 self._add_at_places(each, out_tV)

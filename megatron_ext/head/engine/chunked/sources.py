@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.engine.call import Call
@@ -18,7 +17,7 @@ from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
-from megatron_ext.head.row_passes.side_by_side import WeightSums, in_one, operand
+from megatron_ext.head.row_passes.side_by_side import in_one, operand
 
 
 class Rule(NamedTuple):
@@ -83,35 +82,9 @@ class Product:
         return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
     def _made(self, rows: slice) -> Tensor:
-        if not self.rule.fixed:
-            kept_TV = self.memory_TV
-            out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
-            return matmul.logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
-        dtype = matmul.logit_dtype(self.x_TD, self.rule.rounds)
-        z_tV = matmul.new_matrix(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0], dtype)
-        products.logits(self.x_TD[rows], self.w_VD, z_tV)
-        return z_tV
-
-    # What backward takes of it, with the same bits for any other tokens where the rule says so.
-
-    def room(self, rows: slice) -> Tensor:
-        """Memory for the gradient of these rows' logits."""
-        return matmul.new_matrix(self.x_TD, rows.stop - rows.start, self.w_VD.shape[0])
-
-    def times_weight(self, dz_tV: Tensor) -> Tensor:
-        """dx in the dtype of the passes."""
-        return products.product(dz_tV, self.w_VD) if self.rule.fixed else matmul.add_product(None, dz_tV, self.w_VD)
-
-    def add_times_hidden(self, sums: WeightSums, dz_tV: Tensor, rows: slice) -> None:
-        """Add what these rows give to dW, and to that of the low rank."""
-        sums.add(dz_tV, self.x_TD[rows], products.add_transposed if self.rule.fixed else main_grad.add_product)
-
-    def add_sums(self, total_V: Tensor, dz_tV: Tensor) -> None:
-        """Add what they give to db."""
-        if self.rule.fixed:
-            products.add_column_sums(total_V, dz_tV)
-        else:
-            total_V += dz_tV.sum(0, dtype=total_V.dtype)
+        kept_TV, logits = self.memory_TV, products.logits if self.rule.fixed else matmul.logits
+        out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
+        return logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
 
 
 def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:

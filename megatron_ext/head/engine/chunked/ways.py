@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext import main_grad
 from megatron_ext.head.engine import chunk_sizes, statistics
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
@@ -20,10 +21,11 @@ from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_c
 from megatron_ext.head.engine.chunked.sources import Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import engine_order
+from megatron_ext.head.fixed_bits import engine_order, products
 from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard, total_of
 from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
+from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_statistics
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, part_of
 from megatron_ext.head.row_passes.side_by_side import WeightSums, column_spans
@@ -91,7 +93,8 @@ class OfChunks(Way):
                 each[0].x_TD = x_TD
         gradients, wide, x_TD = _chunk_gradients(asked, made), accumulation_dtype(x_TD.dtype), source.x_TD
         fixed, fused = plan.call.fixed, out.fused if chosen is None else None
-        spans = _leaf_spans(made)
+        width = source.w_VD.shape[0]
+        spans = [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
         def room(wanted: bool, like: Any, begun: Tensor | None = None) -> Tensor | None:
             if wanted and begun is not None and not fixed:
@@ -113,14 +116,16 @@ class OfChunks(Way):
                 continue
             tree = TreeSum()
             for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
-                dz_tV = leaf.room(rows)
+                dz_tV, w_VD = matmul.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
                 gradient.write(rows, dz_tV)
                 if dx_TD is not None:
-                    tree.add(leaf.times_weight(dz_tV))
+                    tree.add(products.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD))
                 if sums.wanted:
-                    leaf.add_times_hidden(own_sums, dz_tV, rows)
-                if total_V is not None:
-                    leaf.add_sums(total_V[span], dz_tV)
+                    own_sums.add(dz_tV, x_TD[rows], products.add_transposed if fixed else main_grad.add_product)
+                if total_V is not None and fixed:
+                    products.add_column_sums(total_V[span], dz_tV)
+                elif total_V is not None:
+                    total_V += dz_tV.sum(0, dtype=wide)
                 del dz_tV  # before the next one is made
             if dx_TD is not None:
                 dx_TD[rows] = tree.total()
@@ -144,16 +149,10 @@ def _chunk_gradients(asked: Asked, made: Sequence[Sequence[Product]]) -> list[Ch
         return [ChunkGradient(asked, made[0])]
     leaves, found = asked.plan.leaves, []
     for at, (part, each) in enumerate(zip(leaves.plans, made, strict=True)):
-        stats = None if asked.stats is None else asked.stats._replace(shift=asked.kept[0][at])
-        own = asked._replace(plan=part, stats=stats, saved=leaves.saved_of(at, asked.saved))
-        found.append(ChunkGradient(own, each))
+        stats = None if asked.stats is None else asked.stats._replace(shift=asked.kept[at])
+        saved = [r.saved_of(at, of_all) for r, of_all in zip(leaves.readouts, asked.saved, strict=True)]
+        found.append(ChunkGradient(asked._replace(plan=part, stats=stats, saved=saved), each))
     return found
-
-
-def _leaf_spans(made: Sequence[Sequence[Product]]) -> list[slice]:
-    """Where the columns of each leaf are among those of all of this rank's."""
-    width = made[0][0].w_VD.shape[0]
-    return [slice(at * width, (at + 1) * width) for at in range(len(made))]
 
 
 def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None = None) -> Tensor | None:
@@ -168,25 +167,26 @@ def _of_all(part: Tensor | None, chosen: Tensor, like: Any, total: Tensor | None
 def _product_chunks(plan: Plan, made: Sequence[Sequence[Product]], kept: kept_gradient.Kept | None) -> list[slice]:
     if kept is not None:
         return kept.chunks()
-    columns, source, call = _leaf_spans(made)[-1].stop, made[0][0], plan.call
-    alike = plan.chunks()
-    if alike or not source.x_TD.is_cuda or call.fixed:
-        return alike or _row_chunks(plan, columns)
-    tokens = call.chunk_tokens or chunk_sizes.summed_tokens(source.w_VD)
-    return chunk_sizes.chunks(slice(0, plan.tokens), tokens, columns, on_gpu=True)
+    source = made[0][0]
+    tokens = chunk_sizes.summed_tokens(source.w_VD) if source.x_TD.is_cuda else None
+    return _row_chunks(plan, len(made) * source.w_VD.shape[0], tokens)
 
 
-def _row_chunks(plan: Plan, columns: int) -> list[slice]:
-    if plan.call.fixed:
-        return fixed_chunks(plan.call, plan.tokens, 0, columns, plan.target_T.is_cuda)
-    if plan.target_T.is_cuda and not plan.needs_logits and not plan.call.chunk_tokens:
-        return [slice(0, plan.tokens)]  # each pass is one launch, and nothing is made of a chunk
-    return chunk_sizes.chunks(slice(0, plan.tokens), plan.call.chunk_tokens, columns, plan.target_T.is_cuda)
+def _row_chunks(plan: Plan, columns: int, tokens: int | None = None) -> list[slice]:
+    """`tokens`: how many a chunk has where nothing else says it; None: by the number of columns."""
+    call, on_gpu, whole = plan.call, plan.target_T.is_cuda, slice(0, plan.tokens)
+    if alike := plan.chunks():
+        return alike
+    if call.fixed:
+        return fixed_chunks(call, plan.tokens, 0, columns, on_gpu)
+    if on_gpu and not plan.needs_logits and not call.chunk_tokens:
+        return [whole]  # each pass is one launch, and nothing is made of a chunk
+    return chunk_sizes.chunks(whole, call.chunk_tokens or tokens, columns, on_gpu)
 
 
 def _chunks(logits: Sequence[Tensor], plan: Plan, copy: bool = True) -> list[slice]:
     """All tokens, by chunks whose rows are the logits' own memory, or copied if they are few; never without `copy`."""
-    chunks: Iterable[slice] = plan.chunks() or _row_chunks(plan, logits[0].shape[-1])
+    chunks: Iterable[slice] = _row_chunks(plan, logits[0].shape[-1])
     for z in logits:
         chunks = in_runs(z, chunks, copy=copy)
     return [*chunks]
@@ -205,15 +205,15 @@ def _read(
     leaves = plan.leaves = Leaves(plan) if len(made) > 1 else None
     stats_KT = statistics.new_statistics(plan.tokens, call, dtype, like.device, plan.rows)
     own_KT = stats_KT.new_empty(plan.own_rows, plan.tokens) if plan.own_rows else None
-    shift_T = stats_KT.new_empty(plan.tokens)
-    shift_LT = shift_T if leaves is None else stats_KT.new_empty(len(made), plan.tokens)  # of each leaf
+    whole = leaves is None
+    shifts = [stats_KT.new_empty(plan.tokens)] if whole else stats_KT.new_empty(len(made), plan.tokens).unbind()
     for rows in chunks:
-        each = [logits_of_chunk(plan, sides, rows, keep_raw=kept is not None) for sides in made]
+        each = [logits_of_chunk(sides, rows, keep_raw=kept is not None) for sides in made]
         logits, stats_Kt = [found for _, found in each], stats_KT[:, rows]
         if plan.softmax and leaves is None:
-            _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shift_T, rows))
+            _write_statistics(plan, logits[0][0], rows, stats_Kt, part_of(shifts[0], rows))
         elif plan.softmax:
-            _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shift_LT)
+            _write_joined(plan, [sides[0] for sides in logits], rows, stats_Kt, shifts)
         else:
             counted = call.counted if leaves is None else leaves.plans[0].call.counted
             stats_Kt[MAX : SUM_EXP + 1] = statistics.fingerprint(logits[0][0], counted)
@@ -228,13 +228,13 @@ def _read(
     stats_RKT = plan.exchange(stats_KT)
     stats = None
     if plan.softmax and call.fixed:
-        stats = statistics.combine(stats_RKT, stats_KT, call, shift_T if leaves is None else shift_LT[0])
+        stats = statistics.combine(stats_RKT, stats_KT, call, shifts[0])
         if engine_order.applies(call, like):
             stats = engine_order.rounded(stats, stats_RKT)
     elif plan.softmax:
-        stats = combined(stats_RKT, stats_KT, shift_T, call)
+        stats = combined(stats_RKT, stats_KT, shifts[0], call)
     found = Passed(stats, *plan.results(stats, stats_RKT, stats_KT, own_KT))
-    return found._replace(kept=(shift_LT,)) if plan.softmax and leaves is not None else found
+    return found._replace(kept=shifts) if plan.softmax and leaves is not None else found
 
 
 def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, shift_t: Tensor) -> None:
@@ -246,10 +246,10 @@ def _write_statistics(plan: Plan, z_tV: Tensor, rows: slice, stats_Kt: Tensor, s
         engine_order.write_sums(z_tV, stats_Kt, None, call.counted, call)
 
 
-def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shift_LT: Tensor) -> None:
+def _write_joined(plan: Plan, logits: list[Tensor], rows: slice, stats_Kt: Tensor, shifts: Sequence[Tensor]) -> None:
     """Those of several leaves, joined."""
     each_LKt = stats_Kt.new_empty(len(logits), statistics.own_rows(plan.call), stats_Kt.shape[1])
-    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shift_LT, strict=True):
+    for part, z_tV, own_Kt, shift_T in zip(plan.leaves.plans, logits, each_LKt, shifts, strict=True):
         _write_statistics(part, z_tV, rows, own_Kt, shift_T[rows])
     whole_Kt = statistics.joined(each_LKt, plan.call)
     stats_Kt[: len(whole_Kt)] = whole_Kt

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.readouts.divergences.normalised_sides import NormalisedSides
+from megatron_ext.head.validation.option_checks import check_number
 
 
 def check_beta(beta: float) -> None:
     """Raises ValueError unless both distributions have a share of the mixture."""
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < 1:
-        raise ValueError(
-            f"beta is {beta!r}: it must be a number in (0, 1); kl_divergence has the limits, 'forward' of 0 and "
-            f"'reverse' of 1"
-        )
+    limits = "kl_divergence has the limits, 'forward' of 0 and 'reverse' of 1"
+    check_number("beta", beta, "in (0, 1)", lambda x: 0 < x < 1, limits)
 
 
 class JensenShannon(NormalisedSides):

@@ -40,9 +40,6 @@ class OfTwoSides(ReadOut):
     by_leaf = True
     by_factor = True
 
-    def reads_logits(self, saved: list[Tensor], rows: slice) -> bool:
-        return True
-
 
 class Normaliser(NamedTuple):
     """fp64 `[T]`: the largest logit (0 if all are -inf), and the log of the sum of exponentials below it."""
