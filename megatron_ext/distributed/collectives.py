@@ -1,5 +1,5 @@
-"""What the package sends by torch.distributed: three collectives on tensors and their waiting halves, an all-to-all,
-and what a pipeline of stages sends: broadcasts, sums on one rank, messages from rank to rank.
+"""What the package sends by torch.distributed: four collectives on tensors and their waiting halves, and what a
+pipeline of stages sends: broadcasts, sums on one rank, messages from rank to rank.
 
 `start_x(...)` begins a collective and returns a `Pending`; `.wait()` gives its result. `x(...)` is both at once. With a
 group of one rank (or None) nothing is communicated and the result is the input itself (contiguous).
@@ -114,6 +114,24 @@ def start_reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[
     return Pending(out, _reduce_scatter_single(out, whole, group=group, async_op=True), finish)
 
 
+def start_all_to_all(
+    x: Tensor,
+    group: Group,
+    output_sizes: Sequence[int] | None = None,
+    input_sizes: Sequence[int] | None = None,
+) -> Pending:
+    """Begin to send piece i of `x`'s rows (`input_sizes`, equal if None) to rank i; the pieces received are joined."""
+    if group is None or group_size(group) == 1:
+        return Pending(contiguous(x))
+    x = x.contiguous()
+    received = [int(n) for n in output_sizes] if output_sizes is not None else None
+    sent = [int(n) for n in input_sizes] if input_sizes is not None else None
+    if torch.compiler.is_compiling():
+        return Pending(functional.all_to_all_single(x, received, sent, group), finish=functional.wait_tensor)
+    out = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
+    return Pending(out, dist.all_to_all_single(out, x, received, sent, group=group, async_op=True))
+
+
 def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
     """Begin to copy `x` of the group's rank `source` to every rank. In place: `x` is the buffer on the others."""
     if group is None or group_size(group) == 1:
@@ -154,16 +172,10 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] |
 
 
 def all_to_all(
-    x: Tensor, group: Group, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None
+    x: Tensor, group: Group, output_sizes: Sequence[int] | None = None, input_sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Piece i of the rows (`input_sizes`, equal if None) goes to rank i; the result joins what all ranks sent here."""
-    if group is None or group_size(group) == 1:
-        return contiguous(x)
-    x = x.contiguous()
-    if torch.compiler.is_compiling():
-        return functional.wait_tensor(functional.all_to_all_single(x, output_sizes, input_sizes, group))
-    out = x.new_empty(x.shape[0] if output_sizes is None else sum(output_sizes), *x.shape[1:])
-    return Pending(out, dist.all_to_all_single(out, x, output_sizes, input_sizes, group=group, async_op=True)).wait()
+    """Piece i of the rows goes to rank i; the result joins what all ranks sent here."""
+    return start_all_to_all(x, group, output_sizes, input_sizes).wait()
 
 
 def all_gather_object(value: Any, group: Group) -> list[Any]:

@@ -156,7 +156,7 @@ def finished_dx(tile, product_TD, grad, w_VD, bias_V, plan, passing) -> Tensor:
     if grad.offset is not None:  # every row of W that counts, summed
         common_D = weighed_sum(w_VD, counted(bias_V, w_VD.shape[0], plan.call, grad.target))
     *first, offset_T = parts_of(tile, grad.scale, plan.target_T, grad.target, grad.offset)
-    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D, plan.labelled)
+    finish_dx(out_TD, product_TD, *first, w_VD, offset_T, common_D)
     return out_TD
 
 

@@ -250,7 +250,6 @@ def finish_dx(
     w_VD: Tensor,
     offset_T: Tensor | None,
     common_D: Tensor | None,
-    labelled: bool = False,
 ) -> None:
     """dx from the product, in one launch. See `megatron_ext.head.row_passes.label_terms.finish_dx`."""
     if product_TD.numel() == 0:

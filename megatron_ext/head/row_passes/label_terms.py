@@ -69,7 +69,6 @@ def finish_dx(
     w_VD: Tensor,
     offset_T: Tensor | None,
     common_D: Tensor | None,
-    labelled: bool = False,
 ) -> None:
     """`out = scale * product + value * W[target] + offset * common`, row by row.
 
@@ -79,9 +78,8 @@ def finish_dx(
         scale_T, value_T, offset_T: fp32 (fp64 for fp64); value 0 where a token has no row of W.
         target_T: int64, the token's row of W, -1: none.
         common_D: in `scale_T`'s dtype, with `offset_T` or not at all.
-        labelled: the caller knows that every token has a row of W.
     """
-    value_T1, target_T = value_T.unsqueeze(1), target_T if labelled else target_T.clamp(min=0)
+    value_T1, target_T = value_T.unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
         dx_TD, out = w_VD[part_of(target_T, rows)] * part_of(value_T1, rows), part_of(out_TD, rows)
         product, scale_T1 = part_of(product_TD, rows).to(dx_TD.dtype), part_of(scale_T, rows).unsqueeze(1)
