@@ -58,7 +58,8 @@ def linear_cross_entropy(
         ignore_index: tokens with this label get 0 and no gradient.
         softcap, temperature: logits become `softcap * tanh(logits / softcap) / temperature`.
         reduction: "none", "sum", or "mean" over the tokens that count (0 if none does).
-        cache: how much of the logits is kept for backward, by which FLOPs are traded for memory: see `LmHead`.
+        cache: fraction in [0, 1] of the logits that is kept for backward, which is quickest at 1 and smallest at 0; a
+            number of bytes, "bounded" or "auto": see `LmHead`.
         chunk_tokens: tokens a chunk; None: chosen from the sizes. It changes memory and speed, not the result.
         skip_ignored: leave out the tokens that do not count before the first matmul. One host sync, dynamic shapes. An
             int: no more tokens than these count, and neither is needed; see `at_most` of `LmHead.read`.

@@ -113,9 +113,8 @@ class VocabParallelEmbedding(ShardedLayer):
             output = self._look_up(input_, weight)
         else:
             rows = input_ - self.vocab_start_index
-            elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
-            output = self._look_up(rows.masked_fill(elsewhere, 0), weight)
-            output = output.masked_fill_(elsewhere.unsqueeze(-1), 0)
+            own = rows.clamp(0, self.num_embeddings_per_partition - 1)
+            output = self._look_up(own, weight).masked_fill_((own != rows).unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             output = reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1), group=self.tp_group)
         elif not alone:
