@@ -75,7 +75,7 @@ class GRPOLoss(LogProbLoss):
     def __post_init__(self) -> None:
         one_of("loss_type", self.loss_type, get_args(LossType))
         one_of("importance_sampling_level", self.importance_sampling_level, get_args(pg.Level))
-        one_of("kl_estimator", self.kl_estimator, pg.KL_ESTIMATORS)
+        one_of("kl_estimator", self.kl_estimator, get_args(pg.KLEstimator))
         one_of("sampling_correction", self.sampling_correction, get_args(SamplingCorrection))
         for name in ("epsilon", "beta"):
             check_number(name, getattr(self, name), "at least 0", at_least_0)

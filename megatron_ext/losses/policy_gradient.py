@@ -4,7 +4,7 @@ Legend: B rows, S positions. Log-probabilities are `[B, S]`; masks are 0 where a
 such tokens may be anything: it is set to 0 before an exponential could overflow.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from megatron_ext.losses.reductions import counted, row_means
 Level = Literal["token", "sequence"]
 Truncation = Literal["truncate", "mask", "mean mask"]
 KLEstimator = Literal["k1", "k2", "k3"]
-KL_ESTIMATORS = get_args(KLEstimator)
 
 
 def probability_ratio(log_probs_BS: Tensor, old_BS: Tensor, mask_BS: Tensor, level: Level = "token") -> Tensor:

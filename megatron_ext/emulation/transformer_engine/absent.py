@@ -59,7 +59,7 @@ def reasons(version: tuple[int, int]) -> dict[str, str]:
 def refusals(version: tuple[int, int]) -> dict[str, Any]:
     """A function or class for each of these names."""
     found: dict[str, Any] = {
-        name: _refusing_class(name, why) if name.startswith("Comm") else _refusing(name, why)
+        name: type(name, (), {"__init__": _refusing(name, why)}) if name.startswith("Comm") else _refusing(name, why)
         for name, why in reasons(version).items()
     }
     if version >= (2, 20):
@@ -76,7 +76,3 @@ def _refusing(name: str, why: str) -> Callable[..., Any]:
 
     refuse.__name__ = refuse.__qualname__ = name
     return refuse
-
-
-def _refusing_class(name: str, why: str) -> type:
-    return type(name, (), {"__init__": _refusing(name, why)})

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.emulation.transformer_engine.enums import TORCH_DTYPES
+from megatron_ext.emulation.transformer_engine.parameters import taking
 from megatron_ext.emulation.transformer_engine.quantisation.tensors import (
     high_precision,
     nominal_dtype,
@@ -20,49 +21,37 @@ from megatron_ext.emulation.transformer_engine.quantisation.tensors import (
 )
 
 
-def generic_gemm(
-    A: Any,
-    transA: bool,
-    B: Any,
-    transB: bool,
-    D: Any,
-    quantizer: Any,
-    output_dtype: Any,
-    bias: Tensor | None,
-    bias_type: Any,
-    gelu: bool,
-    gelu_in: Tensor | None,
-    grad: bool,
-    workspace: Any,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    comm_overlap: Any = None,
-    comm_type: Any = None,
-    extra_output: Tensor | None = None,
-    bulk_overlap: bool = False,
-    alpha: float = 1.0,
-    beta: float | None = None,
-) -> list[Any]:
+@taking(
+    "A transA B transB D quantizer output_dtype bias bias_type gelu gelu_in grad workspace workspace_size accumulate "
+    "use_split_accumulator",
+    comm_overlap=None,
+    comm_type=None,
+    extra_output=None,
+    bulk_overlap=False,
+    alpha=1.0,
+    beta=None,
+)
+def generic_gemm(given: Any) -> list[Any]:
     """`alpha op(B) op(A) + beta D`, as [D, gradient of the bias, input of the GELU, extra output].
 
     Sums are in fp32 and rounded once. Forward (`grad` false) adds `bias` and applies the GELU; backward sums the
     gradient of the bias over the rows of B, and multiplies by the GELU's derivative at `gelu_in`.
     """
-    if comm_overlap is not None:
+    if given.comm_overlap is not None:
         raise NotImplementedError(
             "comm_overlap is given: user buffers (tp_comm_overlap) are not part of the CPU emulation of Transformer "
             "Engine; set tp_comm_overlap=False"
         )
-    a, b = high_precision(A, columnwise=not transA), high_precision(B, columnwise=transB)
-    product = alpha * _product(a, transA, b, transB)
-    dtype = TORCH_DTYPES[output_dtype] if output_dtype is not None else nominal_dtype(A)
+    A, B, D, bias, gelu = given.A, given.B, given.D, given.bias, given.gelu
+    a, b = high_precision(A, columnwise=not given.transA), high_precision(B, columnwise=given.transB)
+    product = given.alpha * _product(a, given.transA, b, given.transB)
+    dtype = TORCH_DTYPES[given.output_dtype] if given.output_dtype is not None else nominal_dtype(A)
     if D is not None:
         dtype = nominal_dtype(D)
     bias_gradient = before_gelu = None
-    if grad:
+    if given.grad:
         if gelu:
-            product = _gelu_backward(product, gelu_in)
+            product = _gelu_backward(product, given.gelu_in)
         if bias is not None:
             rows = product if gelu else b
             bias_gradient = rows.reshape(-1, rows.shape[-1]).sum(0).to(dtype)
@@ -70,51 +59,37 @@ def generic_gemm(
         product = product if bias is None else product + bias.float()
         if gelu:
             low_precision = quantized(A) or quantized(B)
-            before_gelu = product.to(TORCH_DTYPES[bias_type] if low_precision else dtype)
+            before_gelu = product.to(TORCH_DTYPES[given.bias_type] if low_precision else dtype)
             product = F.gelu(before_gelu.float(), approximate="tanh")
-    if accumulate:
-        product = product + (1.0 if beta is None else beta) * high_precision(D)
-    return [quantize_into(product.to(dtype), D, quantizer), bias_gradient, before_gelu, extra_output]
+    if given.accumulate:
+        product = product + (1.0 if given.beta is None else given.beta) * high_precision(D)
+    return [quantize_into(product.to(dtype), D, given.quantizer), bias_gradient, before_gelu, given.extra_output]
 
 
-def te_general_grouped_gemm(
-    A: Sequence[Any],
-    transa: bool,
-    B: Sequence[Any],
-    transb: bool,
-    D: Sequence[Tensor] | None,
-    D_type: Any,
-    m_splits: Sequence[int],
-    bias: Sequence[Tensor],
-    bias_type: Any,
-    single_output: bool,
-    pre_gelu_out: Sequence[Tensor],
-    grad: bool,
-    workspace: Any,
-    workspaceSize: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    math_sm_count: int,
-) -> Sequence[Tensor]:
+@taking(
+    "A transa B transb D D_type m_splits bias bias_type single_output pre_gelu_out grad workspace workspaceSize "
+    "accumulate use_split_accumulator math_sm_count"
+)
+def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
     """As many products as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
 
     Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, empty tensors where not
     wanted.
     """
-    outputs = _rows_of(D[0], B, transb) if single_output and D is not None else D
-    for i, (a, b) in enumerate(zip(A, B, strict=True)):
+    D, bias, before_gelu, grad = given.D, given.bias, given.pre_gelu_out, given.grad
+    outputs = _rows_of(D[0], given.B, given.transb) if given.single_output and D is not None else D
+    for i, (a, b) in enumerate(zip(given.A, given.B, strict=True)):
         out = None if outputs is None else outputs[i]
         if out is not None and out.numel() == 0:
             continue
-        with_bias, gelu = bias[i].numel() > 0, pre_gelu_out[i].numel() > 0
-        found = generic_gemm(
-            *(a, transa, b, transb, out, None, D_type, bias[i] if with_bias else None, bias_type),
-            *(gelu, pre_gelu_out[i] if gelu else None, grad, None, 0, accumulate, use_split_accumulator),
-        )
+        with_bias, gelu = bias[i].numel() > 0, before_gelu[i].numel() > 0
+        operands = (a, given.transa, b, given.transb, out, None, given.D_type)
+        epilogue = (bias[i] if with_bias else None, given.bias_type, gelu, before_gelu[i] if gelu else None, grad)
+        found = generic_gemm(*operands, *epilogue, None, 0, given.accumulate, given.use_split_accumulator)
         if grad and with_bias:
             bias[i].copy_(found[1])
         if gelu and not grad:
-            pre_gelu_out[i].copy_(found[2])
+            before_gelu[i].copy_(found[2])
     return bias
 
 

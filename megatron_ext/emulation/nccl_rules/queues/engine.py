@@ -152,8 +152,7 @@ class Engine:
         self._progress += 1
         name = launch.communicator.name
         for part in launch.parts:
-            started = launch.communicator.started
-            started[part.mine] = started.get(part.mine, 0) + 1
+            launch.communicator.started[part.mine] += 1
             arrived = self._arrived.setdefault((name, part.theirs, part.number), {})
             for peer, payload in part.sends.items():
                 header = {
@@ -204,7 +203,7 @@ class Engine:
                     part.finish(part.received)
                 except Exception as error:
                     launch.error = error
-                communicator.finished[part.theirs] = communicator.finished.get(part.theirs, 0) + 1
+                communicator.finished[part.theirs] += 1
                 self._arrived.pop((communicator.name, part.theirs, part.number), None)
                 part.received, part.sends = {}, {}
         launch.done = True
@@ -230,7 +229,7 @@ class Engine:
         name, channel, number = header["communicator"], header["channel"], header["number"]
         communicator = self._communicators.get(name)
         self._tell_failure(self._order.heard(peer, header))
-        if communicator is not None and number < communicator.finished.get(channel, 0):
+        if communicator is not None and number < communicator.finished[channel]:
             return  # a buffered send was complete before its receiver came
         self._progress += 1
         self._arrived.setdefault((name, channel, number), {})[peer] = (header, payload)

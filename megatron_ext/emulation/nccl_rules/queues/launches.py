@@ -1,6 +1,7 @@
 """What a rank launches on a communicator: collectives and messages, described so that the queues can run them."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,14 +78,14 @@ class Communicator:
         self.name, self.ranks = name, ranks
         self.queue: list[Launch] = []  # the first one runs
         self.made = False
-        self.launched: dict[str, int] = {}  # how many parts, by `mine`
-        self.started: dict[str, int] = {}  # likewise
-        self.finished: dict[str, int] = {}  # by `theirs`
+        self.launched: Counter[str] = Counter()  # parts, by `mine`
+        self.started: Counter[str] = Counter()  # likewise
+        self.finished: Counter[str] = Counter()  # by `theirs`
 
     def number(self, launch: Launch) -> None:
         for part in launch.parts:
-            part.number = self.launched.get(part.mine, 0)
-            self.launched[part.mine] = part.number + 1
+            part.number = self.launched[part.mine]
+            self.launched[part.mine] += 1
 
 
 def lines_of_caller() -> list[str]:

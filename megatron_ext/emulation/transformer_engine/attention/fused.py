@@ -6,6 +6,7 @@ that it is given. With context parallelism these are those of all keys, where th
 Shapes inside: `[B, H, S, D]`. With packed sequences (THD) the log-sum-exp is `[T, H, 1]`, else `[B, H, S, 1]`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,15 +55,11 @@ def attend(given: Any) -> list[Any]:
     seed = torch.empty(1, dtype=torch.int64).random_(0, 2**62, generator=given.rng_gen or torch.default_generator)
     rng_state = torch.cat([seed, torch.zeros_like(seed)])
     p_dropout = given.p_dropout if given.is_training else 0.0
-    outs, tops, sums = [], [], []
-    for pack in packs:
-        out, top, total = _forward(pack, given, _keep(pack, p_dropout, rng_state))
-        outs.append(out)
-        tops.append(top)
-        sums.append(total)
+    found = [_forward(pack, given, _keep(pack, p_dropout, rng_state)) for pack in packs]
+    outs, tops, sums = zip(*found, strict=True)
     shape = (*given.Q.shape[:-1], given.V.shape[-1])
     out = written(packs, outs, given.Q.new_zeros(shape), of_queries=True)
-    largest, total = (_statistics(packs, found, given.Q) for found in (tops, sums))
+    largest, total = (_statistics(packs, parts, given.Q) for parts in (tops, sums))
     statistics = [largest, total] if given.return_max_logit else [largest + total.log()]
     extra = [given.Bias] * (given.bias_type not in _NO_ARRAY_BIAS) + [given.SoftmaxOffset] * has_offset(given)
     return [out, *statistics, rng_state, *(x for x in extra if x is not None)]
@@ -152,7 +149,7 @@ def _keep(pack: Pack, p: float, rng_state: Tensor) -> Tensor | None:
     return (torch.rand(shape, generator=generator) >= p).float() / (1 - p)
 
 
-def _statistics(packs: list[Pack], found: list[Tensor], q: Tensor) -> Tensor:
+def _statistics(packs: list[Pack], found: Sequence[Tensor], q: Tensor) -> Tensor:
     """`[B, H, S, 1]` of rows of equal length, `[T, H, 1]` of packed ones."""
     if not packs[0].packed:
         return found[0]
