@@ -187,8 +187,7 @@ def _processed(model, original, settings, processor, context, args, kwargs) -> A
             f"output_processor cannot be given hidden states of {type(model).__name__}: "
             f"{patch_points.why_not_fused(model)}; leave it out and take the logits"
         )
-    region = Region(model, settings)
-    with region.entered():
+    with Region(model, settings).entered():
         logits = original(model, *args, **kwargs)
         if not isinstance(logits, PromisedLogits):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Calls a module with a replaced forward function, with chosen ones of its hooks."""
+"""Calls a module with a replaced forward and chosen ones of its hooks, and a function with what its version knows."""
 
 import inspect
 from collections import OrderedDict

@@ -59,8 +59,8 @@ def share_vocabulary() -> None:
     check_installed()
     if _replaced is not None:
         return
-    _replaced, builder, kinds = contextlib.ExitStack(), Builder(), _kinds()
-    _replaced.callback(builder.close)
+    _replaced, kinds = contextlib.ExitStack(), _kinds()
+    builder = Builder(_replaced)
 
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         stock = vars(owner)[name]

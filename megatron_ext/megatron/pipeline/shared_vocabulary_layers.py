@@ -26,12 +26,12 @@ class SharedRows(nn.Module):
     parameters run.
     """
 
-    def __init__(self, weight: nn.Parameter, size: int, stages: int, stage: int):
+    def __init__(self, weight: nn.Parameter, size: int, groups: PipelineGroups):
         super().__init__()
-        self.weight, self.stage = weight, stage
-        start = (parallel_state.get_tensor_model_parallel_rank() * stages + stage) * weight.shape[0]
+        self.weight, self.stage = weight, groups.stage
+        start = (parallel_state.get_tensor_model_parallel_rank() * groups.stages + groups.stage) * weight.shape[0]
         self.vocab = VocabShard(start, start + weight.shape[0], size)
-        self.pieces = parallel_state.get_tensor_model_parallel_world_size() * stages
+        self.pieces = parallel_state.get_tensor_model_parallel_world_size() * groups.stages
 
     def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
         return input_(self.weight)

@@ -35,11 +35,12 @@ class _Holder(nn.Module):
 
 
 class Builder:
-    """Shares the vocabulary of the models that Megatron builds on this stage, chunk after chunk."""
+    """Shares the vocabulary of the models that Megatron builds on this stage, chunk after chunk, until `end` is closed:
+    the models are not trained any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: contextlib.ExitStack) -> None:
         self._built: list[Any] = []
-        self._groups: list[PipelineGroups] = []
+        self._end = end
 
     def add(self, model: Any) -> None:
         """The next chunk has been built: with the last one the vocabulary layers are shared. Before models are wrapped.
@@ -68,26 +69,18 @@ class Builder:
                 chunk.share_embeddings_and_output_weights = False
                 setattr(chunk, SHARED, sharing)
 
-    def close(self) -> None:
-        """The models are not trained any more."""
-        for groups in self._groups:
-            groups.close()
-        self._groups.clear()
-
     def _share(self, front: Any, back: Any, tied: bool) -> Sharing:
         """Give this stage's first chunk its rows of the embedding, and its last chunk those of the output layer."""
         config, size = front.config, front.vocab_size
         mtp_layers = config.mtp_num_layers or 0
         groups = PipelineGroups(output_layer_fault(back))
-        self._groups.append(groups)
+        self._end.callback(groups.close)
         whole = front.embedding.word_embeddings.weight if groups.is_first else None
         weight = _rows(whole, groups, 0, size, config)
         # Whether it gives slices of the sequence, only the stage knows that has built it.
         in_slices = groups.is_first and front.embedding.word_embeddings.reduce_scatter_embeddings
         in_slices = collectives.all_gather_object(in_slices, groups[Sent.TOKENS])[0]
-        embedding = SharedEmbedding(
-            *(weight, size, groups.stages, groups.stage), in_slices=in_slices, mtp_layers=mtp_layers
-        )
+        embedding = SharedEmbedding(weight, size, groups, in_slices=in_slices, mtp_layers=mtp_layers)
         home = back if mtp_layers and groups.is_last else front
         if hasattr(home, "embedding"):
             home.embedding.word_embeddings = embedding
@@ -100,7 +93,7 @@ class Builder:
         else:
             whole = back.output_layer.weight if groups.is_last else None
             weight = _rows(whole, groups, groups.last, size, config)
-        output = SharedOutputLayer(weight, size, groups.stages, groups.stage, tied=tied, config=config)
+        output = SharedOutputLayer(weight, size, groups, tied=tied, config=config)
         back.output_layer = output
         if groups.is_last:
             setattr(back, patch_points.LOSS, output.losses)
