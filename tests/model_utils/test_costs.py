@@ -52,10 +52,6 @@ CALLS = {
 }
 
 
-QUICK = ("log-prob", "gathered logits")
-SOME_QUICK = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
-
-
 def on_logits(call, ranks=RANKS, columns=COLUMNS, sliced=False):
     """Costs forward and backward as parts of the bytes of the logits. `sliced`: all but the last of S + 1 positions."""
     with one_rank_of(ranks) as group:
@@ -79,7 +75,7 @@ def check_bytes(forward, backward, columns=COLUMNS):
 
 
 # Both filters go the way of "top-k and top-p"; top-p alone, with its many passes over the columns, takes a minute.
-@pytest.mark.parametrize("name", SOME_QUICK)
+@pytest.mark.parametrize("name", CALLS)
 def test_bytes_and_collectives_on_a_slice_of_logits(name):
     """A slice may not be copied. Of top-p alone whole logits."""
     forward, backward = on_logits(CALLS[name], sliced=name != "top-p")
@@ -88,12 +84,11 @@ def test_bytes_and_collectives_on_a_slice_of_logits(name):
     assert not backward.collectives
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["log-prob", "gathered logits"])
 def test_bytes_on_whole_logits(name):
     check_bytes(*on_logits(CALLS[name]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [8 * CHUNK, None])
 def test_bytes_of_top_k_50_over_two_ranks(chunk):
     """What is sent, 50 candidates of each rank for every token, is the most of it."""
@@ -141,7 +136,6 @@ def test_collectives_from_hidden_states(layout, sent, chunk_size):
     assert hidden_costs(layout=layout, chunk_size=chunk_size).collectives.total() == sent
 
 
-@pytest.mark.slow
 def test_no_fp32_copy_of_weight_or_logits():
     costs = hidden_costs()
     assert not any(

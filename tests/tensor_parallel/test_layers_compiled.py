@@ -44,13 +44,8 @@ def run(function, layer, x):
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-QUICK = [("column", True), ("embedding", True)]
-KINDS = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for case in KINDS
-    if case != ("whole row", True)  # the layer refuses it
-]
+CASES = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
+CASES.remove(("whole row", True))  # the layer refuses it
 
 
 @ranks(1, 2)
@@ -66,9 +61,9 @@ def test_whole_graph(kind, sequence_parallel):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("frozen", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["column", pytest.param("row", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
 def test_whole_graph_into_main_grad(kind, frozen, autocast):
     torch._dynamo.reset()
     layer = build(kind, False, Config(gradient_accumulation_fusion=True))
@@ -88,7 +83,6 @@ def test_whole_graph_into_main_grad(kind, frozen, autocast):
     assert (layer.weight.main_grad == 1).all() == frozen
 
 
-@pytest.mark.slow
 @ranks(1, 2)
 def test_megatrons_functions_by_name():
     def whole(x, w, b):
@@ -109,7 +103,6 @@ def test_megatrons_functions_by_name():
         torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 @ranks(1)
 def test_deferred_weight_gradients_take_a_graph_break():
     """A compiled backward cannot keep pairs in a list: the layer runs as it is, or torch says so if it must not."""

@@ -19,7 +19,6 @@ def run(ours, **options):
         return loss_and_grads(tiny_gpt(gpt_block_spec if ours else stock_spec, **options), tiny_batches()[0])
 
 
-@pytest.mark.slow
 @ranks(4)
 def test_experts():
     """Expert parallel 2 in tensor parallel 2 with sequence parallelism, experts whole and cut in two.
@@ -46,8 +45,8 @@ def test_experts():
     "sizes,limit,tied",
     [
         ({"pp": 2}, 0, False),
-        pytest.param({"pp": 2}, 1, True, marks=pytest.mark.slow),
-        pytest.param({"pp": 2, "vp": 2}, 0, False, marks=pytest.mark.slow),
+        ({"pp": 2}, 1, True),
+        ({"pp": 2, "vp": 2}, 0, False),
         ({"tp": 2}, 0, False),
     ],
     ids=str,

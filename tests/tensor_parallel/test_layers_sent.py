@@ -67,10 +67,7 @@ EXPECTED = {
 
 
 @ranks(2, rules="gloo")  # its operators are counted
-@pytest.mark.parametrize(
-    "wanted",
-    ["all gradients", *(pytest.param(x, marks=pytest.mark.slow) for x in ("no input gradient", "frozen weight"))],
-)
+@pytest.mark.parametrize("wanted", ["all gradients", "no input gradient", "frozen weight"])
 @pytest.mark.parametrize("kind,sequence_parallel", EXPECTED)
 def test_collectives_and_bytes(kind, sequence_parallel, wanted):
     if kind == "embedding" and wanted != "all gradients":
