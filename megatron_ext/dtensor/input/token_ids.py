@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from megatron_ext.head.validation.readable_values import fault_within, has_values
@@ -64,7 +63,7 @@ class EmbeddingRows(RowwiseParallel):
             current[:] = [(refusal, later is not None, weight)]
             if refusal.fault is None:
                 return None
-            module._parameters["weight"] = _infinite(weight)
+            module._parameters["weight"] = nn.Parameter(torch.full_like(weight, torch.inf), requires_grad=False)
             first = min(rank * -(-weight.shape[0] // device_mesh.size()), weight.shape[0] - 1)  # a row of this rank
             return (torch.full_like(args[0], first), *args[1:])
 
@@ -82,20 +81,6 @@ class EmbeddingRows(RowwiseParallel):
         module.register_forward_hook(hear)
         module.__dict__[_TELLS] = True
         return module
-
-
-def _infinite(weight: Any) -> nn.Parameter:
-    with torch.no_grad():
-        local = torch.full_like(weight.to_local(), torch.inf)
-        made = DTensor.from_local(
-            local,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-    return nn.Parameter(made, requires_grad=False)
 
 
 def _is_infinite(output: Tensor) -> bool:

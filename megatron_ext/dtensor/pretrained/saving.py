@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -76,25 +76,23 @@ def save_pretrained(model: nn.Module, save_directory: str | os.PathLike, *, max_
     require_same("save_pretrained", {"the model's weights": sizes}, ranks.groups, ranks.device)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     weights = {name: x for name, x in weights.items() if name not in ignored}
-    files, fault = None, None
-    if ranks.first:
-        try:
-            files = _Files(model, Path(save_directory), weights, max_shard_size)
-        except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
-            fault = error
+    fault: Exception | None = None
+
+    def write(step: Callable[..., Any], *given: Any) -> Any:
+        nonlocal fault
+        if ranks.first and fault is None:
+            try:
+                return step(*given)
+            except Exception as error:  # the other ranks hear of it at the end, and wait for this one's part until then
+                fault = error
+        return None
+
+    files = write(_Files, model, Path(save_directory), weights, max_shard_size)
     for name, x in weights.items():
         if isinstance(x, DTensor):
             x = cast(DTensor, x.to(ranks.device)).full_tensor()
-        if files is not None and fault is None:
-            try:
-                files.add(name, x)
-            except Exception as error:
-                fault = error
-    if files is not None and fault is None:
-        try:
-            files.finish()
-        except Exception as error:
-            fault = error
+        write(_Files.add, files, name, x)
+    write(_Files.finish, files)
     require_same("save_pretrained", {}, ranks.groups, ranks.device, fault)
 
 
