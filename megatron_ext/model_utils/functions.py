@@ -27,14 +27,14 @@ from megatron_ext.model_utils.arguments import (
     log_probs,
     saving,
     shard,
+    whole_if_none,
     without_padding,
 )
-from megatron_ext.model_utils.arguments import whole_if_none as whole
 
 
 def _compute_distributed_log_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
     """`[..., V/R]`: log-probabilities over the whole vocabulary of logits `[..., V/R]`. Differentiable."""
-    return head.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=whole(group))
+    return head.vocab_parallel_log_softmax(vocab_parallel_logits, tp_group=whole_if_none(group))
 
 
 def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
@@ -44,7 +44,7 @@ def _compute_distributed_log_softmax_with_grad(vocab_parallel_logits: Tensor, gr
 
 def _compute_distributed_softmax(vocab_parallel_logits: Tensor, group: Group) -> Tensor:
     """`[..., V/R]`: probabilities over the whole vocabulary of logits `[..., V/R]`. Differentiable."""
-    return head.vocab_parallel_softmax(vocab_parallel_logits, tp_group=whole(group))
+    return head.vocab_parallel_softmax(vocab_parallel_logits, tp_group=whole_if_none(group))
 
 
 class PlainFunction(torch.autograd.Function):
@@ -144,7 +144,7 @@ class DistributedCrossEntropy(PlainFunction):
         ctx: Any, student_logits: Tensor, target_logits: Tensor, group: Group, inference_only: bool = False
     ) -> Tensor:
         with saving(not inference_only):
-            return head.soft_cross_entropy(student_logits, target_logits, tp_group=whole(group))
+            return head.soft_cross_entropy(student_logits, target_logits, tp_group=whole_if_none(group))
 
 
 class ChunkedDistributedGatherLogprob(PlainFunction):
@@ -169,7 +169,7 @@ class ChunkedDistributedGatherLogprob(PlainFunction):
             found = head.gather_log_probs(
                 vocab_parallel_logits,
                 indices,
-                tp_group=whole(tp_group),
+                tp_group=whole_if_none(tp_group),
                 vocab=shard(vocab_start_index, vocab_end_index, vocab_parallel_logits.shape[-1], tp_group),
                 chunk_tokens=chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel()),
             )
@@ -186,4 +186,4 @@ class ChunkedDistributedEntropy(PlainFunction):
     ) -> Tensor:
         with saving(not inference_only):
             chunk = chunk_tokens(chunk_size, vocab_parallel_logits.shape[:-2].numel())
-            return -head.token_entropy(vocab_parallel_logits, whole(tp_group), chunk_tokens=chunk)
+            return -head.token_entropy(vocab_parallel_logits, whole_if_none(tp_group), chunk_tokens=chunk)

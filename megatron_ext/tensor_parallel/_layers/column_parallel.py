@@ -11,7 +11,7 @@ from megatron_ext.tensor_parallel._layers.distributed_weights import is_distribu
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 
@@ -91,7 +91,7 @@ class ColumnParallelLinear(ParallelLayer):
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
         alone = group_size(self.tp_group) == 1
-        self.sequence_parallel = bool(option(config, "sequence_parallel", False)) and not alone
+        self.sequence_parallel = bool(getattr(config, "sequence_parallel", False)) and not alone
         self.allreduce_dgrad = not alone and not self.sequence_parallel and not disable_grad_reduce
         self._choose_path()
 
@@ -111,8 +111,8 @@ class ColumnParallelLinear(ParallelLayer):
         if not self.explicit_expert_comm:
             layout = "sequence" if self.sequence_parallel else "replicated" if self.allreduce_dgrad else "sharded"
         deferral = None
-        if self.grad_output_buffer is not None and option(self.config, "defer_embedding_wgrad_compute", False):
-            limit = option(self.config, "wgrad_deferral_limit", 0)
+        if self.grad_output_buffer is not None and getattr(self.config, "defer_embedding_wgrad_compute", False):
+            limit = getattr(self.config, "wgrad_deferral_limit", 0)
             deferral = Deferral(self.grad_output_buffer, self.embedding_activation_buffer, limit)
         return Plan(
             self.tp_group,

@@ -77,21 +77,18 @@ def drain_embedding_wgrad_compute(
         )
 
     def start() -> Pending:
-        x_TD = _rows(inputs.pop(0))
+        x = inputs.pop(0)
+        x_TD = x.reshape(-1, x.shape[-1])
         return start_all_gather(x_TD, tp_group) if config.sequence_parallel else Pending(x_TD)
 
     coming = start() if inputs else None
     while coming is not None:
         x_TD = coming.wait()
         coming = start() if inputs else None
-        dy_TN = _rows(grads.pop(0)).to(x_TD.dtype)
+        dy = grads.pop(0)
+        dy_TN = dy.reshape(-1, dy.shape[-1]).to(x_TD.dtype)
         if config.gradient_accumulation_fusion:
             add_to_main_grad(weight, dy_TN, x_TD)
         else:
             dw_ND = cpu_products.mm(dy_TN.t(), x_TD).to(weight.dtype)
             weight.grad = dw_ND if weight.grad is None else weight.grad + dw_ND
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`[T, D]`, also of one token without leading dims."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel._random.process_tracker import get_cuda_rng_tracker
 from megatron_ext.tensor_parallel._random.rng_tracker import get_data_parallel_rng_tracker_name
 
@@ -73,15 +73,15 @@ class InferenceLinear(ParallelLayer):
         self.input_size, self.output_size, self.name, self.skip_bias_add = input_size, output_size, name, skip_bias_add
         self.path = "collectives"
         self.weight = self._new_parameter(output_size, input_size)
-        if option(config, "perform_initialization", True):
+        if getattr(config, "perform_initialization", True):
             tracker = get_cuda_rng_tracker()
-            on_device = not option(config, "use_cpu_initialization", False) and tracker.is_initialized()
+            on_device = not getattr(config, "use_cpu_initialization", False) and tracker.is_initialized()
             with tracker.fork(get_data_parallel_rng_tracker_name()) if on_device else contextlib.nullcontext():
                 init_method(self.weight)
         self._cut_weight_once_more(pg_collection)
         self._make_bias(bias, output_size)
         for parameter in self.parameters():  # each rank sees its tokens only: Megatron sums such gradients
-            parameter.sequence_parallel = bool(option(config, "sequence_parallel", False))  # type: ignore[attr-defined]
+            parameter.sequence_parallel = bool(getattr(config, "sequence_parallel", False))  # type: ignore[attr-defined]
         self._mark_for_gradient_sums()
 
     def plan(self) -> Plan:

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size, require_tensor_parallel_group
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.linear_autograd import ActivationLayout, Plan, check_tensor
-from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ParallelLayer
 from megatron_ext.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 
 
@@ -70,7 +70,7 @@ class RowParallelLinear(ParallelLayer):
         self.input_size_per_partition = self._share("input_size", input_size)
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.sequence_parallel = bool(option(config, "sequence_parallel", False))
+        self.sequence_parallel = bool(getattr(config, "sequence_parallel", False))
         if self.sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "input_is_parallel is False while config.sequence_parallel is True: a sequence-parallel layer takes an "

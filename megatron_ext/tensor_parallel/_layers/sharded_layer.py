@@ -36,11 +36,6 @@ from megatron_ext.tensor_parallel.mappings import (
 )
 
 
-def option(config: Any, name: str, default: Any = None) -> Any:
-    """An option of Megatron's config, or of anything with some of its attributes."""
-    return getattr(config, name, default)
-
-
 def check_config(config: Any) -> None:
     """Raises ValueError for a dict, whose keys nobody would look at."""
     if isinstance(config, Mapping):
@@ -77,22 +72,22 @@ class ShardedLayer(torch.nn.Module):
         weight = self._new_parameter(rows, columns)
         set_tensor_model_parallel_attributes(weight, True, dim, stride)
         self.weight = weight
-        if not option(self.config, "perform_initialization", True):
+        if not getattr(self.config, "perform_initialization", True):
             return None
         if not callable(init_method):
             raise ValueError(
                 f"init_method is {init_method!r}: it must be a function that fills a tensor in place; pass for "
                 f"instance torch.nn.init.xavier_normal_, or config.init_method of a TransformerConfig"
             )
-        if option(self.config, "use_cpu_initialization", False):
+        if getattr(self.config, "use_cpu_initialization", False):
             rank, ranks = group_rank(self.tp_group), group_size(self.tp_group)
             return initialize_on_cpu(weight, init_method, dim, stride, rank, ranks)
         initialize_on_device(weight, init_method, dim, stride, self.tp_group, is_expert=self.is_expert)
         return None
 
     def _new_parameter(self, *shape: int) -> Parameter:
-        device = device_for_parameters(option(self.config, "use_cpu_initialization", False))
-        dtype = option(self.config, "params_dtype", torch.float32)
+        device = device_for_parameters(getattr(self.config, "use_cpu_initialization", False))
+        dtype = getattr(self.config, "params_dtype", torch.float32)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"config.params_dtype is {dtype!r}: it must be a floating dtype; pass torch.bfloat16, say")
         return Parameter(torch.empty(shape, dtype=dtype, device=device))
@@ -134,16 +129,16 @@ class ParallelLayer(ShardedLayer):
         self.config = config
         self.tp_group = group
         self.is_expert = is_expert
-        self.expert_parallel = option(config, "expert_model_parallel_size", 1) > 1
+        self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
         # The experts' token dispatcher does what the layers would do otherwise.
         self.explicit_expert_comm = is_expert and (group_size(group) > 1 or self.expert_parallel)
-        self.gradient_accumulation_fusion = bool(option(config, "gradient_accumulation_fusion", False))
+        self.gradient_accumulation_fusion = bool(getattr(config, "gradient_accumulation_fusion", False))
         self.master_weight: Tensor | None = None
 
     def _choose_path(self) -> None:
         """Decide about symmetric memory. Where it is asked for and cannot be had, say so."""
         self.symmetric, self.path = False, "collectives"
-        if not option(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
+        if not getattr(self.config, "tp_comm_overlap", False) or group_size(self.tp_group) == 1:
             return
         if self.explicit_expert_comm:  # communicates nothing
             return
@@ -176,7 +171,7 @@ class ParallelLayer(ShardedLayer):
             self.register_parameter("bias", None)
             return
         self.bias = self._new_parameter(features)
-        if option(self.config, "perform_initialization", True):
+        if getattr(self.config, "perform_initialization", True):
             torch.nn.init.zeros_(self.bias)
 
     def _mark_for_gradient_sums(self) -> None:
@@ -185,9 +180,9 @@ class ParallelLayer(ShardedLayer):
         Those are others than the dense layers' data-parallel ranks where ranks hold other experts (expert parallelism),
         and where experts are cut into more or fewer parts than dense layers are, by generalized tensor parallelism too.
         """
-        dense = option(self.config, "tensor_model_parallel_size", 1)
-        cut_alike = option(self.config, "expert_tensor_parallel_size") in (None, dense)
-        pieces = [option(self.config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_")]
+        dense = getattr(self.config, "tensor_model_parallel_size", 1)
+        cut_alike = getattr(self.config, "expert_tensor_parallel_size", None) in (None, dense)
+        pieces = [getattr(self.config, f"{kind}gtp_weight_remat_size", 1) for kind in ("", "expert_")]
         cut_alike = cut_alike and pieces[0] == pieces[1]
         elsewhere = self.is_expert and (self.expert_parallel or not cut_alike)
         for parameter in self.parameters(recurse=False):
@@ -195,9 +190,9 @@ class ParallelLayer(ShardedLayer):
 
     def _mark_for_offloading(self, x: Tensor) -> None:
         """Within Megatron's CPU offloading context, say whether the saved input shall leave the device."""
-        context = option(self.config, "_cpu_offloading_context")
+        context = getattr(self.config, "_cpu_offloading_context", None)
         if context is not None and getattr(context, "inside_context", False):
-            x.activation_offloading = option(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
+            x.activation_offloading = getattr(self.config, "cpu_offloading_activations", True)  # type: ignore[attr-defined]
 
     def plan(self) -> Plan:
         """What the next call communicates."""

@@ -13,7 +13,7 @@ from megatron_ext.head.validation.readable_values import fault_within, on_host
 from megatron_ext.tensor_parallel._layers.distributed_weights import table_of_lookup
 from megatron_ext.tensor_parallel._layers.initialization import InitMethod
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
-from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config, option
+from megatron_ext.tensor_parallel._layers.sharded_layer import ShardedLayer, check_config
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -75,7 +75,7 @@ class VocabParallelEmbedding(ShardedLayer):
         self.config = config
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.deterministic_mode = option(config, "deterministic_mode", False)
+        self.deterministic_mode = getattr(config, "deterministic_mode", False)
         ranks = group_size(self.tp_group)
         if num_embeddings % ranks:
             raise ValueError(

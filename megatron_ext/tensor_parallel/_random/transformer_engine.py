@@ -104,20 +104,15 @@ def make_te_tracker() -> Any:
     return TECudaRNGStatesTracker()
 
 
-def _quantization() -> ModuleType:
-    """Where the settings of fp8 live: in `quantization`; before Transformer Engine 2.8 in `fp8`."""
-    try:
-        return import_module("transformer_engine.pytorch.quantization")
-    except ModuleNotFoundError:
-        return transformer_engine("fp8", needed_for="fp8")
-
-
 class Fp8Recompute:
     """The fp8 settings of a forward, for its recomputation. Transformer Engine then quantizes both runs alike."""
 
     def __init__(self) -> None:
         self._phase = transformer_engine("distributed", needed_for="fp8").activation_recompute_forward
-        fp8 = _quantization()
+        try:
+            fp8 = import_module("transformer_engine.pytorch.quantization")
+        except ModuleNotFoundError:  # before Transformer Engine 2.8
+            fp8 = transformer_engine("fp8", needed_for="fp8")
         enabled = fp8.FP8GlobalStateManager.is_fp8_enabled()
         recipe = fp8.FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         if hasattr(fp8, "autocast"):  # which deprecates the other one

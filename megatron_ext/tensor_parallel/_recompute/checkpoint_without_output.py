@@ -23,7 +23,7 @@ An idea of Megatron-Core (its selective recomputation of norms and activations, 
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,7 +142,9 @@ class CheckpointWithoutOutput:
         for place, output in enumerate(outputs):
             if _storage_id(output) not in kept:
                 kept.add(_storage_id(output))  # several outputs may be pieces of one storage
-                freed.append(_Freed(output, place))
+                storage = output.untyped_storage()
+                freed.append((place, storage, storage.nbytes()))
+                storage.resize_(0)  # whoever holds a tensor there goes on holding it
         if hook_tensor.requires_grad:
             hook_tensor.register_hook(functools.partial(_fill_again, ctx, freed))
 
@@ -185,30 +187,19 @@ class CheckpointWithoutOutputManager:
             call._discard(hook_tensor)
 
 
-class _Freed:
-    """An output whose memory is given back; whoever holds the tensor, or another on its storage, goes on holding it."""
+def _fill_again(ctx: Any, freed: list[tuple[int, torch.UntypedStorage, int]], grad: Tensor) -> None:
+    """Hook: the second run, for whose results the rest of the backward is about to ask.
 
-    def __init__(self, output: Tensor, place: int):
-        self.place = place  # among the results of the function
-        self._storage = output.untyped_storage()
-        self._n_bytes = self._storage.nbytes()
-        self._storage.resize_(0)
-
-    def fill(self, results: Sequence[Tensor]) -> None:
-        """Its memory again, with the numbers of the second run."""
-        again = results[self.place].untyped_storage()
-        assert again.nbytes() == self._n_bytes, "the function returned another shape or layout in its recomputation"
-        self._storage.resize_(self._n_bytes)
-        self._storage.copy_(again)  # past autograd, whose version counters would take it for a change
-
-
-def _fill_again(ctx: Any, freed: list[_Freed], grad: Tensor) -> None:
-    """Hook: the second run, for whose results the rest of the backward is about to ask."""
+    `freed`: outputs' places among the results, where they lay, and how many bytes they took there.
+    """
     if cuda_graph_phase() == "warmup":
         return
     ctx.second_run = run_again(ctx)
-    for output in freed:
-        output.fill(ctx.second_run[1])
+    for place, storage, n_bytes in freed:
+        again = ctx.second_run[1][place].untyped_storage()
+        assert again.nbytes() == n_bytes, "the function returned another shape or layout in its recomputation"
+        storage.resize_(n_bytes)
+        storage.copy_(again)  # past autograd, whose version counters would take it for a change
 
 
 def _storage_id(tensor: Tensor) -> int:

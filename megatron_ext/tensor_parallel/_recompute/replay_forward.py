@@ -116,24 +116,6 @@ def _unflatten(leaves: list[Any], spec: TreeSpec | type) -> Any:
     return tuple(leaves) if spec is tuple else leaves[0]
 
 
-class Surroundings:
-    """The random states and autocast settings that hold where this is made; `devices` are those that are drawn on."""
-
-    def __init__(self, devices: set[torch.device]):
-        self._random = RandomMoment(devices)
-        others = sorted({d.type for d in devices}.difference(_KINDS))
-        self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, as it was then; afterwards as it was before."""
-        with self._random.again(), contextlib.ExitStack() as autocast:
-            for settings in self._autocast:
-                if settings != _autocast(settings[0]):
-                    autocast.enter_context(torch.autocast(*settings))
-            yield
-
-
 _KINDS = ("cpu", "cuda")
 
 
@@ -144,13 +126,19 @@ def _autocast(kind: str) -> tuple[str, torch.dtype, bool, bool]:
 
 
 class Rerun:
-    """A function between its two runs, in an `autograd.Function` whose context `ctx` keeps this and the tensors."""
+    """A function between its two runs, in an `autograd.Function` whose context `ctx` keeps this and the tensors.
+
+    The random states and autocast settings that hold where this is made hold in the second run.
+    """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any]):
         self._function = function
         self._others = [None if isinstance(arg, Tensor) else arg for arg in args]
         self._places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
-        self._surroundings = Surroundings({args[i].device for i in self._places})
+        devices = {args[i].device for i in self._places}
+        self._random = RandomMoment(devices)
+        others = sorted({d.type for d in devices}.difference(_KINDS))
+        self._autocast = [_autocast(kind) for kind in (*_KINDS, *filter(torch.amp.is_autocast_available, others))]
 
     def first(self, ctx: Any, args: Sequence[Any]) -> Any:
         """Run it without keeping a graph; returns what `forward` may return."""
@@ -170,7 +158,10 @@ class Rerun:
         inputs = list(self._others)
         for place, tensor in zip(self._places, tensors, strict=True):
             inputs[place] = tensor.detach().requires_grad_(needs_grad[place])
-        with self._surroundings.again(), torch.enable_grad():
+        with self._random.again(), contextlib.ExitStack() as autocast, torch.enable_grad():
+            for settings in self._autocast:
+                if settings != _autocast(settings[0]):
+                    autocast.enter_context(torch.autocast(*settings))
             results = self._function(*inputs)
         return inputs, tuple(results) if isinstance(results, tuple | list) else (results,)
 
