@@ -430,7 +430,8 @@ def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueErr
 
 def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     """The arguments that have one entry for each token, with their names."""
-    return [given for r in readouts if (given := r.per_token()) is not None]
+    given = [r.per_token() for r in readouts]
+    return [each for each in given if each is not None]
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:
