@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, options_of, ranks_of, rows_fault, widened
+from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, options_of, rows_fault, widened
 from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.call import Call
@@ -215,7 +215,7 @@ class LmHead:
                 own = sizes[group_rank(self.tp_group)]
                 shared = [left is None and t.hidden.dim() < hidden.dim() for t in teachers]
                 rows = [own, *(own // hidden.shape[-2] if each else own for each in shared)]
-                more = [ranks_of(head.adapters) for head in (self, *(t.head for t in teachers))]
+                more = [sum(len(x.A) for x in head.adapters) for head in (self, *(t.head for t in teachers))]
                 zeros = [
                     x.new_zeros(count, x.shape[1] + beside) for x, count, beside in zip(sides, rows, more, strict=True)
                 ]
@@ -430,7 +430,8 @@ def _teacher_logits_fault(teacher: Any, student: Logits, ranks: int) -> ValueErr
 
 def _per_token(readouts: Sequence[ReadOut]) -> list[tuple[str, Tensor]]:
     """The arguments that have one entry for each token, with their names."""
-    return [given for r in readouts if (given := r.per_token()) is not None]
+    given = [r.per_token() for r in readouts]
+    return [each for each in given if each is not None]
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:

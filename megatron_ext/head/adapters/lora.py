@@ -92,11 +92,6 @@ def options_of(adapters: Sequence[LoRA]) -> dict[str, Any]:
     return {"lora": [(len(each.A), float(each.scaling), float(each.dropout)) for each in adapters]}
 
 
-def ranks_of(adapters: Sequence[LoRA]) -> int:
-    """N, how many columns hidden states are given."""
-    return sum(each.A.shape[0] for each in adapters)
-
-
 def low_rank(adapters: Sequence[LoRA]) -> Tensor | None:
     """All B side by side, `[V, N]`; None without an adapter."""
     return torch.cat([each.B for each in adapters], 1) if len(adapters) > 1 else adapters[0].B if adapters else None

@@ -47,7 +47,12 @@ class OfSoftmaxFixed(Way):
         source = self._source(inputs, plan)
         kept = source.new_kept(cached / max(weight_VD.shape[0], 1))
         stats_LKT, shift_LT = _statistics(source, plan, kept, later)
-        own_KT = _of_this_rank(stats_LKT, plan)
+        if len(stats_LKT) == 1:
+            own_KT = stats_LKT[0]
+        else:  # sent as those of one shard
+            own_KT = statistics.new_statistics(plan.tokens, call, stats_LKT.dtype, stats_LKT.device)
+            joined_KT = statistics.joined(stats_LKT[..., :-1], call)
+            own_KT[: len(joined_KT), :-1] = joined_KT
         stats_RKT = plan.exchange(own_KT)
         stats = statistics.combine(stats_RKT, stats_LKT.amax(0), call, shift_LT[0])
         if engine_order.applies(call, source.x_TD):
@@ -153,14 +158,3 @@ def _keep(source: Source, at: int, kept_tV: Tensor, z_tV: Tensor, target_t: Tens
     coefficients = (None,) * 4
     last = min(source.leaves[at].vocab.counted, width), call.softcap, call.temperature
     row_gradient(z_tV, False, target_t, shift_t, *coefficients, kept_tV, bias_V, *last)
-
-
-def _of_this_rank(stats_LKT: Tensor, plan: Plan) -> Tensor:
-    """`[K, T + 1]`: the leaves' statistics as those of one shard, which is what is sent."""
-    if len(stats_LKT) == 1:
-        return stats_LKT[0]
-    call, tokens = plan.call, plan.tokens
-    own_KT = statistics.new_statistics(tokens, call, stats_LKT.dtype, stats_LKT.device)
-    found_KT = statistics.joined(stats_LKT[..., :-1], call)
-    own_KT[: len(found_KT), :-1] = found_KT
-    return own_KT

@@ -48,15 +48,6 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         raise ValueError(f"{argument} has shape {tuple(x.shape)}: it must have {wanted} dims; reshape it")
 
 
-def check_quantised(weight: Tensor) -> None:
-    if weight.dim() != 2 or weight.requires_grad:
-        raise ValueError(
-            f"weight is a quantised {type(weight).__name__} of shape {tuple(weight.shape)}, requires_grad "
-            f"{weight.requires_grad}: it must be [V/R, D] and frozen; call weight.requires_grad_(False), or pass "
-            f"weight.dequantize()"
-        )
-
-
 def check_integers(argument: str, ids: Any) -> None:
     check_plain(argument, ids)
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
@@ -209,10 +200,14 @@ def linear_fault(
     """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
     its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
     quantised, casts = is_quantised(weight), torch.is_autocast_enabled(hidden.device.type)
+    if quantised and (weight.dim() != 2 or weight.requires_grad):
+        return ValueError(
+            f"{its_weight} is a quantised {type(weight).__name__} of shape {tuple(weight.shape)}, requires_grad "
+            f"{weight.requires_grad}: it must be [V/R, D] and frozen; call weight.requires_grad_(False), or pass "
+            f"weight.dequantize()"
+        )
     try:
-        if quantised:
-            check_quantised(weight)
-        else:
+        if not quantised:
             check_floating(its_weight, weight, 2)
         if bias is not None:
             check_floating(its_bias, bias, 1)

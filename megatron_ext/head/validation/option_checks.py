@@ -106,8 +106,8 @@ def as_number(value: Any) -> str | None:
     return f"write {mantissa}e{exponent}: without its dot and the exponent's sign it is text to YAML"
 
 
-def is_int(value: Any, least: float = -math.inf) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_int(value: Any, least: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
 def check_at_most(at_most: Any) -> None:
