@@ -90,8 +90,7 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
     signature, labels = inspect.signature(original), patch_points.label_argument(original)
 
     def method(self, *args, **kwargs):
-        bound = signature.bind(self, *args, **kwargs)
-        given = bound.arguments | kwargs
+        given = signature.bind(self, *args, **kwargs).arguments | kwargs
         with_labels = labels is not None and given.get(labels) is not None
         if (
             patch_points.region(type(self)) != name
@@ -105,11 +104,11 @@ def _fused(original: Any, settings: HeadSettings, name: str) -> Any:
         mask = given.get("loss_mask") if with_labels and settings.skip_ignored else None
         if mask is not None and labels is not None:
             counted = log_probs.masked(given[labels], mask)
-            if labels in bound.arguments:
-                bound.arguments[labels] = counted
-                args, kwargs = bound.args[1:], bound.kwargs
-            else:  # caught by the method's **kwargs
+            if labels in kwargs:
                 kwargs = kwargs | {labels: counted}
+            else:
+                at = [*signature.parameters].index(labels) - 1  # without `self`
+                args = (*args[:at], counted, *args[at + 1 :])
         with Region(self, settings).entered() as region:
             results = original(self, *args, **kwargs)
             if isinstance(results, PromisedLogits):  # without labels the caller wants logits, or an output processor

@@ -25,7 +25,7 @@ PLAIN: dict[str, Function] = {
     "silu": F.silu,
 }
 _GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
-OF_CLAMPED = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}  # the last one is new in 2.20
+OF_CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def gated(activation: Function) -> Function:
@@ -38,7 +38,7 @@ def gated(activation: Function) -> Function:
     return apply
 
 
-def clamped(x: Tensor, limit: float, alpha: float, glu_linear_offset: float) -> Tensor:
+def clamped(x: Tensor, limit: float, alpha: float, glu_linear_offset: float = 1.0) -> Tensor:
     """The gate of GPT-OSS: clamped from above, its partner from both sides and moved by an offset."""
     gate, linear = x.chunk(2, dim=-1)
     gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)

@@ -120,4 +120,6 @@ class _Answer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         send, ctx.send = ctx.send, None  # which holds tensors
+        if send is None:
+            raise RuntimeError("what stages share takes one backward pass of a micro-batch: its tensors are freed then")
         return send(grad), None, None

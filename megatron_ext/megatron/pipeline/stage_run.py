@@ -13,6 +13,7 @@ see `multi_token_stage`. The embedding is then summed on the last stage too, and
 well.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -243,9 +244,10 @@ class StageRun:
         def go() -> Any:
             self._enter_chunk(n, chunk)
             with gradients_held(self.config, n == self.call.num_microbatches - 1):
-                kind = schedules.get_model_type(self.call.model[chunk])  # which older versions want
-                step = schedules.backward_step
-                return call_known(step, input_, output, grad, model_type=kind, config=self.config)
+                step, given = schedules.backward_step, [input_, output, grad]
+                if "model_type" in inspect.signature(step).parameters:  # of older versions
+                    given.append(schedules.get_model_type(self.call.model[chunk]))
+                return step(*given, self.config)
 
         input_grad = self.marks.attempt(go)
         if is_back:

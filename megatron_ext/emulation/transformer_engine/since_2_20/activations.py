@@ -24,6 +24,7 @@ from megatron_ext.emulation.transformer_engine.activations import (
 from megatron_ext.emulation.transformer_engine.parameters import taking
 from megatron_ext.emulation.transformer_engine.quantisation.tensors import quantize_into
 
+_OF_CLAMPED = OF_CLAMPED | {"glu_linear_offset": 1.0}
 _OF_SITU = {"beta1": 4.0, "beta2": 25.0}
 _INTERLEAVED = {"glu_interleave_size": 0}
 
@@ -38,14 +39,16 @@ def functions() -> dict[str, Callable[..., Any]]:
     """By the names of the compiled module."""
     glu, swiglu, srelu = gated(torch.sigmoid), gated(PLAIN["silu"]), PLAIN["srelu"]
     return {
+        "clamped_swiglu": forward_of(clamped, **_OF_CLAMPED),
+        "clamped_dswiglu": backward_of(clamped, **_OF_CLAMPED),
         "glu": forward_of(glu),
         "dglu": backward_of(glu),
         "situglu": forward_of(_situ, **_OF_SITU),
         "dsituglu": backward_of(_situ, **_OF_SITU),
         "scaled_swiglu": _scaled_forward(swiglu, **_INTERLEAVED),
         "scaled_dswiglu": _scaled_backward(swiglu, **_INTERLEAVED),
-        "scaled_clamped_swiglu": _scaled_forward(clamped, **OF_CLAMPED, **_INTERLEAVED),
-        "scaled_clamped_dswiglu": _scaled_backward(clamped, **OF_CLAMPED, **_INTERLEAVED),
+        "scaled_clamped_swiglu": _scaled_forward(clamped, **_OF_CLAMPED, **_INTERLEAVED),
+        "scaled_clamped_dswiglu": _scaled_backward(clamped, **_OF_CLAMPED, **_INTERLEAVED),
         "scaled_situglu": _scaled_forward(_situ, **_OF_SITU, **_INTERLEAVED),
         "scaled_dsituglu": _scaled_backward(_situ, **_OF_SITU, **_INTERLEAVED),
         "scaled_srelu": _scaled_forward(srelu),
