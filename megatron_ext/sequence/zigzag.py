@@ -142,7 +142,7 @@ def demand(right: Tensor, message: Callable[[str], str], of: Tensor) -> None:
     """
     if torch.compiler.is_compiling() or isinstance(right, FakeTensor):
         return
-    if right.device.type != "cpu":
+    if right.is_cuda or right.device.type != "cpu":
         torch._assert_async(right, message(""))
     elif not right:
         raise ValueError(message(f" is {of.tolist()}"))
