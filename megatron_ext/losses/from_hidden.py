@@ -65,14 +65,16 @@ class FromHidden:
         if isinstance(weight, LmHead):
             return weight
         check_tensor("weight", weight, "a tensor, this rank's [V/R, D]")  # the head says what else is wrong with it
-        names = [field.name for field in fields(FromHidden) if field.name != "skip_ignored"]
-        return LmHead(weight, **{name: getattr(self, name) for name in names}, **more)
+        return LmHead(weight, **{name: getattr(self, name) for name in _OF_THE_HEAD}, **more)
 
     def _only(self, counts: Tensor | None) -> dict[str, Any]:
         """What `LmHead.read` takes so that with `skip_ignored` other tokens make no product; None: all count."""
         if not self.skip_ignored or counts is None:
             return {}
         return {"counts": counts, "at_most": token_bound(self.skip_ignored)}
+
+
+_OF_THE_HEAD = tuple(field.name for field in fields(FromHidden) if field.name != "skip_ignored")
 
 
 def token_shape(hidden: Tensor, head: LmHead) -> torch.Size:

@@ -30,6 +30,7 @@ from megatron_ext.head import (
     LogSumExp,
     LoRA,
     MeanLogit,
+    ReadOut,
     Sampled,
     SumOfSquares,
     Teacher,
@@ -37,6 +38,7 @@ from megatron_ext.head import (
     TotalVariation,
     ZLoss,
 )
+from megatron_ext.head.engine.logit_gradient import Basis
 from tests.ranks import ranks
 
 # Of all sums in a case the largest error relative to the largest entry, by dtype.
@@ -343,6 +345,36 @@ def test_a_hundred():
 @ranks(1, 2, 3, 4)
 def test_thousands():
     run(range(1000, 1700), dist.group.WORLD)
+
+
+class OfAnyNumber(ReadOut):
+    """The log-probability of a label that may be none, and is then that of nothing."""
+
+    reads_labels = True
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def flatten(self, flat):
+        self.labels_T = flat(self.labels)
+
+    def results(self, stats, stats_RKT, own_KT):
+        return [(stats.target - stats.log_sum).to(own_KT.dtype)], []
+
+    def basis(self, stats, saved, grad):
+        return Basis(log_prob=grad)
+
+
+def test_labels_that_a_read_out_does_not_check():
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.tensor([3, -1, 19, -100])
+    there, logits = labels >= 0, hidden @ weight.T
+    want = logits.log_softmax(-1)[there].gather(1, labels[there, None])[:, 0]
+    grads = torch.autograd.grad(want.sum(), (hidden, weight), retain_graph=True)
+    for found in (LmHead(weight).read(hidden, OfAnyNumber(labels)), Logits(logits).read(OfAnyNumber(labels))):
+        torch.testing.assert_close(found[there], want)
+        assert (found[~there] == -torch.inf).all()
+        torch.testing.assert_close(torch.autograd.grad(found[there].sum(), (hidden, weight), retain_graph=True), grads)
 
 
 if __name__ == "__main__":

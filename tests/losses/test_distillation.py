@@ -372,3 +372,14 @@ def test_ids_that_one_rank_alone_repeats_are_refused_on_both():
         TopKDistillationLoss(zero_outside_topk=True, tp_group=dist.group.WORLD)(
             torch.randn(2, 3), torch.randn(5, 3), torch.zeros(2, 2), ids
         )
+
+
+def test_a_loss_is_compiled_whole():
+    student, teacher, _ = heads()
+    loss = DistillationLoss(divergence="forward")
+
+    def value(hidden, weight):
+        return loss(hidden, weight, *teacher)
+
+    found = torch.compile(value, backend="eager", fullgraph=True)(*student)
+    torch.testing.assert_close(found, value(*student))

@@ -62,7 +62,7 @@ def product(g_TV: Tensor, w_VD: Tensor, before_TD: Tensor | None = None) -> Tens
 
     `before`: on CUDA, the sum over earlier columns, of a multiple of `PRODUCT_STEP`, that goes on with these.
     """
-    total_TD = before_TD
+    total_TD = before_TD if g_TV.is_cuda else None
     if total_TD is None:
         total_TD = g_TV.new_empty(g_TV.shape[0], w_VD.shape[1], dtype=accumulation_dtype(g_TV.dtype))
     if g_TV.is_cuda:

@@ -35,8 +35,9 @@ Found = tuple[list[Tensor], list[Tensor]]
 Flatten = Callable[[Tensor], Tensor]
 
 
-# Attributes that are no options: they follow from labels, of which each rank says more than what these hold.
-_OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later")
+# Attributes that are no options: they follow from labels, of which each rank says more than what these hold, and from
+# options.
+_OF_THE_CALL = ("labels", "all_count", "counts_T", "masked_later", "begins", "candidates")
 
 
 class AtColumns(NamedTuple):

@@ -47,7 +47,6 @@ class TopKFiltered(Filtered):
     def __init__(self, labels: Tensor, top_k: int, top_p: float, ignore_index: int):
         super().__init__(labels, ignore_index)
         self.top_k, self.top_p = top_k, top_p
-
         self.begins = top_k > _MANY
 
     def flatten(self, flat: Flatten) -> None:

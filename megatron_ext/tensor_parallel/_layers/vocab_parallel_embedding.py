@@ -87,6 +87,7 @@ class VocabParallelEmbedding(ShardedLayer):
         self.vocab_start_index, self.vocab_end_index = self.vocab.start, self.vocab.stop
         self._make_weight(self.num_embeddings_per_partition, embedding_dim, 0, init_method)
         self._cut_weight_once_more(pg_collection, sent_ahead=False)  # the first of the model
+        del self.config  # of which nothing is left to read, and which a copy of the layer would copy
 
     def forward(self, input_: Tensor) -> Tensor:
         """The embeddings of token ids.
