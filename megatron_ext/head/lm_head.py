@@ -360,7 +360,8 @@ class Logits:
         of_a_leaf = base.is_leaf and base.requires_grad  # whose values outlive backward
         in_place = all(stride or size == 1 for size, stride in zip(z.shape, z.stride(), strict=True))
         own_memory = in_place and not of_a_leaf
-        rules = [Rule(None, each.softcap) if plan.needs_logits else Rule() for each in (self, *teachers)]
+        both = self, *teachers
+        rules = [Rule(None, each.softcap) for each in both] if plan.needs_logits else [Rule()] * len(both)
         into_logits = self.gradient_into_logits and own_memory and not plan.needs_logits
         others = [flat.rows(teacher.logits.detach()) for teacher in teachers]
         plan.places_T = flat.places(z.device, ranks)
