@@ -121,7 +121,7 @@ def test_what_others_ask_of_it():
     assert layer.num_embeddings_per_partition == share
     assert (layer.vocab_start_index, layer.vocab_end_index) == (share * dist.get_rank(), share * (dist.get_rank() + 1))
     assert repr(layer).startswith(f"VocabParallelEmbedding({V}, {D}, TP={dist.get_world_size()}, communication=")
-    layer_config.no_sync_func = threading.Lock().acquire  # what Megatron sets there later a copy does not follow
+    layer_config.no_sync_func = threading.Lock()  # a copy does not follow what Megatron sets there later
     clone = copy.deepcopy(layer)
     assert clone.tp_group is layer.tp_group
     assert vars(clone.weight) == vars(layer.weight)

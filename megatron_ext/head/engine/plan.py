@@ -75,7 +75,7 @@ class Plan:
             self.target_T = torch.full((tokens,), -1, device=device)
         elif labels.counts_T is None and call.vocab.counted == call.vocab.size:
             self.target_T = labels.labels_T.clone()  # which the caller may write before backward
-            self.labelled = getattr(labels, "all_count", False)  # of a read-out of one's own nothing was seen
+            self.labelled = labels.all_count
         else:
             own_T = call.vocab.owns(labels.labels_T)
             if labels.counts_T is not None:

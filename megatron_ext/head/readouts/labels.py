@@ -26,7 +26,6 @@ class OfLabels(ReadOut):
     """
 
     reads_labels = True
-    all_count = False  # as `check` has seen, where it can see labels
 
     def __init__(self, labels: Tensor, ignore_index: int = -100):
         option_checks.check_ignore_index(ignore_index)

@@ -112,6 +112,7 @@ class ReadOut:
 
     call: Call
     parts: list[slice]  # how all ranks cut the tokens
+    all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
     masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
     _names: tuple[str, ...] = ()  # of the attributes that it has itself
 
