@@ -101,6 +101,24 @@ def test_each_test_runs_on_as_many_ranks_as_it_asks_for_and_both_ways(tmp_path):
 
 
 @pytest.mark.slow
+def test_on_a_gpu_nothing_is_emulated(tmp_path):
+    (tmp_path / "tests" / "unit_tests").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    lines = ["import torch", "def test_torch_is_its_own():"]
+    lines += ["    assert 'megatron_ext' not in torch.cuda.is_available.__code__.co_filename"]
+    lines += ["from megatron.core.tensor_parallel import ColumnParallelLinear", "def test_stock_alone():"]
+    lines += ["    assert ColumnParallelLinear.__module__.startswith('megatron.core')"]
+    (tmp_path / "tests" / "unit_tests" / "test_toys.py").write_text("\n".join(lines))
+    results = tmp_path / "results.json"
+    options = ["--on-gpu", "--ranks", "1", "--results", str(results)]
+    command = [sys.executable, "-P", str(PROGRAM), str(tmp_path), *options]
+    subprocess.run(command, timeout=TIMEOUT_S, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    (known,) = json.loads(results.read_text()).values()
+    found = {name.rpartition("::")[2]: (test["stock"], test["ours"]) for name, test in known["tests"].items()}
+    assert found == {"test_torch_is_its_own": ("passed", "passed"), "test_stock_alone": ("passed", "failed")}
+
+
+@pytest.mark.slow
 def test_a_file_is_ended_at_its_limit_and_keeps_what_it_has_told(tmp_path):
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     lines = ["import time", "def test_quick(): pass", "def test_long(): time.sleep(600)", "def test_after(): pass"]
