@@ -126,16 +126,6 @@ def test_it_is_refused_where_a_models_own_logits_are_read():
         use_fused_loss(model, logit_dtype=BF16)(**given)
 
 
-@pytest.mark.parametrize("ids_of", ["teacher", "student"])
-def test_a_teachers_weight_is_read_with_the_students(ids_of, monkeypatch):
-    found, read = [], LmHead.read
-    monkeypatch.setattr(LmHead, "read", lambda head, *a, **k: found.append(head.logit_dtype) or read(head, *a, **k))
-    student = LmHead(WEIGHT.to(BF16), logit_dtype=BF16)
-    TopKDistillationLoss().with_teacher(HIDDEN.to(BF16), student, HIDDEN.to(BF16), OTHER.to(BF16), 3, ids_of)
-    assert len(found) >= 2
-    assert set(found) == {BF16}
-
-
 def test_the_launchers_flag(capsys):
     for given, dtype in {"bfloat16": BF16, "float16": torch.float16, "float32": torch.float32}.items():
         options = run._parser().parse_args(["--logit-dtype", given, "script.py"])

@@ -62,27 +62,34 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
         o["max_completion_length"] = 9
     if kind not in ("cispo", "sapo"):
         o |= draw.options(importance_sampling_level=("token", "sequence"))
-    w, names = rows.weights, ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])]
+    names = ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])]
     given = {name: rows.others[name] for name in names}
+    return losses.GRPOLoss, o, true_grpo(o, rows), (rows.advantages,), given
+
+
+def true_grpo(o: dict[str, Any], rows: Rows, of_samples: Tensor | float = 1.0) -> Callable[[Tensor], Tensor]:
+    """From log-probabilities. `of_samples`: weights of tokens for what the generator's log-probabilities are off by."""
+    kind, w = o.get("loss_type", "dapo"), rows.weights
     advantages = rows.advantages if rows.advantages.dim() == 2 else rows.advantages[:, None]
     epsilon = o.get("epsilon", 0.2)
     high = o.get("epsilon_high", epsilon)
 
     def truth(log_probs: Tensor) -> Tensor:
-        change = log_probs - given["old_log_probs"]
+        change = log_probs - rows.others["old_log_probs"]
         if o.get("importance_sampling_level") == "sequence":
             change = row_means(change, w)[:, None].expand_as(change)
         ratio = change.exp()
         if kind == "cispo":
             loss = -ratio.clamp(max=high).detach() * advantages * log_probs
         elif kind == "sapo":
-            t = torch.where(advantages > 0, 1.0, 1.05)
+            t = torch.where(advantages > 0, 1.0, o.get("sapo_temperature_neg", 1.05))
             loss = -advantages * 4 / t * torch.sigmoid(t * (ratio - 1))
         else:
             first = ratio.clamp(max=o["delta"]) if "delta" in o else ratio
             loss = -torch.minimum(first * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
+        loss = loss * of_samples
         if o.get("beta"):
-            d = given["reference_log_probs"] - log_probs
+            d = rows.others["reference_log_probs"] - log_probs
             d = d.clamp(-0.4, 0.4) if "kl_input_clamp" in o else d
             kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[o.get("kl_estimator", "k3")]
             kl = kl.clamp(-0.05, 0.05) if "kl_output_clamp" in o else kl
@@ -91,7 +98,7 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
             return row_means(loss, w).mean()
         return over((loss * w).sum(), torch.tensor(len(w) * 9.0) if kind == "dr_grpo" else w.sum())
 
-    return losses.GRPOLoss, o, truth, (rows.advantages,), given
+    return truth
 
 
 def _pairs(x: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -112,7 +119,7 @@ def _of_pairs(losses_P: Tensor, log_probs: Tensor, rows: Rows, o: dict[str, Any]
 def _pair_loss(draw: Draw, rows: Rows) -> Made:
     cls = draw.one_of("loss", losses.DPOLoss, losses.SimPOLoss, losses.ORPOLoss)
     o: dict[str, Any] = draw.options(pairs=("halves", "interleaved"), beta=(0.1, 0.7), sft_weight=(None, 0.4, 0.0))
-    w, given = rows.weights, {}
+    given = {}
     if cls is losses.DPOLoss:
         o |= draw.options(loss_type=("sigmoid", "hinge", "ipo"), average_log_prob=(False, True))
         if draw.chance(0.3):
@@ -123,12 +130,16 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
         o |= draw.options(gamma=(0.5, 1.3))
     if o.get("loss_type", "sigmoid") == "sigmoid":
         o |= draw.options(label_smoothing=(0.0, 0.2))
-    beta, smoothing = o.get("beta", 0.1), o.get("label_smoothing", 0.0)
+    return cls, o, true_pair_loss(cls, o, rows), (), given
+
+
+def true_pair_loss(cls: type, o: dict[str, Any], rows: Rows) -> Callable[[Tensor], Tensor]:
+    w, beta, smoothing = rows.weights, o.get("beta", 0.1), o.get("label_smoothing", 0.0)
 
     def truth(log_probs: Tensor) -> Tensor:
         sft = o.get("sft_weight", 1.0 if cls is losses.ORPOLoss else 0.0)
         if cls is losses.DPOLoss:
-            apart = log_probs - given["reference_log_probs"] if given else log_probs
+            apart = log_probs if o.get("reference_free") else log_probs - rows.others["reference_log_probs"]
             average = o.get("average_log_prob") or o.get("loss_type") == "ipo"
             c, r = _pairs(row_means(apart, w) if average else (apart * w).sum(1), o)
             found = {
@@ -145,7 +156,7 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
             found = beta * _preference(c - r, smoothing)
         return _of_pairs(found, log_probs, rows, o, sft)
 
-    return cls, o, truth, (), given
+    return truth
 
 
 def magnified(log_probs: Tensor, weights: Tensor) -> float:
@@ -164,25 +175,27 @@ def _kto(draw: Draw, rows: Rows) -> Made:
         undesirable_weight=(1.0, 0.3),
         average_log_prob=(False, True),
     )
-    w, reference_log_probs = rows.weights, rows.others["reference_log_probs"]
-    desirable = torch.randint(0, 2, w.shape[:1], generator=draw.generator).bool()
+    desirable = torch.randint(0, 2, rows.labels.shape[:1], generator=draw.generator).bool()
     kl = draw.one_of("kl", 0.0, 0.4)
+    given = {
+        "reference_log_probs": rows.others["reference_log_probs"],
+        "kl": torch.tensor(kl, dtype=torch.float64),
+    }
+    return losses.KTOLoss, o, true_kto(o, rows, desirable, kl), (desirable,), given
+
+
+def true_kto(o: dict[str, Any], rows: Rows, desirable: Tensor, kl: float) -> Callable[[Tensor], Tensor]:
+    w = rows.weights
 
     def truth(log_probs: Tensor) -> Tensor:
-        apart = log_probs - reference_log_probs
+        apart = log_probs - rows.others["reference_log_probs"]
         x = row_means(apart, w) if o.get("average_log_prob") else (apart * w).sum(1)
         factors = torch.where(desirable, o.get("desirable_weight", 1.0), o.get("undesirable_weight", 1.0))
         found = factors * (1 - torch.sigmoid(o.get("beta", 0.1) * (x - kl) * torch.where(desirable, 1.0, -1.0)))
         some = (w > 0).any(1)
         return over(found.where(some, 0.0).sum(), some.sum())
 
-    return (
-        losses.KTOLoss,
-        o,
-        truth,
-        (desirable,),
-        {"reference_log_probs": reference_log_probs, "kl": torch.tensor(kl, dtype=torch.float64)},
-    )
+    return truth
 
 
 def _rows(draw: Draw, vocabulary: Vocabulary, log_probs: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> Rows:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.groups import group_size
+from tests.fuzz.losses import Rows
 
 B, S, D, V = 4, 6, 5, 23
 TEMPERATURE = 0.7
@@ -22,23 +23,16 @@ def head(seed=0):
     return drawn(B, S, D, seed=seed), drawn(V, D, seed=seed + 1)
 
 
-def rows():
+def rows(advantages=None):
     """Labels, a mask, and the log-probabilities of other policies; some tokens and labels do not count."""
     generator = torch.Generator().manual_seed(2)
     labels_BS = torch.randint(V, (B, S), generator=generator)
     labels_BS[0, -2:] = -100
     mask_BS = (torch.rand(B, S, generator=generator) < 0.8).double()
-    hidden, weight = head()
-    own_BS = reference.log_probs(reference.logits(hidden, weight, temperature=TEMPERATURE), labels_BS)
-    others = {
-        name: own_BS + drawn(B, S, scale=0.5, seed=seed) for seed, name in enumerate(("old", "ref", "sampled"), 3)
-    }
-    return labels_BS, mask_BS, others
-
-
-def counts(labels_BS, mask_BS):
-    """For each row the places of the tokens that count."""
-    return [[s for s in range(S) if mask_BS[b, s] > 0 and labels_BS[b, s] != -100] for b in range(B)]
+    own_BS = reference.log_probs(reference.logits(*head(), temperature=TEMPERATURE), labels_BS)
+    names = ("old_log_probs", "reference_log_probs", "sampling_log_probs")
+    others = {name: own_BS + drawn(B, S, scale=0.5, seed=seed) for seed, name in enumerate(names, 3)}
+    return Rows(labels_BS, mask_BS, others, advantages)
 
 
 def check_rows(loss, truth, *per_row, mask=None, **per_token):
@@ -48,7 +42,7 @@ def check_rows(loss, truth, *per_row, mask=None, **per_token):
     """
     group = dist.group.WORLD
     ranks, rank = group_size(group), dist.get_rank()
-    labels_BS = rows()[0]
+    labels_BS = rows().labels
     leaves = [x.requires_grad_() for x in head()]
     true_BS = reference.log_probs(reference.logits(*leaves, temperature=TEMPERATURE), labels_BS)
     want = truth(true_BS)

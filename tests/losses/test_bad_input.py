@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext import VocabShard
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.head import LmHead
 from megatron_ext.losses import DistillationLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss, TopKDistillationLoss
 from tests.ranks import ranks
 
@@ -53,7 +54,7 @@ OF_EACH = {
         *OF_LABELS,
         *OF_REFERENCE,
         ({"desirable": [True] * B}, "desirable is list: it must be a tensor"),
-        ({"desirable": torch.ones(B)}, "desirable has dtype torch.float32"),
+        ({"desirable": torch.ones(B)}, "desirable has dtype torch.float32: it must be torch.bool"),
         ({"kl": "0.1"}, "kl is '0.1': it must be a number or a tensor"),
     ],
     DistillationLoss(): [
@@ -76,7 +77,7 @@ def good(loss, layout):
     found = {"hidden": hidden, "weight": weight, "mask": torch.ones(B, S), "count": 4}
     if isinstance(loss, DistillationLoss):
         return found | {"teacher_hidden": hidden, "teacher_weight": weight + 1}
-    ids = torch.randint(V, (B, S, K), generator=generator)
+    ids = torch.rand(B, S, V, generator=generator).topk(K).indices
     if isinstance(loss, TopKDistillationLoss):
         return found | {"teacher_topk_logits": ids.float(), "teacher_topk_indices": ids}
     found["labels"] = ids[..., 0]
@@ -88,12 +89,14 @@ def good(loss, layout):
     return found | {"sft_count": 6} | (per_token if isinstance(loss, DPOLoss) else {})
 
 
-def called(loss, layout, changed):
-    """The loss of good options and arguments but for those `changed`."""
+def called(loss, layout, changed, by_head=False):
+    """The loss of good options and arguments but for those `changed`; `by_head`: an `LmHead` has the head's options."""
     options = {"tp_group": dist.group.WORLD, "hidden_layout": layout}
     names = {field.name for field in dataclasses.fields(loss)}
     options |= {name: value for name, value in changed.items() if name in names}
     arguments = good(loss, layout) | {name: value for name, value in changed.items() if name not in names}
+    if by_head:
+        return loss(**arguments | {"weight": LmHead(arguments["weight"], **options)})[0]
     return dataclasses.replace(loss, **options)(**arguments)[0]
 
 
@@ -115,24 +118,41 @@ def test_what_every_rank_sees_is_raised_before_anything_is_communicated(layout):
 
 @ranks(2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
-def test_what_one_rank_sees_travels_in_the_exchange_of_the_call(layout):
-    faults = [({"mask": torch.ones(B, S + 1)}, r"mask is \(4, 4\)"), ({"count": -1.0}, "count is -1.0")]
+@pytest.mark.parametrize("by_head", [False, True])
+def test_what_one_rank_sees_travels_in_the_exchange_of_the_call(layout, by_head):
+    of_all = [
+        ({"mask": torch.ones(B, S + 1)}, r"mask is \(4, 4\): it must be a tensor \(4, 3\)"),
+        ({"count": -1.0}, "count is -1.0"),
+    ]
+    advantages = r"advantages is \(5,\): it must be a tensor with a number for each of 4 rows"
+    of_grpo = [
+        ({"advantages": torch.ones(B + 1)}, advantages),
+        ({"old_log_probs": torch.ones(S, B)}, r"old_log_probs is \(3, 4\)"),
+    ]
+    twice = {"teacher_topk_indices": torch.ones(B, S, K).long()}, "has an id twice"
     more = {
-        GRPOLoss: [({"advantages": torch.ones(B + 1)}, r"advantages is \(5,\)")],
-        KTOLoss: [({"desirable": torch.ones(B + 1).bool()}, r"desirable is \(5,\)")],
-        DPOLoss: [({"sft_count": -1.0}, "sft_count is -1.0")],
-        TopKDistillationLoss: [({"teacher_topk_logits": torch.ones(B, S, K + 1)}, "teacher_topk_logits has shape")],
+        GRPOLoss(beta=0.1): of_grpo,
+        GRPOLoss(skip_ignored=True): of_grpo,
+        KTOLoss(): [({"desirable": torch.ones(B + 1).bool()}, r"desirable is \(5,\)")],
+        DPOLoss(sft_weight=0.5): [({"sft_count": -1.0}, "sft_count is -1.0")],
+        DistillationLoss(divergence="reverse"): [],
+        DistillationLoss(divergence="jsd"): [],
+        TopKDistillationLoss(): [({"teacher_topk_logits": torch.ones(B, S, K + 1)}, "teacher_topk_logits has shape")],
+        TopKDistillationLoss(divergence="jsd", zero_outside_topk=True): [],
+        TopKDistillationLoss(divergence="mixed", zero_outside_topk=True): [twice],
     }
-    for loss in OF_EACH:
-        for changed, message in [*faults, *more.get(type(loss), [])]:
+    for loss in OF_EACH | more:
+        for changed, message in [*of_all, *more.get(loss, [])]:
+            if loss.skip_ignored and "mask" in changed:  # the ranks would not agree on how many tokens there are
+                continue
             own_fault = dist.get_rank() == 1
             with (
                 count_collectives() as counts,
                 pytest.raises(ValueError, match=message if own_fault else "another rank of tp_group refused"),
             ):
-                called(loss, layout, changed if own_fault else {})
+                called(loss, layout, changed if own_fault else {}, by_head)
             assert counts.total() == (1 if layout == "replicated" else 2), "no exchange of its own"
-        assert called(loss, layout, {}).isfinite()
+        assert called(loss, layout, {}, by_head).isfinite()
 
 
 @ranks(2)
@@ -142,7 +162,7 @@ def test_what_a_rank_without_columns_sees_is_raised_on_both():
     logits = torch.arange(float(B * vocab.columns)).view(B, vocab.columns)
     for divergence in ("forward", "reverse", "jsd"):
         loss = DistillationLoss(divergence=divergence, tp_group=dist.group.WORLD, vocab=vocab)
-        message = r"mask is \(3,\)" if own_fault else "another rank of tp_group refused"
-        with pytest.raises(ValueError, match=message):
-            loss.from_logits(logits, logits, torch.ones(3 if own_fault else B))
+        for name, wrong, message in (("mask", torch.ones(3), r"mask is \(3,\)"), ("count", -1.0, "count is -1.0")):
+            with pytest.raises(ValueError, match=message if own_fault else "another rank of tp_group refused"):
+                loss.from_logits(logits, logits, **({name: wrong} if own_fault else {}))
         assert loss.from_logits(logits, logits.flip(0), torch.ones(B))[0].isfinite()

@@ -20,11 +20,11 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_log_probabilities_have_these_bits(name):
-    (kind, more), labels, reference = LOSSES[name], rows()[0], rows()[2]["ref"].float()
+    (kind, more), labels = LOSSES[name], rows().labels
     hidden, weight = (x.float().requires_grad_() for x in head())
     given = {"mask": (labels != -100).float()}
     if name in ("DPO", "KTO"):
-        given["reference_log_probs"] = reference
+        given["reference_log_probs"] = rows().others["reference_log_probs"].float()
 
     def gradients(loss):
         return loss, *torch.autograd.grad(loss, (hidden, weight))

@@ -1,102 +1,39 @@
-"""DPO, SimPO, ORPO and KTO against their formulas, row by row in plain PyTorch, on one and two ranks."""
+"""DPO, SimPO, ORPO and KTO against their formulas in plain PyTorch, on one and two ranks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_ext.losses import DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss
-from tests.fuzz.losses import magnified
-from tests.losses.problems import B, S, check_rows, counts, drawn, rows
+from tests.fuzz.losses import magnified, true_kto, true_pair_loss
+from tests.losses.problems import S, check_rows, drawn, rows
 from tests.ranks import ranks
-
-
-def row_values(log_probs_BS, reference_BS=None, average=False):
-    """Of each row the sum or mean over the tokens that count, and all of these."""
-    labels_BS, mask_BS, _ = rows()
-    values, tokens = [], []
-    for b, row in enumerate(counts(labels_BS, mask_BS)):
-        own = [log_probs_BS[b, s] for s in row]
-        apart = [x - (0 if reference_BS is None else reference_BS[b, s]) for x, s in zip(own, row, strict=True)]
-        values.append(sum(apart) / (len(row) if average else 1))
-        tokens.append(own)
-    return values, tokens
-
-
-def log_sigmoid(x):
-    return -(1 + (-x).exp()).log()
-
-
-def paired(values, interleaved):
-    chosen, rejected = (values[0::2], values[1::2]) if interleaved else (values[: B // 2], values[B // 2 :])
-    return list(zip(chosen, rejected, strict=True))
-
-
-def dpo(o):
-    def truth(log_probs_BS):
-        average = o.get("average_log_prob", False) or o.get("loss_type") == "ipo"
-        values, tokens = row_values(log_probs_BS, rows()[2]["ref"], average)
-        pairs = paired(values, o.get("pairs") == "interleaved")
-        margins, beta, e = [c - r for c, r in pairs], o.get("beta", 0.1), o.get("label_smoothing", 0)
-        per_pair = {
-            "sigmoid": lambda m: -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m),
-            "hinge": lambda m: (1 - beta * m).clamp(min=0),
-            "ipo": lambda m: (m - 1 / (2 * beta)) ** 2,
-        }[o.get("loss_type", "sigmoid")]
-        chosen = [x for own, _ in paired(tokens, o.get("pairs") == "interleaved") for x in own]
-        return sum(map(per_pair, margins)) / len(pairs) - o.get("sft_weight", 0) * sum(chosen) / len(chosen)
-
-    return truth
-
-
-def simpo(log_probs_BS):
-    values, _ = row_values(log_probs_BS, average=True)
-    losses = [
-        -0.9 * log_sigmoid(2 * (c - r) - 0.4) - 0.1 * log_sigmoid(-(2 * (c - r) - 0.4))
-        for c, r in paired(values, False)
-    ]
-    return sum(losses) / len(losses)
-
-
-def orpo(log_probs_BS):
-    values, tokens = row_values(log_probs_BS, average=True)
-    odds = [v - (1 - v.exp()).log() for v in values]
-    losses = [-0.2 * log_sigmoid(c - r) for c, r in paired(odds, True)]
-    chosen = [x for own, _ in paired(tokens, True) for x in own]
-    return sum(losses) / len(losses) - 0.5 * sum(chosen) / len(chosen)
 
 
 @ranks(1, 2)
 def test_pairs():
-    _, mask_BS, others = rows()
-    for o in (
-        {},
-        {"beta": 0.4, "label_smoothing": 0.2, "pairs": "interleaved", "sft_weight": 0.3},
-        {"loss_type": "hinge", "average_log_prob": True},
-        {"loss_type": "ipo", "beta": 0.7},
+    given = rows()
+    for kind, o in (
+        (DPOLoss, {}),
+        (DPOLoss, {"beta": 0.4, "label_smoothing": 0.2, "pairs": "interleaved", "sft_weight": 0.3}),
+        (DPOLoss, {"loss_type": "hinge", "average_log_prob": True}),
+        (DPOLoss, {"loss_type": "ipo", "beta": 0.7}),
+        (SimPOLoss, {"beta": 2.0, "gamma": 0.4, "label_smoothing": 0.1}),
+        (ORPOLoss, {"beta": 0.2, "sft_weight": 0.5, "pairs": "interleaved"}),
     ):
-        loss = lambda o=o, **head: DPOLoss(**o, **head)  # noqa: E731
-        check_rows(loss, dpo(o), mask=mask_BS, reference_log_probs=others["ref"])
-    check_rows(lambda **head: SimPOLoss(beta=2.0, gamma=0.4, label_smoothing=0.1, **head), simpo, mask=mask_BS)
-    check_rows(lambda **head: ORPOLoss(beta=0.2, sft_weight=0.5, pairs="interleaved", **head), orpo, mask=mask_BS)
+        others = {"reference_log_probs": given.others["reference_log_probs"]} if kind is DPOLoss else {}
+        check_rows(partial(kind, **o), true_pair_loss(kind, o, given), mask=given.mask, **others)
 
 
 @ranks(2)
 def test_single_rows():
-    desirable = torch.tensor([True, False, False, True])
-    options = {"beta": 0.6, "desirable_weight": 1.5, "undesirable_weight": 0.7}
-
-    def truth(log_probs_BS):
-        values, _ = row_values(log_probs_BS, rows()[2]["ref"])
-        losses = [
-            (1.5 if good else 0.7) * (1 - torch.sigmoid(0.6 * (v - 0.3) * (1 if good else -1)))
-            for v, good in zip(values, desirable, strict=True)
-        ]
-        return sum(losses) / B
-
-    _, mask_BS, others = rows()
-    loss = lambda **head: KTOLoss(**options, **head)  # noqa: E731
-    check_rows(loss, truth, desirable, mask=mask_BS, reference_log_probs=others["ref"], kl=torch.tensor(0.3))
+    desirable, given = torch.tensor([True, False, False, True]), rows()
+    o = {"beta": 0.6, "desirable_weight": 1.5, "undesirable_weight": 0.7}
+    others = {"reference_log_probs": given.others["reference_log_probs"], "kl": torch.tensor(0.3)}
+    check_rows(partial(KTOLoss, **o), true_kto(o, given, desirable, 0.3), desirable, mask=given.mask, **others)
 
 
 LOSSES = [
@@ -205,29 +142,14 @@ def test_a_reference_that_was_forgotten():
         torch.testing.assert_close(found, want)
 
 
-def test_refused():
-    three = drawn(3, S)
-    with pytest.raises(ValueError, match="3 rows: they come in pairs"):
-        DPOLoss(reference_free=True).from_log_probs(three)
-    with pytest.raises(ValueError, match=r"desirable is \(2,\)"):
-        KTOLoss(reference_free=True).from_log_probs(three, torch.ones(2).bool())
-    with pytest.raises(ValueError, match=r"desirable has dtype torch.int64: it must be torch.bool"):
-        KTOLoss(reference_free=True).from_log_probs(three, torch.tensor([1, -1, 1]))
-    for options, message in (
-        ({"pairs": "alternating"}, "pairs is 'alternating'"),
-        ({"label_smoothing": 0.1, "loss_type": "ipo"}, "only 'sigmoid' has it"),
-        ({"beta": 0}, "beta is 0: it must be above 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DPOLoss(**options)
-
-
 @pytest.mark.parametrize(
     "kind, wrong",
     [
         (DPOLoss, {"beta": "0.1"}),
+        (DPOLoss, {"beta": 0}),
         (DPOLoss, {"sft_weight": None}),
         (DPOLoss, {"label_smoothing": torch.nan}),
+        (DPOLoss, {"pairs": "alternating"}),
         (SimPOLoss, {"beta": 0.0}),
         (SimPOLoss, {"gamma": "half"}),
         (SimPOLoss, {"gamma": torch.nan}),
@@ -243,6 +165,11 @@ def test_values_that_cannot_be(kind, wrong):
     [(name, value)] = wrong.items()
     with pytest.raises(ValueError, match=f"{name} is {value!r}: it must be"):
         kind(**wrong)
+
+
+def test_label_smoothing_is_of_the_sigmoid():
+    with pytest.raises(ValueError, match="only 'sigmoid' has it"):
+        DPOLoss(label_smoothing=0.1, loss_type="ipo")
 
 
 def test_a_count_below_0_is_refused():
@@ -262,9 +189,9 @@ def test_odds_near_certainty_lose_the_digits_that_the_derivative_says(logit):
     loss = ORPOLoss(beta=1.0, sft_weight=0.0)(x, weight, labels)[0]
     loss.backward()
     true_x = x.detach().clone().requires_grad_()
-    true = log_sigmoid(true_x[0].sum() - true_x[1].sum()).neg()
+    true = F.logsigmoid(true_x[0].sum() - true_x[1].sum()).neg()
     true.backward()
-    factor = magnified(log_sigmoid(x.detach()).squeeze(-1), torch.ones(2, 1))
+    factor = magnified(F.logsigmoid(x.detach()).squeeze(-1), torch.ones(2, 1))
     assert factor == pytest.approx(1 + math.exp(logit), rel=1e-2)
     allowed = 4 * torch.finfo(torch.float64).eps * factor
     assert abs(loss - true) <= allowed * max(true.item(), torch.sigmoid(torch.tensor(1 - logit)).item())
