@@ -217,17 +217,18 @@ def test_the_other_apex(monkeypatch):
     assert doctor._installed("apex") == "0.9.10"
 
 
-def test_unknown_options_are_refused(capsys):
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("--fast", "unrecognized arguments: --fast"),
+        ("--model", "--model needs a script"),
+        ("--cpu", "--cpu is of use with --model alone"),
+    ],
+)
+def test_options_that_are_refused(wrong, said, capsys):
     with pytest.raises(SystemExit, match="2"):
-        doctor.main(["--fast"])
-    assert "unrecognized arguments: --fast" in capsys.readouterr().err
-
-
-def test_options_that_need_each_other(capsys):
-    for wrong, said in ((["--model"], "--model needs a script"), (["--cpu"], "--cpu is of use with --model alone")):
-        with pytest.raises(SystemExit, match="2"):
-            doctor.main(wrong)
-        assert said in capsys.readouterr().err
+        doctor.main([wrong])
+    assert said in capsys.readouterr().err
 
 
 SCRIPT = """

@@ -7,14 +7,11 @@ import pytest
 import torch
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packages, uses",
     [
-        slow(
+        (
             ["megatron"],
             {
                 "megatron_ext.substitute_tensor_parallel()": "needs Megatron-Core",
@@ -22,8 +19,8 @@ def slow(*values):
                 "policy.MegatronPolicyWorker({})": "needs Megatron-Core",
             },
         ),
-        slow(["transformers"], {"model_factories.model_factories(None)": "needs transformers >= 4.51"}),
-        slow(
+        (["transformers"], {"model_factories.model_factories(None)": "needs transformers >= 4.51"}),
+        (
             ["accelerate", "ray"],
             {
                 "policy.DTensorPolicyWorker._build_model(None)": "needs accelerate",

@@ -12,12 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.examples import EXAMPLES
-from tests.examples.test_programs import ROOT, TORCHRUN, run
-from tests.programs import python
+from tests.examples.test_programs import FINETUNE, ROOT, TORCHRUN, run
 from tests.ranks import ranks
 
-PROGRAM = str(EXAMPLES / "finetune_hf.py")
 SMALL = (
     "--hidden-size 64 --layers 1 --vocab-size 300 --seq-length 25 --global-batch-size 4 --steps 4 "
     f"--data {ROOT / 'LICENSE'}"
@@ -34,13 +31,18 @@ def finetune(words):
     return finetune_hf.finetune(parse(words), torch.device("cpu"))
 
 
+def samples_of(args, tokenizer):
+    """Those to train on, and those held out."""
+    tokens = hf_directory.tokenize(text.documents(args.data), tokenizer)
+    held_out = max(int(finetune_hf.HELD_OUT * len(tokens)), args.seq_length + 1)
+    return (text.Samples(part, args.seq_length, args.seed) for part in (tokens[:-held_out], tokens[-held_out:]))
+
+
 def stock(words):
     """The losses of the same run: one process, transformers' own attention and logits, torch's cross entropy."""
     args = finetune_hf.parse_arguments(f"{SMALL} {words}".split())
-    texts = text.documents(args.data)
-    tokens = hf_directory.tokenize(texts, hf_directory.new_tokenizer(texts, args.vocab_size))
-    held_out = max(int(finetune_hf.HELD_OUT * len(tokens)), args.seq_length + 1)
-    samples = text.Samples(tokens[:-held_out], args.seq_length, args.seed)
+    tokenizer = hf_directory.new_tokenizer(text.documents(args.data), args.vocab_size)
+    samples, _ = samples_of(args, tokenizer)
     model = hf_directory.new_model(args.hidden_size, args.layers, args.vocab_size, not args.untied, args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     losses = []
@@ -57,30 +59,21 @@ def stock(words):
     return losses
 
 
-def check_against_stock(words):
-    found = finetune(words)["losses"]
-    torch.testing.assert_close(found, stock(words), rtol=2e-6, atol=0)
-
-
 @pytest.mark.slow
-@ranks(2)
-def test_two_ranks_train_as_plain_transformers_do():
-    check_against_stock("--tensor-parallel-size 2")
-
-
-@pytest.mark.slow
-@ranks(4)
+@ranks(2, 4)
 @pytest.mark.parametrize(
     "words",
     [
         "--tensor-parallel-size 2",
-        "--tensor-parallel-size 2 --context-parallel-size 2 --sequence-parallel --untied",
-        "--context-parallel-size 4 --activation-checkpointing",
+        "--tensor-parallel-size 2 --context-parallel-size {half} --sequence-parallel --untied",
+        "--context-parallel-size {all} --activation-checkpointing",
         "",
     ],
 )
-def test_four_ranks_train_as_plain_transformers_do(words):
-    check_against_stock(words)
+def test_ranks_train_as_plain_transformers_do(words):
+    ranks = dist.get_world_size()
+    words = words.format(half=ranks // 2, all=ranks)
+    torch.testing.assert_close(finetune(words)["losses"], stock(words), rtol=2e-6, atol=0)
 
 
 @pytest.mark.slow
@@ -118,10 +111,7 @@ def test_missing_and_damaged_checkpoints_are_refused(tmp_path):
 def held_out_loss(directory, args):
     """By stock transformers, from a directory."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    texts = text.documents(args.data)
-    tokens = hf_directory.tokenize(texts, tokenizer)
-    held_out = max(int(finetune_hf.HELD_OUT * len(tokens)), args.seq_length + 1)
-    samples = text.Samples(tokens[-held_out:], args.seq_length, args.seed)
+    _, samples = samples_of(args, tokenizer)
     count = args.global_batch_size * finetune_hf.EVALUATION_BATCHES
     batch = torch.stack([samples[i] for i in range(count)])
     with torch.no_grad():
@@ -176,7 +166,7 @@ def test_sequences_and_models_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_program_learns_and_goes_on_in_one_process(tmp_path):
-    launch = [*TORCHRUN, PROGRAM]
+    launch = [*TORCHRUN, FINETUNE]
     words = "--global-batch-size 8 --seq-length 64 --learning-rate 6e-3"
     more = "--tensor-parallel-size 2 --save run --save-interval 110 --export model --metrics metrics.json"
     done = run(*launch, *words.split(), *more.split(), cwd=tmp_path)
@@ -187,14 +177,7 @@ def test_the_program_learns_and_goes_on_in_one_process(tmp_path):
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["held_out_after"] < 0.8 * metrics["held_out_before"]
     more = "--load run/step_110 --metrics alone.json"
-    alone = run(*launch[:1], PROGRAM, *words.split(), *more.split(), cwd=tmp_path)
+    alone = run(*launch[:1], FINETUNE, *words.split(), *more.split(), cwd=tmp_path)
     assert alone.returncode == 0, alone.stderr
     found = json.loads((tmp_path / "alone.json").read_text())["losses"]
     torch.testing.assert_close(found, metrics["losses"][110:], rtol=5e-7, atol=0)
-
-
-@pytest.mark.slow
-def test_a_layout_that_does_not_fit_ends_every_rank_with_the_reason(tmp_path):
-    done = python(PROGRAM, "--tensor-parallel-size", "4", cwd=tmp_path, ranks=2)
-    assert done.returncode != 0
-    assert "it must divide the number of ranks, which is 2" in done.stderr

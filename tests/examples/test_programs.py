@@ -18,7 +18,7 @@ from tests.programs import python
 from tests.ranks import TIMEOUT_S
 
 ROOT = EXAMPLES.parent
-PRETRAIN = str(EXAMPLES / "pretrain_gpt.py")
+PRETRAIN, FINETUNE = str(EXAMPLES / "pretrain_gpt.py"), str(EXAMPLES / "finetune_hf.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --vocab-size 512 "
@@ -117,10 +117,18 @@ def test_interrupting_torchrun_ends_the_checkpoint_writers_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_arguments_end_every_rank_with_the_reason(tmp_path):
-    done = python(PRETRAIN, *SMALL, "--tensor-model-parallel-size", "4", cwd=tmp_path, ranks=2)
+@pytest.mark.parametrize(
+    "command,said",
+    [
+        ([PRETRAIN, *SMALL, "--tensor-model-parallel-size", "4"], "the number of ranks is 2: it must be a multiple of"),
+        ([FINETUNE, "--tensor-parallel-size", "4"], "it must divide the number of ranks, which is 2"),
+    ],
+    ids=["pretrain", "finetune"],
+)
+def test_bad_arguments_end_every_rank_with_the_reason(command, said, tmp_path):
+    done = python(*command, cwd=tmp_path, ranks=2)
     assert done.returncode != 0
-    assert "the number of ranks is 2: it must be a multiple of" in done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.slow
@@ -132,4 +140,3 @@ def test_the_script_runs_without_a_launcher(tmp_path):
     # The last it says: what came out, and what was fused.
     assert f"pretrain_gpt.py: loss {losses[0]:.4f} first, {losses[1]:.4f} last; 2 steps" in done.stdout
     assert re.search(r"^fused head.*logits made 0 times", done.stdout, re.M), done.stdout
-    assert '"losses"' in (tmp_path / "metrics.json").read_text()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def assert_learns_alike(losses: list[float], expected: list[float]) -> None:
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -42,7 +42,6 @@ def test_patching_gpt_changes_no_loss():
             patch_gpt.unpatch()
 
 
-@pytest.mark.slow
 @ranks(2)
 def test_patching_a_gpt_in_fsdp2_changes_no_loss():
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
@@ -59,7 +58,6 @@ def test_patching_a_gpt_in_fsdp2_changes_no_loss():
     assert (found.losses_fused, found.logits_made) == (fsdp2_gpt.STEPS, 0)
 
 
-@pytest.mark.slow
 def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     script = str(EXAMPLES / "pretrain_hybrid.py")
     launcher = ("-m", "megatron_ext.run", "--cpu")
@@ -74,7 +72,6 @@ def test_the_launcher_fuses_the_loss_of_an_unmodified_hybrid_script():
     assert "Warning" not in ours.stderr
 
 
-@pytest.mark.slow
 @ranks(4)
 def test_stages_share_the_vocabulary(tmp_path):
     """Losses are stock's, each stage has as many parameters, and the picture is drawn."""
@@ -121,7 +118,6 @@ def printed(name: str, ranks: int) -> list[list[str]]:
     return [re.findall(r"\d+\.\d+", line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replace_loss.py", "patch_gpt.py"])
 def test_programs_print_both_losses(name):
     lines = printed(name, 2)
@@ -142,7 +138,6 @@ def test_another_number_of_ranks_is_refused(name, fitting):
     assert "step" not in done.stdout
 
 
-@pytest.mark.slow
 def test_the_pipeline_program_does_not_depend_on_its_stages():
     one, two = (printed("pipeline_stage.py", ranks) for ranks in (0, 2))
     assert len(one) == 10

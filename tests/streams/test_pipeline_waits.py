@@ -18,7 +18,6 @@ from tests.streams.waits import EVERY, ONE_AT_A_TIME, STRICTEST, Hang, Rules, ch
 pytestmark = pytest.mark.slow
 
 MTP = {"mtp_num_layers": 2}
-slow = pytest.mark.slow
 
 
 def messages_of(stage: int, exchange: Exchange, shape: Shape) -> list[tuple[str, int]]:
@@ -44,10 +43,10 @@ def messages_of(stage: int, exchange: Exchange, shape: Shape) -> list[tuple[str,
         pytest.param((4, 1, 8), {}, id="pp4"),
         pytest.param((2, 1, 3), MTP, id="pp2-mtp"),
         pytest.param((2, 1, 3), {"forward_only": True}, id="pp2-forward-only"),
-        pytest.param((4, 2, 8), MTP, id="pp4-interleaved-mtp", marks=slow),
-        pytest.param((8, 1, 16), {}, id="pp8", marks=slow),
-        pytest.param((8, 2, 8), {}, id="pp8-interleaved", marks=slow),
-        pytest.param((16, 1, 17), {}, id="pp16", marks=slow),
+        pytest.param((4, 2, 8), MTP, id="pp4-interleaved-mtp"),
+        pytest.param((8, 1, 16), {}, id="pp8"),
+        pytest.param((8, 2, 8), {}, id="pp8-interleaved"),
+        pytest.param((16, 1, 17), {}, id="pp16"),
     ],
 )
 def test_what_the_stages_launch_runs_through_on_every_machine(sizes, settings, one_queue, monkeypatch):
@@ -90,7 +89,6 @@ def test_shapes_that_the_host_waits_for():
 
 
 @ranks(4)
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"sequence_parallel": True}], ids=["tp", "sp"])
 def test_with_tensor_parallelism(overrides):
     with model_parallel(pp=2, tp=2):
@@ -111,7 +109,6 @@ def test_some_orders():
             check_shape(Shape(stages, chunks, micro_batches, stages, forward_only, further), head)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_many_orders(stages):
     """2 to 16 stages and 1 to 4 chunks, with the micro-batches at which orders change; `every_order` has all."""
