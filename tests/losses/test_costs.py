@@ -5,19 +5,12 @@ import torch
 
 from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_log_probs
-from megatron_ext.losses import (
-    DistillationLoss,
-    DPOLoss,
-    GRPOLoss,
-    KTOLoss,
-    ORPOLoss,
-    SimPOLoss,
-    TopKDistillationLoss,
-)
+from megatron_ext.losses import DistillationLoss, DPOLoss, GRPOLoss, KTOLoss, ORPOLoss, SimPOLoss, TopKDistillationLoss
+from tests.marks import quick_if
 
 # One rank of 4 with 16 rows of 512 tokens in bf16. The numbers of a token that a loss makes beside the head's.
 B, S, D, V, R = 16, 128, 256, 32768, 4
-TOKEN_BYTES = 80
+TOKEN_BYTES = 68
 
 
 def cost(call):
@@ -35,38 +28,33 @@ def alone(hidden, weight, labels, group):
     linear_log_probs(hidden, weight, labels, group, cache=1).backward(torch.ones(B, S))
 
 
-def per_token(*names):
-    return {name: torch.zeros(B, S) for name in names}
+def grpo(head, mask, options, **more):
+    return GRPOLoss(cache=1, **options)(*head, torch.zeros(len(mask)), mask=mask, old_log_probs=mask, **more)
 
 
-CALLS = {
-    "GRPO": lambda *head: GRPOLoss(beta=0.1, tp_group=head[3], cache=1)(
-        *head[:3],
-        torch.zeros(B),
-        **per_token("mask", "old_log_probs", "reference_log_probs", "sampling_log_probs"),
+# Of hidden states, weight and labels, a mask, and options.
+OF_LOG_PROBS = {
+    "GRPO": lambda head, mask, options: grpo(
+        head, mask, {"beta": 0.1, **options}, reference_log_probs=mask, sampling_log_probs=mask
     ),
-    "GSPO": lambda *head: GRPOLoss(loss_type="grpo", importance_sampling_level="sequence", tp_group=head[3], cache=1)(
-        *head[:3], torch.zeros(B), **per_token("mask", "old_log_probs")
+    "GSPO": lambda head, mask, options: grpo(
+        head, mask, {"loss_type": "grpo", "importance_sampling_level": "sequence", **options}
     ),
-    "DPO": lambda *head: DPOLoss(sft_weight=0.1, tp_group=head[3], cache=1)(
-        *head[:3], **per_token("mask", "reference_log_probs")
+    "DPO": lambda head, mask, options: DPOLoss(sft_weight=0.1, cache=1, **options)(
+        *head, reference_log_probs=mask, mask=mask
     ),
-    "SimPO": lambda *head: SimPOLoss(tp_group=head[3], cache=1)(*head[:3]),
-    "ORPO": lambda *head: ORPOLoss(tp_group=head[3], cache=1)(*head[:3]),
-    "KTO": lambda *head: KTOLoss(tp_group=head[3], cache=1)(
-        *head[:3], torch.ones(B).bool(), **per_token("reference_log_probs")
+    "SimPO": lambda head, mask, options: SimPOLoss(cache=1, **options)(*head, mask=mask),
+    "ORPO": lambda head, mask, options: ORPOLoss(cache=1, **options)(*head, mask=mask),
+    "KTO": lambda head, mask, options: KTOLoss(cache=1, **options)(
+        *head, torch.ones(len(mask)).bool(), reference_log_probs=mask, mask=mask
     ),
 }
 
 
-QUICK = ("GRPO", "DPO")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
-)
+@pytest.mark.parametrize("name", quick_if(("GRPO", "DPO").__contains__, OF_LOG_PROBS))
 def test_no_more_than_the_head(name):
-    head, found = cost(alone), cost(lambda *call: CALLS[name](*call)[0].backward())
+    head = cost(alone)
+    found = cost(lambda *given: OF_LOG_PROBS[name](given[:3], torch.zeros(B, S), {"tp_group": given[3]})[0].backward())
     assert found.flops == head.flops == 6 * B * S * D * V // R
     assert found.collectives == head.collectives
     assert found.collectives.total() == 2
@@ -74,14 +62,7 @@ def test_no_more_than_the_head(name):
     assert found.peak_bytes <= 1.005 * head.peak_bytes
 
 
-MASKED = {
-    "GRPO": lambda head, mask, options: GRPOLoss(cache=1, **options)(*head, torch.zeros(4), mask=mask),
-    "DPO": lambda head, mask, options: DPOLoss(cache=1, **options)(*head, reference_log_probs=mask, mask=mask),
-    "SimPO": lambda head, mask, options: SimPOLoss(cache=1, **options)(*head, mask=mask),
-    "ORPO": lambda head, mask, options: ORPOLoss(cache=1, **options)(*head, mask=mask),
-    "KTO": lambda head, mask, options: KTOLoss(cache=1, **options)(
-        *head, torch.ones(4).bool(), reference_log_probs=mask, mask=mask
-    ),
+OF_ALL = OF_LOG_PROBS | {
     "distillation": lambda head, mask, options: DistillationLoss(cache=1, **options)(*head[:2], *head[:2], mask),
     "of the teacher's top-k": lambda head, mask, options: TopKDistillationLoss(
         zero_outside_topk=True, **options
@@ -92,7 +73,7 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", OF_ALL)
 def test_masked_tokens_make_no_product(name):
     """Those that count are multiplied, or as many as the bound says."""
     rows, length, width, columns = 4, 8, 6, 48
@@ -103,7 +84,7 @@ def test_masked_tokens_make_no_product(name):
     def flops(skip):
         head = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(), labels]
         with measure() as found:
-            MASKED[name](head, mask, {"skip_ignored": skip})[0].backward()
+            OF_ALL[name](head, mask, {"skip_ignored": skip})[0].backward()
         return found.flops
 
     each = flops(False) // (rows * length)
