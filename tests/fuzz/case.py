@@ -1,12 +1,15 @@
 """A case: inputs as a whole, what is computed of them, and how one rank's results are compared with that."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_ext.distributed.counting import count_collectives
 
 Cut = Callable[[Tensor, int], Tensor]
 
@@ -36,6 +39,7 @@ class Case:
         finish: what follows the backward pass before gradients are complete; the same collectives on every rank.
         grad_rounding: one rounding of gradients, relative; None: each input's dtype's, of the largest logit.
         roundings: how many roundings of the largest number in play results and gradients may be off.
+        sent: how many collectives there may be forward and backward; None: that is not counted.
     """
 
     name: str
@@ -49,11 +53,12 @@ class Case:
     wanted: list[bool] = field(default_factory=list)
     grad_size: float = 1.0
     share: float = 1.0
-    gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: leaf.grad
+    gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: getattr(leaf, "main_grad", leaf.grad)
     refused: str | None = None
     finish: Callable[[], None] | None = None
     grad_rounding: float | None = None
     roundings: int = 32
+    sent: tuple[int, int] | None = None
 
 
 def check(case: Case, rank: int) -> None:
@@ -72,15 +77,20 @@ def check(case: Case, rank: int) -> None:
     grads: Any = [None] * len(leaves)
     if leaves and flows:
         grads = torch.autograd.grad([truths[i] for i, _ in flows], leaves, [g for _, g in flows], allow_unused=True)
-    results = list(case.ours(mine, rank))
+    with count_collectives() if case.sent else nullcontext() as forward:
+        results = list(case.ours(mine, rank))
     cuts = case.outputs or [whole] * len(truths)
     assert len(results) == len(truths), f"{len(results)} results, {len(truths)} wanted"
     size = case.logit_size + 1
     for i, (found, truth, cut) in enumerate(zip(results, truths, cuts, strict=True)):
-        _close(f"result {i}", found, cut(truth, rank), case.roundings * _eps(case.value_dtype) * size, 1.0)
-    if any(wanted) and flows:
-        upstream = [case.share * cuts[i](g, rank).to(results[i].dtype) for i, g in flows]
-        torch.autograd.backward([results[i] for i, _ in flows], upstream)
+        _close(f"result {i}", found, cut(truth, rank), case.roundings * eps(case.value_dtype) * size, 1.0)
+    with count_collectives() if case.sent else nullcontext() as backward:
+        if any(wanted) and flows:
+            upstream = [case.share * cuts[i](g, rank).to(results[i].dtype) for i, g in flows]
+            torch.autograd.backward([results[i] for i, _ in flows], upstream)
+    if case.sent:
+        sent = forward.total(), backward.total()
+        assert all(n <= most for n, most in zip(sent, case.sent, strict=True)), f"sent {sent}, {case.sent} allowed"
     for i, found in enumerate(results):
         flowing = any(wanted) and i in (at for at, _ in flows)
         assert flowing or not found.requires_grad, f"result {i} has a gradient"
@@ -93,7 +103,7 @@ def check(case: Case, rank: int) -> None:
         truth = torch.zeros_like(x, dtype=torch.float64) if grad is None else grad
         found = case.gradient_of(leaf)
         found = torch.zeros_like(leaf) if found is None else found
-        rounding = _eps(x.dtype) * size if case.grad_rounding is None else case.grad_rounding
+        rounding = eps(x.dtype) * size if case.grad_rounding is None else case.grad_rounding
         _close(f"gradient {i}", found, cut(truth, rank), case.roundings * rounding, case.grad_size)
         assert torch.equal(leaf.detach(), cut(x, rank)), f"input {i} was written"
 
@@ -111,7 +121,7 @@ def _check_refused(case: Case, mine: list[Tensor], rank: int) -> None:
     assert everyone == [said] * len(everyone), f"ranks raised {everyone}"
 
 
-def _eps(dtype: torch.dtype) -> float:
+def eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 

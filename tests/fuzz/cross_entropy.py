@@ -113,6 +113,7 @@ def as_list(found: Any) -> Sequence[Tensor]:
 def from_hidden(draw: Draw) -> Case:
     """`linear_cross_entropy` and `linear_log_probs`."""
     of = draw.one_of("of", "loss", "log-probs")
+    function = linear_cross_entropy if of == "loss" else linear_log_probs
     layout = draw.one_of("layout", "replicated", "sequence")
     lead, vocabulary = draw.leading(layout == "sequence"), draw.vocabulary()
     dtype = draw.dtype(*([torch.float64] if of == "log-probs" and not draw.exact else []))
@@ -138,7 +139,6 @@ def from_hidden(draw: Draw) -> Case:
         x, w, *b = mine
         if fused:
             w.main_grad = torch.zeros(w.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        function = linear_cross_entropy if of == "loss" else linear_log_probs
         return as_list(
             function(
                 x,
@@ -157,7 +157,7 @@ def from_hidden(draw: Draw) -> Case:
     scalar = options.get("reduction", "none") != "none"
     upstream = [draw.upstream(*([] if scalar else lead)) for _ in range(1 + options.get("return_entropy", False))]
     return Case(
-        function_name(of, "linear_cross_entropy", "linear_log_probs"),
+        function.__name__,
         inputs,
         truth,
         ours,
@@ -165,7 +165,6 @@ def from_hidden(draw: Draw) -> Case:
         logit_size=sized(largest, options, dtype),
         value_dtype=dtype if not draw.exact else results_dtype(dtype),
         grad_size=product_size(inputs, upstream, lead, options),
-        gradient_of=lambda leaf: leaf.main_grad if hasattr(leaf, "main_grad") else leaf.grad,
     )
 
 
@@ -227,7 +226,3 @@ def product_size(inputs: Any, upstream: list[Tensor], lead: tuple[int, ...], opt
     g = max((x.abs().max().item() for x in upstream if x.numel()), default=0.0)
     operands = max((x.double().abs().max().item() for x, _ in inputs if x.numel()), default=0.0)
     return max(1.0, g * operands * max(torch.Size(lead).numel(), 1) / options.get("temperature", 1.0))
-
-
-def function_name(of: str, loss: str, log_probs: str) -> str:
-    return loss if of == "loss" else log_probs

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import reference
 from megatron_ext.head import KL, CrossEntropy, DraftVocabulary, LmHead, Logits, LoRA, Teacher, batch_invariant_mode
 from tests.fuzz import drawn_read_outs
-from tests.fuzz.case import Case, Cut, whole
+from tests.fuzz.case import Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
 from tests.fuzz.draw import DTYPES, Draw, Vocabulary
 from tests.fuzz.drawn_read_outs import Tokens, as_they_are
@@ -173,7 +173,7 @@ def read(draw: Draw) -> Case:
         return drawn_read_outs.flat(found, len(made) > 1)
 
     largest = max(side.largest() for side in (student, theirs) if side is not None)
-    narrow = max(dtype, torch.bfloat16 if autocast else dtype, key=_eps)
+    narrow = max(dtype, torch.bfloat16 if autocast else dtype, key=eps)
     inputs = [(student.hidden, cut), *zip(student.tensors, student.cuts(rows), strict=True)]
     return Case(
         f"LmHead.read of {names}",
@@ -185,9 +185,8 @@ def read(draw: Draw) -> Case:
         value_dtype=results_dtype(dtype),
         wanted=[draw.chance(0.9), not frozen] + [True] * (len(inputs) - 2),
         grad_size=_gradient_size(lead, student.facts),
-        gradient_of=lambda leaf: leaf.main_grad if hasattr(leaf, "main_grad") else leaf.grad,
         refused="more tokens count" if bound is not None and bound < most else None,
-        grad_rounding=_eps(narrow) + _eps(results_dtype(dtype)) * (largest + 1),
+        grad_rounding=eps(narrow) + eps(results_dtype(dtype)) * (largest + 1),
         roundings=ROUNDINGS,
     )
 
@@ -231,7 +230,7 @@ def read_logits(draw: Draw) -> Case:
         logit_size=largest,
         value_dtype=results_dtype(dtype),
         grad_size=4.0 / min(1.0, tokens.temperature),
-        grad_rounding=_eps(dtype) + _eps(results_dtype(dtype)) * (largest + 1),
+        grad_rounding=eps(dtype) + eps(results_dtype(dtype)) * (largest + 1),
         roundings=ROUNDINGS,
     )
 
@@ -291,10 +290,6 @@ def draft(draw: Draw) -> Case:
         grad_size=_gradient_size(lead, {"temperature": temperature}),
         roundings=ROUNDINGS,
     )
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def _gradient_size(lead: tuple[int, ...], facts: dict[str, Any]) -> float:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.tensor_parallel import layers, mappings
-from tests.fuzz.case import Case, Cut, whole
+from tests.fuzz.case import Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import results_dtype
 from tests.fuzz.draw import Draw
 from tests.tensor_parallel.sharded import Config
@@ -278,18 +278,14 @@ def linear(draw: Draw) -> Case:
         [draw.upstream(*lead, outputs) for _ in range(calls)],
         outputs=[of_output] * calls,
         logit_size=0.0,
-        value_dtype=max((it.output_dtype, it.autocast or it.output_dtype), key=_eps),
+        value_dtype=max((it.output_dtype, it.autocast or it.output_dtype), key=eps),
         wanted=[it.wants["input"]] * calls + [it.wants["weight"]] + [True] * (bias is not None),
         gradient_of=it.gradient_of,
         refused=refused,
         finish=it.finish,
-        grad_rounding=max(map(_eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),
+        grad_rounding=max(map(eps, (it.dtype, it.autocast or it.dtype, it.output_dtype))),
         roundings=ROUNDINGS,
     )
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 def embedding(draw: Draw) -> Case:

@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens of each, P positions with padding behind, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Problem:
         positions: P: what is shared by the context-parallel ranks; S and padding behind.
         rows: of `[B, P]`, a number for each position's next token: what the functions return.
         call: what a pack needs to be said beside its tokens.
+        joins: how often the context-parallel ranks exchange what is returned, and backward its gradient.
     """
 
     grid: Grid
@@ -43,6 +45,7 @@ class Problem:
     rows: Callable[[Tensor], Tensor]
     labels: Tensor
     call: dict[str, Any]
+    joins: int
 
 
 def _grid_of(draw: Draw) -> Grid:
@@ -63,11 +66,22 @@ def _labels(tokens: Tensor, *bounds: Tensor) -> Tensor:
 def _padded(draw: Draw, grid: Grid, vocabulary: int, slices: int) -> Problem:
     batch, length = draw.integer(1, 3), draw.integer(1, 9)
     multiple = (2 * grid.cp if grid.cp > 1 else 1) * slices
-    positions = (-(-length // multiple) + draw.integer(0, 1)) * multiple
+    positions = (-(-length // multiple) + draw.random.choice([0, 0, 1, 3])) * multiple
     tokens = _marked(draw, torch.randint(vocabulary, (batch, length), generator=draw.generator))
     draw.record |= {"batch": batch, "length": length, "positions": positions}
     labels = F.pad(_labels(tokens), (0, positions - length), value=-100)
-    return Problem(grid, tokens, positions, SequenceParts(grid.cp_group), lambda x: x[:, : length - 1], labels, {})
+    unit = grid.cp * math.lcm(2, grid.tp if slices > 1 else 1)
+    joins = 2 if positions > -(-length // unit) * unit else 1  # what is padded further follows
+    return Problem(
+        grid,
+        tokens,
+        positions,
+        SequenceParts(grid.cp_group),
+        lambda x: x[:, : length - 1],
+        labels,
+        {},
+        joins if grid.cp > 1 else 0,
+    )
 
 
 def _packed(draw: Draw, grid: Grid, vocabulary: int, slices: int) -> Problem:
@@ -76,6 +90,8 @@ def _packed(draw: Draw, grid: Grid, vocabulary: int, slices: int) -> Problem:
     known = draw.one_of("lengths known", True, False)
     lengths = pack.lengths if known else pack.places
     longest = max(1, *lengths) + draw.integer(0, 2)
+    if not known and draw.chance(0.4):
+        longest = draw.integer(1, longest)  # rows end before what may be padding
     tokens = _marked(draw, torch.randint(vocabulary, (1, sum(pack.places)), generator=draw.generator))
 
     def rows(x: Tensor) -> Tensor:
@@ -88,7 +104,8 @@ def _packed(draw: Draw, grid: Grid, vocabulary: int, slices: int) -> Problem:
     call = {"cu_seqlens_padded": starts.int(), "unpacked_seqlen": longest}
     call |= {"cu_seqlens": ends.int()} if known else {}
     labels = _labels(tokens, *([ends, starts] if known else [starts]))
-    return Problem(grid, tokens, sum(pack.places), SequenceParts(grid.cp_group, starts), rows, labels, call)
+    parts = SequenceParts(grid.cp_group, starts)
+    return Problem(grid, tokens, sum(pack.places), parts, rows, labels, call, int(grid.cp > 1))
 
 
 def _problem(draw: Draw, vocabulary: int, slices: int = 1) -> Problem:
@@ -110,6 +127,14 @@ def _shared(problem: Problem) -> dict[str, Any]:
     return {"share": SHARES[problem.grid.cp][problem.grid.cp_rank]}
 
 
+def _sent(problem: Problem, sampling: dict[str, Any], head: tuple[int, int] = (1, 0), results: int = 1) -> Any:
+    """Collectives forward and backward, `head` over the vocabulary. Not of top-p alone, which sends for each chunk."""
+    if sampling.get("top_k", -1) in (None, -1, 0) and sampling.get("top_p", 1.0) < 1:
+        return None
+    joined = results * problem.joins
+    return tuple(n * (problem.grid.tp > 1) + joined for n in head)
+
+
 def from_logits(draw: Draw) -> Case:
     """`from_parallel_logits_to_logprobs`, and that of packed sequences."""
     columns = draw.integer(1, 8)
@@ -119,17 +144,21 @@ def from_logits(draw: Draw) -> Case:
     z = draw.normal(problem.tokens.shape[0], problem.positions, vocabulary, dtype=dtype, size=2.0)
     z = draw.strided(draw.words(z, -1))
     options = draw.options(chunk_size=(None, 1, 3))
+    packed, target = "cu_seqlens_padded" in problem.call, problem.tokens
+    if packed and draw.chance(0.3):  # shifted before, and split as the logits are
+        documents = target.split(problem.call["cu_seqlens_padded"].diff().tolist(), 1)
+        target = problem.parts.split(torch.cat([document.roll(-1, 1) for document in documents], 1), 1)
+        options["target_is_pre_rolled"] = True
 
     def truth(z: Tensor) -> list[Tensor]:
         return [problem.rows(_log_probs(z, problem.labels, sampling))]
 
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
-        packed = "cu_seqlens_padded" in problem.call
         name = "from_parallel_logits_to_logprobs" + ("_packed_sequences" if packed else "")
         return [
             getattr(model_utils, name)(
                 mine[0],
-                problem.tokens,
+                target,
                 **grid.vocab(vocabulary),
                 **{"group" if packed else "tp_group": grid.tp_group},
                 cp_group=grid.cp_group,
@@ -148,6 +177,7 @@ def from_logits(draw: Draw) -> Case:
         logit_size=z.double().abs().max().item() if z.numel() else 0.0,
         value_dtype=results_dtype(dtype),
         grad_size=4.0,
+        sent=_sent(problem, sampling),
         **_shared(problem),
     )
 
@@ -215,6 +245,7 @@ def from_hidden(draw: Draw) -> Case:
         value_dtype=results_dtype(dtype),
         grad_size=64.0 * max(1, problem.tokens.numel()) / temperature,
         gradient_of=gradient,
+        sent=_sent(problem, sampling, (2, 2) if layout == "sequence" else (1, 1), 1 + entropy),
         **_shared(problem),
     )
 
@@ -269,5 +300,6 @@ def at_ids(draw: Draw) -> Case:
         logit_size=z.double().abs().max().item() if z.numel() else 0.0,
         value_dtype=results_dtype(dtype),
         grad_size=8.0,
+        sent=_sent(problem, {}),
         **_shared(problem),
     )

@@ -22,15 +22,16 @@ def over_vocabulary(draw: Draw) -> Case:
     z = draw.strided(draw.words(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0), -1))
     draw.record |= {"tokens": (batch, length), "vocabulary": vocabulary}
     ids = torch.randint(-1, vocabulary, (draw.integer(1, 5),), generator=draw.generator)
-    temperature, k = draw.one_of("temperature", 1.0, 0.5, 3.0), draw.integer(1, vocabulary)
+    temperature, k = draw.one_of("temperature", 1.0, 0.5, 3.0), draw.integer(1, vocabulary + 2)
     other = draw.words(draw.normal(batch, length, vocabulary, dtype=dtype, size=2.0), -1)
     chunk = draw.one_of("chunk", None, 1, 4)
-    truth, call, sharded, differentiable = _OVER_VOCABULARY[kind]
+    truth, call, sharded, differentiable, sent = _OVER_VOCABULARY[kind]
     own = {"temperature": temperature, "k": k, "ids": ids, "other": other.double()}
-    own |= {"top_k": draw.one_of("top_k", None, 1, 3, 100), "top_p": draw.one_of("top_p", 1.0, 0.9, 0.537)}
+    own |= {"top_k": draw.one_of("top_k", None, -1, 1, 3, 100), "top_p": draw.one_of("top_p", 1.0, 0.9, 0.537)}
     of_tokens = torch.randint(vocabulary, (batch, length, 4), generator=draw.generator)
     none = torch.rand(of_tokens.shape, generator=draw.generator) < 0.2
-    own |= {"labels": of_tokens[..., 0], "of_tokens": of_tokens[..., 1:].masked_fill(none[..., 1:], -1)}
+    own |= {"labels": of_tokens[..., 0].masked_fill(none[..., 0], -100)}
+    own |= {"of_tokens": of_tokens[..., 1:].masked_fill(none[..., 1:], -1)}
 
     def cut(x: Tensor, rank: int) -> Tensor:
         return x.chunk(draw.ranks, -1)[rank]
@@ -40,6 +41,8 @@ def over_vocabulary(draw: Draw) -> Case:
         return as_list(call(mine[0], given, dist.group.WORLD))
 
     found = truth(z.double(), own)
+    if kind == "sampled log-probabilities" and own["top_k"] in (None, -1) and own["top_p"] < 1:
+        sent = (2 * -(-length // (chunk or length)), 0)
     return Case(
         f"model_utils, {kind}",
         [(z, cut)],
@@ -50,6 +53,7 @@ def over_vocabulary(draw: Draw) -> Case:
         logit_size=(z.double().abs().max().item() if z.numel() else 0.0) / temperature,
         value_dtype=results_dtype(dtype),
         grad_size=8.0 / min(temperature, 1.0),
+        sent=sent if draw.ranks > 1 else (0, 0),
     )
 
 
@@ -67,11 +71,12 @@ def _log_softmax(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
 
 
 def _log_probs(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
-    return [z.log_softmax(-1).gather(-1, own["labels"].unsqueeze(-1)).squeeze(-1)]
+    return [reference.log_probs(z, own["labels"])]
 
 
 def _sampled(z: Tensor, own: dict[str, Any]) -> list[Tensor]:
-    found = reference.sampled_log_probs(z, own["labels"], own["top_k"], own["top_p"] if own["top_p"] < 1 else torch.inf)
+    top_k, top_p = own["top_k"], own["top_p"] if own["top_p"] < 1 else torch.inf
+    found = reference.sampled_log_probs(z, own["labels"], None if top_k == -1 else top_k, top_p)
     return [found.where(found > -torch.inf, found.detach())]  # a token that is not kept brings no gradient
 
 
@@ -86,24 +91,50 @@ def _whole_or_part(function: Callable) -> Callable:
 
 def _distributed_topk(z: Tensor, own: dict[str, Any], group: Any) -> tuple[Tensor, Tensor]:
     bounds = {"vocab_start_index": own["start"], "vocab_end_index": own["stop"]}
-    return model_utils.distributed_vocab_topk(z, own["k"], group, chunk_size=own["chunk"], **bounds)
+    values, ids = model_utils.distributed_vocab_topk(z, own["k"], group, chunk_size=own["chunk"], **bounds)
+    assert ids.dtype == torch.int64
+    return values, ids
 
 
-# Name: the truth, the call, whether results are pieces of the vocabulary, and how many of them have a gradient.
-_OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int]] = {
-    "log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_log_softmax), True, 1),
-    "full log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_full_log_softmax), False, 1),
+def _sampled_log_probs(z: Tensor, own: dict[str, Any], group: Any) -> Tensor:
+    filters = (z, own["labels"], group, own["top_k"], own["top_p"])
+    if own["chunk"] is None:
+        return model_utils.DistributedLogprobWithSampling.apply(*filters)
+    return model_utils.ChunkedDistributedLogprobWithSampling.apply(*filters, own["chunk"])
+
+
+# Name: the truth, the call, whether results are pieces of the vocabulary, how many of them have a gradient, and how
+# many collectives there are forward and backward.
+_OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int, tuple[int, int]]] = {
+    "log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_log_softmax), True, 1, (1, 1)),
+    "full log softmax": (_log_softmax, _whole_or_part(model_utils.vocab_parallel_full_log_softmax), False, 1, (2, 1)),
+    "log softmax of logits": (
+        lambda z, own: [z.log_softmax(-1)],
+        lambda z, own, group: model_utils._compute_distributed_log_softmax_with_grad(z, group),
+        True,
+        1,
+        (1, 1),
+    ),
+    "softmax of logits": (
+        lambda z, own: [z.softmax(-1)],
+        lambda z, own, group: model_utils._compute_distributed_softmax(z, group),
+        True,
+        1,
+        (1, 1),
+    ),
     "columns": (
         _columns,
         lambda z, own, group: model_utils.vocab_parallel_gather_columns(z, own["ids"], tp_group=group),
         False,
         1,
+        (1, 0),
     ),
     "log-probabilities": (
         _log_probs,
         lambda z, own, group: model_utils.DistributedLogprob.apply(z, own["labels"], own["start"], own["stop"], group),
         False,
         1,
+        (1, 0),
     ),
     "log-probabilities in chunks": (
         _log_probs,
@@ -112,15 +143,9 @@ _OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int]] = {
         ),
         False,
         1,
+        (1, 0),
     ),
-    "sampled log-probabilities": (
-        _sampled,
-        lambda z, own, group: model_utils.ChunkedDistributedLogprobWithSampling.apply(
-            z, own["labels"], group, own["top_k"], own["top_p"], own["chunk"]
-        ),
-        False,
-        1,
-    ),
+    "sampled log-probabilities": (_sampled, _sampled_log_probs, False, 1, (1, 0)),
     "log-probabilities at ids": (
         _at_ids,
         lambda z, own, group: model_utils.ChunkedDistributedGatherLogprob.apply(
@@ -128,24 +153,28 @@ _OVER_VOCABULARY: dict[str, tuple[Callable, Callable, bool, int]] = {
         ),
         False,
         1,
+        (1, 0),
     ),
     "argmax": (
         lambda z, own: [z.argmax(-1)],
         lambda z, own, group: model_utils.vocab_parallel_argmax(z, tp_group=group),
         False,
         0,
+        (1, 0),
     ),
-    "top-k": (_topk, _distributed_topk, False, 1),
+    "top-k": (_topk, _distributed_topk, False, 1, (1, 0)),
     "entropy": (
         lambda z, own: [-reference.entropy(z)],
         lambda z, own, group: model_utils.ChunkedDistributedEntropy.apply(z, own["chunk"], group),
         False,
         1,
+        (1, 0),
     ),
     "cross entropy": (
         lambda z, own: [reference.soft_cross_entropy(z, own["other"])],
         lambda z, own, group: model_utils.DistributedCrossEntropy.apply(z, own["other"], group),
         False,
         1,
+        (1, 0),
     ),
 }

@@ -69,6 +69,11 @@ def grid(tp: int) -> Grid:
     return Grid(tp, world // tp, rank % tp, rank // tp, rows[rank // tp], columns[rank % tp])
 
 
+def vocabulary_grid() -> Grid:
+    """The one in which all ranks share the vocabulary."""
+    return grid(dist.get_world_size())
+
+
 def grids() -> Iterator[Grid]:
     """Every arrangement of this world's ranks."""
     for tp in range(1, dist.get_world_size() + 1):
@@ -88,34 +93,13 @@ def problem(batch: int = 2, length: int = 7, vocabulary: int = 24, dtype=torch.f
     return logits.to(dtype), torch.randint(vocabulary, (batch, length), generator=g)
 
 
-def next_log_probs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+def next_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """`[B, S - 1]`: the truth, in one process."""
-    return reference.log_probs(logits[:, :-1] / temperature, tokens[:, 1:])
-
-
-def kept(z: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """The filter, written out: top-k first, then the shortest prefix of what is left whose probability reaches p."""
-    order = z.argsort(dim=-1, descending=True, stable=True)
-    probs = z.gather(-1, order)
-    if top_k not in (None, -1):
-        probs = probs.masked_fill(torch.arange(z.shape[-1]) >= top_k, -torch.inf)
-    probs = probs.softmax(-1)
-    inside = (probs.cumsum(-1) - probs < top_p) & (probs > 0)
-    return torch.zeros_like(inside).scatter(-1, order, inside)
-
-
-def sampled(z: Tensor, target: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Log-probabilities under what the filter leaves; -inf outside."""
-    return reference.log_probs(z.masked_fill(~kept(z.detach(), top_k, top_p), -torch.inf), target)
-
-
-def finite(results: Tensor) -> Tensor:
-    """0 for a target outside the filter: -inf has no gradient, of which plain autograd makes something else."""
-    return results.where(results > -torch.inf, 0.0)
+    return reference.log_probs(logits[:, :-1], tokens[:, 1:])
 
 
 def gradient(results: Tensor, leaf: Tensor, weights: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(finite(results), leaf, weights.to(results.dtype))
+    (grad,) = torch.autograd.grad(results, leaf, weights.to(results.dtype))
     return grad
 
 

@@ -1,13 +1,15 @@
-"""The autograd functions by NeMo-RL's names, on logits sharded over the vocabulary, against one process."""
+"""The autograd functions by NeMo-RL's names: ties, inference, what is refused.
+
+Their values, gradients and collectives are those of `tests.fuzz.sharded_vocabulary`.
+"""
 
 import types
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_ext import model_utils, reference
+from megatron_ext import model_utils
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.model_utils import (
     ChunkedDistributedEntropy,
@@ -18,93 +20,11 @@ from megatron_ext.model_utils import (
     DistributedLogprob,
     DistributedLogprobWithSampling,
     TrainingSamplingParams,
-    _compute_distributed_log_softmax,
-    _compute_distributed_softmax,
     distributed_vocab_topk,
     from_parallel_logits_to_logprobs,
 )
-from tests.model_utils.sharded import Grid, gradient, grids, problem, same, sampled
+from tests.model_utils.sharded import problem, same, vocabulary_grid
 from tests.ranks import ranks
-
-CHUNKS = (None, 1, 3)
-
-
-def sharded() -> Grid:
-    """All ranks share the vocabulary."""
-    return next(g for g in grids() if g.cp == 1)
-
-
-def check(call, truth, logits: Tensor, forward: int = 1, dense: bool = False) -> None:
-    """`call` on this rank's columns is `truth` on all: values, gradient, collectives. `dense`: of the logits' shape."""
-    grid = sharded()
-    leaf, mine = logits.clone().requires_grad_(), grid.columns(logits).clone().requires_grad_()
-    wanted = truth(leaf)
-    with count_collectives() as sent:
-        found = call(mine, grid)
-    assert sent.total() <= forward * int(grid.tp > 1), sent
-    same(found.detach(), (grid.columns(wanted) if dense else wanted).detach())
-    weights = torch.randn_like(wanted)
-    expected = gradient(wanted, leaf, weights)
-    with count_collectives() as sent:
-        (grad,) = torch.autograd.grad(found, mine, grid.columns(weights) if dense else weights)
-    assert sent.total() == (int(grid.tp > 1) if dense else 0)
-    same(grad, grid.columns(expected))
-
-
-@ranks(1, 2, 4)
-def test_log_softmax_and_softmax():
-    logits, _ = problem()
-    check(
-        lambda z, grid: _compute_distributed_log_softmax(z, grid.tp_group), lambda z: z.log_softmax(-1), logits, 1, True
-    )
-    check(lambda z, grid: _compute_distributed_softmax(z, grid.tp_group), lambda z: z.softmax(-1), logits, 1, True)
-
-
-@ranks(1, 2, 4)
-def test_log_probs():
-    logits, target = problem()
-    target[0, 2] = -100
-
-    def truth(z):
-        return reference.log_probs(z, target)
-
-    check(lambda z, g: DistributedLogprob.apply(z, target, *g.vocab(24).values(), g.tp_group), truth, logits)
-    for chunk_size in CHUNKS:
-        check(
-            lambda z, g, chunk_size=chunk_size: ChunkedDistributedLogprob.apply(
-                z, target, *g.vocab(24).values(), chunk_size, g.tp_group
-            ),
-            truth,
-            logits,
-        )
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("top_k, top_p", [(5, 1.0), (-1, 0.6), (None, 1.0), (5, 0.6), (24, 0.9), (1, 1.0)])
-def test_sampled_log_probs(top_k, top_p):
-    """7 positions of 3 sequences: they do not divide by the ranks, and need not."""
-    logits, target = problem(batch=3)
-    target[:, ::2] = logits.argmax(-1)[:, ::2]
-
-    def truth(z):
-        return sampled(z, target, top_k, top_p)
-
-    alone = top_p < 1 and top_k in (None, -1)
-    check(
-        lambda z, g: DistributedLogprobWithSampling.apply(z, target, g.tp_group, top_k, top_p),
-        truth,
-        logits,
-        forward=2 if alone else 1,
-    )
-    for chunk_size in CHUNKS[1:]:
-        check(
-            lambda z, g, chunk_size=chunk_size: ChunkedDistributedLogprobWithSampling.apply(
-                z, target, g.tp_group, top_k, top_p, chunk_size
-            ),
-            truth,
-            logits,
-            forward=2 * -(-7 // chunk_size) if alone else 1,
-        )
 
 
 @ranks(1, 2, 4)
@@ -114,72 +34,16 @@ def test_all_equals_are_kept():
     logits[..., 4] = -1
     one_of_23 = -torch.tensor(23.0).double().log()
     wanted = one_of_23.expand(1, 6).masked_fill(target == 4, -torch.inf)
-    grid = sharded()
+    grid = vocabulary_grid()
     for top_k, top_p in ((3, 1.0), (None, 2.5 / 24), (5, 0.3)):
         found = DistributedLogprobWithSampling.apply(grid.columns(logits), target, grid.tp_group, top_k, top_p)
         same(found, wanted)
 
 
-@ranks(1, 2, 4)
-def test_entropy_has_nemo_rls_sign():
-    logits, _ = problem()
-    logits[..., 3] = -torch.inf
-    for chunk_size in CHUNKS:
-        check(
-            lambda z, g, chunk_size=chunk_size: ChunkedDistributedEntropy.apply(z, chunk_size, g.tp_group),
-            lambda z: -reference.entropy(z),
-            logits,
-        )
-
-
-@ranks(1, 2, 4)
-def test_soft_cross_entropy():
-    logits, _ = problem()
-    teacher, _ = problem(seed=5)
-    check(
-        lambda z, g: DistributedCrossEntropy.apply(z, g.columns(teacher), g.tp_group),
-        lambda z: -(teacher.softmax(-1) * z.log_softmax(-1)).sum(-1),
-        logits,
-    )
-
-
-@ranks(1, 2, 4)
-def test_gathered_log_probs():
-    logits, _ = problem()
-    indices = torch.randint(24, (2, 7, 5))  # some of them twice
-    for chunk_size in CHUNKS:
-        check(
-            lambda z, g, chunk_size=chunk_size: ChunkedDistributedGatherLogprob.apply(
-                z, indices, *g.vocab(24).values(), chunk_size, g.tp_group
-            ),
-            lambda z: z.log_softmax(-1).gather(-1, indices),
-            logits,
-        )
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("asked, k", [(1, 1), (5, 5), (24, 24), (100, 24)])
-def test_top_k(asked, k):
-    """More than a rank's columns, too; more than the vocabulary gives all of it, as in NeMo-RL."""
-    logits, _ = problem()
-    logits[0, 0] = 0.0
-    grid = sharded()
-    for chunk_size in CHUNKS:
-        with count_collectives() as sent:
-            values, ids = distributed_vocab_topk(
-                grid.columns(logits), asked, grid.tp_group, **grid.vocab(24), chunk_size=chunk_size
-            )
-        assert sent.total() == int(grid.tp > 1)
-        same(values, logits.topk(k).values)
-        assert ids.dtype == torch.int64
-        assert torch.equal(logits.gather(-1, ids), values)
-        assert ids[0, 0].tolist() == list(range(k)), "among equals the lowest ids"
-
-
 @ranks(1, 2)
 def test_inference_keeps_nothing():
     logits, target = problem()
-    grid = sharded()
+    grid = vocabulary_grid()
     z, vocab = grid.columns(logits).clone().requires_grad_(), grid.vocab(24).values()
     for found in (
         DistributedLogprob.apply(z, target, *vocab, grid.tp_group, True),
@@ -197,7 +61,7 @@ def test_inference_keeps_nothing():
 @ranks(1, 2)
 def test_wrong_sampling_and_labels_are_errors_on_every_rank():
     logits, target = problem()
-    grid = sharded()
+    grid = vocabulary_grid()
     z, vocab = grid.columns(logits), grid.vocab(24).values()
     for wrong, said in (
         ({"top_k": -2}, "top_k is -2"),

@@ -1,4 +1,7 @@
-"""From hidden states to log-probabilities of next tokens, at every arrangement of ranks, against one process."""
+"""From hidden states to log-probabilities of next tokens, at every arrangement of ranks.
+
+Values, gradients and collectives of random problems, packed and padded, are those of `tests.fuzz.model_utils`.
+"""
 
 import pytest
 import torch
@@ -12,10 +15,9 @@ from megatron_ext.model_utils import (
     TrainingSamplingParams,
     from_parallel_hidden_states_to_logprobs,
 )
-from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.batch_invariant_mode import fixed_calls
-from tests.model_utils.sharded import Grid, finite, grids, next_log_probs, same, sampled
-from tests.model_utils.test_packed import LENGTHS, LONGEST, cumulative, places, rows
+from tests.model_utils.sharded import Grid, grids, next_log_probs, same
+from tests.model_utils.test_packed import cumulative
 from tests.ranks import ranks
 
 WIDTH, VOCABULARY = 6, 24
@@ -34,23 +36,16 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     return reference.logits(hidden, weight).transpose(0, 1)
 
 
-def entropies(z: Tensor) -> Tensor:
-    return reference.entropy(z)[:, :-1]
-
-
 class Mine:
-    """This rank's hidden states and weight, as leaves, and its pieces of whole gradients."""
+    """This rank's hidden states and weight, as leaves."""
 
-    def __init__(self, grid: Grid, layout: str, hidden: Tensor, weight: Tensor, cuts: Tensor | None = None):
+    def __init__(self, grid: Grid, layout: str, hidden: Tensor, weight: Tensor):
         self.grid, self.layout = grid, layout
-        self.parts = SequenceParts(grid.cp_group, cuts)
-        self.hidden, self.weight = (x.clone().requires_grad_() for x in self.pieces(hidden, weight))
-
-    def pieces(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.parts.split(hidden, 0)
-        if self.layout == "sequence":
-            hidden = hidden.chunk(self.grid.tp)[self.grid.tp_rank]
-        return hidden, weight.chunk(self.grid.tp)[self.grid.tp_rank]
+        hidden = grid.part(hidden, 0)
+        if layout == "sequence":
+            hidden = hidden.chunk(grid.tp)[grid.tp_rank]
+        mine = hidden, weight.chunk(grid.tp)[grid.tp_rank]
+        self.hidden, self.weight = (x.clone().requires_grad_() for x in mine)
 
     def call(self, tokens: Tensor, tied: bool = False, **more):
         weights = (None, self.weight) if tied else (self.weight, None)
@@ -63,90 +58,6 @@ class Mine:
             tp_group=self.grid.tp_group,
             cp_group=self.grid.cp_group,
             **{"hidden_layout": self.layout} | more,
-        )
-
-
-def check(grid: Grid, layout: str, truth, batch: int = 2, length: int = 16, cuts=None, tokens=None, chunks=0, **more):
-    """Values, gradients and collectives (`chunks`: of top-p alone). `truth`: from logits to a tuple of results."""
-    hidden, weight, drawn = problem(batch, length)
-    tokens = drawn if tokens is None else tokens
-    mine = Mine(grid, layout, hidden, weight, cuts)
-    with count_collectives() as forward:
-        found = mine.call(tokens, **more)
-    found = found if isinstance(found, tuple) else (found,)
-    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    wanted = truth(logits_of(*leaves), tokens)
-    for x, y in zip(found, wanted, strict=True):
-        same(x.detach(), y.detach())
-    upstream = [grid.weights(x.shape) for x in wanted]
-    with count_collectives() as backward:
-        dx, dw = torch.autograd.grad(found, (mine.hidden, mine.weight), [own for own, _ in upstream])
-    sent = int(grid.tp > 1) * (2 if layout == "sequence" else 1) + len(found) * int(grid.cp > 1)
-    more_sent = int(grid.tp > 1) * (0 if not chunks else 1 if chunks == 1 else chunks + 1)
-    assert (forward.total(), backward.total()) == (sent + more_sent, sent), (forward, backward)
-    expected_dx, expected_dw = mine.pieces(
-        *torch.autograd.grad([finite(x) for x in wanted], leaves, [whole for _, whole in upstream])
-    )
-    same(dx, expected_dx)
-    torch.distributed.all_reduce(dw, group=grid.cp_group)  # the weight is shared by the context-parallel ranks
-    same(dw, expected_dw)
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", ["sequence", "replicated"])
-def test_values_and_gradients(layout):
-    for grid in grids():
-        for chunk_size in (None, 3):
-            check(grid, layout, lambda z, tokens: (next_log_probs(z, tokens),), chunk_size=chunk_size)
-        softer = {"sampling_params": SOFTER, "tied": True}
-        check(grid, layout, lambda z, tokens: (next_log_probs(z, tokens, 0.7),), **softer)
-
-
-@ranks(1, 2, 4)
-def test_entropy_comes_along():
-    for grid in grids():
-        check(
-            grid, "sequence", lambda z, tokens: (next_log_probs(z, tokens), entropies(z)), return_entropy=True, cache=0
-        )
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", ["sequence", "replicated"])
-@pytest.mark.parametrize("top_k, top_p", [(20, 0.95), (5, 1.0), (None, 0.99)])
-def test_sampling(layout, top_k, top_p):
-    hidden, weight, tokens = problem()
-    likely = logits_of(hidden, weight)[:, :-1].topk(2).indices[..., 1]
-    tokens = torch.cat([tokens[:, :1], likely], 1)
-    params = TrainingSamplingParams(top_k, top_p, 0.7)
-    for grid in grids():
-        check(
-            grid,
-            layout,
-            lambda z, tokens: (sampled(z[:, :-1] / 0.7, tokens[:, 1:], top_k, top_p),),
-            tokens=tokens,
-            chunks=0 if top_k else -(-16 // grid.cp // 5),
-            sampling_params=params,
-            chunk_size=5,
-        )
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("layout", ["sequence", "replicated"])
-def test_packed(layout):
-    for grid in grids():
-        padded = places(2 * grid.cp * grid.tp)
-        cuts = cumulative(padded)
-        check(
-            grid,
-            layout,
-            lambda z, tokens, padded=padded: (rows(z, tokens, padded, LENGTHS, 0.7),),
-            batch=1,
-            length=sum(padded),
-            cuts=cuts,
-            sampling_params=SOFTER,
-            cu_seqlens_padded=cuts,
-            unpacked_seqlen=LONGEST,
-            cu_seqlens=cumulative(LENGTHS),
         )
 
 
@@ -190,14 +101,6 @@ def test_products_are_of_the_targets_that_count():
                     flops[skip] = found.flops
                 each = 6 * mine.weight.numel()
                 assert flops == {False: 24 * each, True: counting * each, 18: 18 * each}
-
-
-@ranks(1, 2)
-def test_targets_shorter_than_the_padded_hidden_states():
-    hidden, weight, tokens = problem()
-    for grid in grids():
-        found = Mine(grid, "sequence", hidden, weight).call(tokens[:, :13])
-        same(found, next_log_probs(logits_of(hidden, weight)[:, :13], tokens[:, :13]))
 
 
 @ranks(1, 2)
@@ -314,14 +217,3 @@ def test_the_weight_in_either_place():
         same(found.detach(), of_other)
         found = from_parallel_hidden_states_to_logprobs(mine.hidden, None, spare.weight, **named)
         same(found.detach(), of_other)
-
-
-def test_minus_one_stands_for_no_token():
-    hidden, weight, tokens = problem()
-    tokens[0, 3:] = -1
-    wanted = next_log_probs(logits_of(hidden, weight), tokens.clamp(min=0)).where(tokens[:, 1:] >= 0, 0.0)
-    for params in (None, TrainingSamplingParams(top_k=VOCABULARY)):
-        found = from_parallel_hidden_states_to_logprobs(
-            hidden, weight, None, tokens, 0, VOCABULARY, None, sampling_params=params
-        )
-        same(found, wanted)
