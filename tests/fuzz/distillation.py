@@ -18,7 +18,7 @@ OUTSIDE = -100.0  # the log-probability of what is outside of a teacher's ids, w
 
 
 @dataclass
-class _Divergence:
+class Divergence:
     """Of log-probabilities of student and teacher over the same outcomes, `[..., K]`."""
 
     kind: str
@@ -69,7 +69,7 @@ def of_students(draw: Draw) -> Case:
     if by_ids:
         beyond = draw.one_of("beyond the ids", "nothing", "nothing", "zero_outside_topk", "bucket")
         o |= draw.options(mixed_kl_weight=(0.5, 0.2, 0.0, 1.0)) | ({} if beyond == "nothing" else {beyond: True})
-    divergence = _Divergence(o["divergence"], o.get("beta", 0.5), o.get("mixed_kl_weight", 0.5))
+    divergence = Divergence(o["divergence"], o.get("beta", 0.5), o.get("mixed_kl_weight", 0.5))
     bucket, zero_outside = bool(o.get("bucket")), bool(o.get("zero_outside_topk"))
     shared = draw.options(temperature=(1.0, 0.7, 2.0), chunk_tokens=(None, 1, 3))
     cache = draw.options(cache=("bounded", 0, 1, 0.4)) if way == "heads" else {}

@@ -1,6 +1,5 @@
 """Read-outs as one call of a head or of logits takes several of: each with its truth in fp64."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from megatron_ext.head import (
     ZLoss,
 )
 from tests.fuzz.cross_entropy import labels_and_mask
+from tests.fuzz.distillation import Divergence
 from tests.fuzz.draw import Draw, Vocabulary
 
 Arranged = Callable[[Tensor], Tensor]
@@ -178,15 +178,6 @@ def _divergence(make: Callable[[Any], Any], of: Callable[[Tensor, Tensor], Tenso
     return made
 
 
-def _js(q: Tensor, p: Tensor) -> Tensor:
-    m = torch.logaddexp(q, p) - math.log(2)
-    return ((q.exp() * (q - m)).sum(-1) + (p.exp() * (p - m)).sum(-1)) / 2
-
-
-def _kl(q: Tensor, p: Tensor) -> Tensor:
-    return (p.exp() * (p - q)).sum(-1)
-
-
 # By name. Those of the softmax alone need no logits in backward.
 OF_SOFTMAX: dict[str, Callable[[Tokens], Made]] = {
     "loss": _loss,
@@ -204,12 +195,12 @@ OTHERS: dict[str, Callable[[Tokens], Made]] = {
     "kept": _kept(Kept),
     "kept entropy": _kept(KeptEntropy),
     "sampled": _sampled,
-    "KL": _divergence(KL, _kl),
-    "reverse KL": _divergence(lambda teacher: KL(teacher, "reverse"), lambda q, p: _kl(p, q)),
+    "KL": _divergence(KL, Divergence("forward").of),
+    "reverse KL": _divergence(lambda teacher: KL(teacher, "reverse"), Divergence("reverse").of),
     "soft cross entropy": _divergence(
         lambda teacher: KL(teacher, "cross entropy"), lambda q, p: -(p.exp() * q).sum(-1)
     ),
-    "JS": _divergence(JensenShannon, _js),
+    "JS": _divergence(JensenShannon, Divergence("jsd").of),
     "total variation": _divergence(TotalVariation, lambda q, p: (q.exp() - p.exp()).abs().sum(-1) / 2),
     "acceptance": _divergence(AcceptanceRate, lambda q, p: torch.minimum(q, p).exp().sum(-1)),
 }

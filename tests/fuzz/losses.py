@@ -62,14 +62,19 @@ def _grpo(draw: Draw, rows: Rows) -> Made:
         o["max_completion_length"] = 9
     if kind not in ("cispo", "sapo"):
         o |= draw.options(importance_sampling_level=("token", "sequence"))
-    names = ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])]
-    given = {name: rows.others[name] for name in names}
-    return losses.GRPOLoss, o, true_grpo(o, rows), (rows.advantages,), given
-
-
-def true_grpo(o: dict[str, Any], rows: Rows, of_samples: Tensor | float = 1.0) -> Callable[[Tensor], Tensor]:
-    """From log-probabilities. `of_samples`: weights of tokens for what the generator's log-probabilities are off by."""
-    kind, w = o.get("loss_type", "dapo"), rows.weights
+    if kind == "sapo":
+        o |= draw.options(sapo_temperature_pos=(1.0, 0.6), sapo_temperature_neg=(1.05, 1.4))
+    names, of_samples = ["old_log_probs", *(["reference_log_probs"] if o.get("beta") else [])], 1.0
+    if draw.chance(0.7):
+        names.append("sampling_log_probs")
+        of_rows = ("sequence", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
+        o |= draw.options(
+            sampling_correction=("token_truncate", "token", "token_mask", *of_rows),
+            sampling_ratio_min=(None, 0.95),
+            sampling_ratio_max=(3.0, 1.05),
+        )
+        of_samples = _sample_weights(o, rows)
+    w, given = rows.weights, {name: rows.others[name] for name in names}
     advantages = rows.advantages if rows.advantages.dim() == 2 else rows.advantages[:, None]
     epsilon = o.get("epsilon", 0.2)
     high = o.get("epsilon_high", epsilon)
@@ -82,7 +87,7 @@ def true_grpo(o: dict[str, Any], rows: Rows, of_samples: Tensor | float = 1.0) -
         if kind == "cispo":
             loss = -ratio.clamp(max=high).detach() * advantages * log_probs
         elif kind == "sapo":
-            t = torch.where(advantages > 0, 1.0, o.get("sapo_temperature_neg", 1.05))
+            t = torch.where(advantages > 0, o.get("sapo_temperature_pos", 1.0), o.get("sapo_temperature_neg", 1.05))
             loss = -advantages * 4 / t * torch.sigmoid(t * (ratio - 1))
         else:
             first = ratio.clamp(max=o["delta"]) if "delta" in o else ratio
@@ -98,7 +103,20 @@ def true_grpo(o: dict[str, Any], rows: Rows, of_samples: Tensor | float = 1.0) -
             return row_means(loss, w).mean()
         return over((loss * w).sum(), torch.tensor(len(w) * 9.0) if kind == "dr_grpo" else w.sum())
 
-    return truth
+    return losses.GRPOLoss, o, truth, (rows.advantages,), given
+
+
+def _sample_weights(o: dict[str, Any], rows: Rows) -> Tensor:
+    """Of each token, or `[B, 1]` of each row, for what the generator's log-probabilities are off by."""
+    apart, w = rows.others["old_log_probs"] - rows.others["sampling_log_probs"], rows.weights
+    level, _, cut = o.get("sampling_correction", "token_truncate").partition("_")
+    of_row = (apart * w).sum(1, keepdim=True)
+    value = (apart if level == "token" or cut == "mean_mask" else of_row).exp()
+    low, high = o.get("sampling_ratio_min", 0.0), o.get("sampling_ratio_max", 3.0)
+    if cut == "truncate":
+        return value.clamp(low, high)
+    judged = over(of_row, w.sum(1, keepdim=True)).exp() if cut == "mean_mask" else value
+    return value.where((low <= judged) & (judged <= high), 0.0) if cut else value
 
 
 def _pairs(x: Tensor, o: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -117,7 +135,7 @@ def _of_pairs(losses_P: Tensor, log_probs: Tensor, rows: Rows, o: dict[str, Any]
 
 
 def _pair_loss(draw: Draw, rows: Rows) -> Made:
-    cls = draw.one_of("loss", losses.DPOLoss, losses.SimPOLoss, losses.ORPOLoss)
+    cls = draw.one_of("loss", losses.DPOLoss, losses.DPOLoss, losses.SimPOLoss, losses.ORPOLoss)
     o: dict[str, Any] = draw.options(pairs=("halves", "interleaved"), beta=(0.1, 0.7), sft_weight=(None, 0.4, 0.0))
     given = {}
     if cls is losses.DPOLoss:
@@ -130,10 +148,6 @@ def _pair_loss(draw: Draw, rows: Rows) -> Made:
         o |= draw.options(gamma=(0.5, 1.3))
     if o.get("loss_type", "sigmoid") == "sigmoid":
         o |= draw.options(label_smoothing=(0.0, 0.2))
-    return cls, o, true_pair_loss(cls, o, rows), (), given
-
-
-def true_pair_loss(cls: type, o: dict[str, Any], rows: Rows) -> Callable[[Tensor], Tensor]:
     w, beta, smoothing = rows.weights, o.get("beta", 0.1), o.get("label_smoothing", 0.0)
 
     def truth(log_probs: Tensor) -> Tensor:
@@ -156,7 +170,7 @@ def true_pair_loss(cls: type, o: dict[str, Any], rows: Rows) -> Callable[[Tensor
             found = beta * _preference(c - r, smoothing)
         return _of_pairs(found, log_probs, rows, o, sft)
 
-    return truth
+    return cls, o, truth, (), given
 
 
 def magnified(log_probs: Tensor, weights: Tensor) -> float:
@@ -181,10 +195,6 @@ def _kto(draw: Draw, rows: Rows) -> Made:
         "reference_log_probs": rows.others["reference_log_probs"],
         "kl": torch.tensor(kl, dtype=torch.float64),
     }
-    return losses.KTOLoss, o, true_kto(o, rows, desirable, kl), (desirable,), given
-
-
-def true_kto(o: dict[str, Any], rows: Rows, desirable: Tensor, kl: float) -> Callable[[Tensor], Tensor]:
     w = rows.weights
 
     def truth(log_probs: Tensor) -> Tensor:
@@ -195,7 +205,7 @@ def true_kto(o: dict[str, Any], rows: Rows, desirable: Tensor, kl: float) -> Cal
         some = (w > 0).any(1)
         return over(found.where(some, 0.0).sum(), some.sum())
 
-    return truth
+    return losses.KTOLoss, o, truth, (desirable,), given
 
 
 def _rows(draw: Draw, vocabulary: Vocabulary, log_probs: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> Rows:
@@ -204,7 +214,7 @@ def _rows(draw: Draw, vocabulary: Vocabulary, log_probs: Callable[[Tensor], Tens
     labels = labels.masked_fill(ignored, -100)
     mask = torch.randint(0, 2, shape, generator=draw.generator).double() if draw.chance(0.6) else None
     own = log_probs(labels)
-    names = ("old_log_probs", "reference_log_probs")
+    names = ("old_log_probs", "reference_log_probs", "sampling_log_probs")
     others = {n: own + 0.3 * torch.randn(shape, generator=draw.generator).double() for n in names}
     per_row = draw.one_of("advantages", True, False)
     advantages = torch.randn(shape[:1] if per_row else shape, generator=draw.generator).double()
@@ -233,7 +243,8 @@ def of_policies(draw: Draw) -> Case:
         return x.t() if sequence_first and isinstance(x, Tensor) and x.dim() == 2 else x
 
     rows = _rows(draw, vocabulary, log_probs, shape)
-    cls, options, of_log_probs, given, named = draw.random.choice([_grpo, _grpo, _pair_loss, _kto])(draw, rows)
+    kind = draw.random.choice([_grpo, _grpo, _pair_loss, _pair_loss, _kto])
+    cls, options, of_log_probs, given, named = kind(draw, rows)
 
     slices = draw.ranks if layout == "sequence" else 1
     bound = most_of_a_slice(laid(rows.weights) > 0, slices) + draw.integer(0, 2)
@@ -253,7 +264,9 @@ def of_policies(draw: Draw) -> Case:
         options_of_loss = {"sequence_first": sequence_first, **skip, **options, **({} if by_head else facts | keep)}
         others = {name: laid(x) for name, x in named.items()}
         mask = None if rows.mask is None else laid(rows.mask)
-        return [cls(**options_of_loss)(x, weight, laid(rows.labels), *map(laid, given), mask=mask, **others)[0]]
+        loss, metrics = cls(**options_of_loss)(x, weight, laid(rows.labels), *map(laid, given), mask=mask, **others)
+        assert not any(metric.requires_grad for metric in metrics.values()), "a metric has a gradient"
+        return [loss]
 
     return Case(
         f"{cls.__name__} {options}",

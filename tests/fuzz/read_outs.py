@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_ext import head, reference
 from tests.fuzz.case import Case
 from tests.fuzz.cross_entropy import as_list, bent, group, logits, results_dtype, slices
+from tests.fuzz.distillation import Divergence
 from tests.fuzz.draw import Draw, Vocabulary
 
 # From a whole matrix of logits (and a teacher's): results; and the options of the call.
@@ -91,11 +92,8 @@ def _divergence(kind: str):
                 return [reference.kl_divergence(teacher, student, vocabulary.size)]
             if kind == "reverse":
                 return [reference.kl_divergence(student, teacher, vocabulary.size)]
-            b = options.get("beta", 0.5)
-            p, q = (z[..., : vocabulary.size].softmax(-1) for z in (student, teacher))
-            m = (1 - b) * p + b * q
-            parts = [(x * (x.log() - m.log())).sum(-1) for x in (p, q)]
-            return [(1 - b) * parts[0] + b * parts[1]]
+            both = (z[..., : vocabulary.size].log_softmax(-1) for z in (student, teacher))
+            return [Divergence("jsd", options.get("beta", 0.5)).of(*both)]
 
         return (), truth, [lead]
 
@@ -204,5 +202,4 @@ def from_hidden(draw: Draw) -> Case:
         logit_size=largest / temperature,
         value_dtype=results_dtype(dtype),
         grad_size=64.0 * count / temperature,
-        gradient_of=lambda leaf: leaf.main_grad if hasattr(leaf, "main_grad") else leaf.grad,
     )

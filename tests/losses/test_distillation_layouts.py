@@ -12,6 +12,7 @@ from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.collectives import all_reduce
 from megatron_ext.losses import TopKDistillationLoss
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
+from tests.fuzz.distillation import Divergence
 from tests.losses.problems import TEMPERATURE, drawn
 from tests.marks import slow
 from tests.model_utils.sharded import Grid, grids, same
@@ -56,10 +57,6 @@ def cut(grid: Grid, x: Tensor, packed: bool) -> Tensor:
     return x[thd_partition_indices(torch.tensor(STARTS), len(x), grid.cp, grid.cp_rank)]
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
-    return (p * (p / q).log()).sum(-1)
-
-
 def truth(given: Problem, divergence: str, side: str, bucket: bool) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """The loss of one process, its gradients, the teacher's log-probabilities `[S, B, K]` of the ids, and these."""
     leaves = [x.clone().requires_grad_() for x in given.student]
@@ -70,12 +67,7 @@ def truth(given: Problem, divergence: str, side: str, bucket: bool) -> tuple[Ten
         p_K, q_K = (F.pad(x, (0, 1)) + F.pad((1 - x.sum(-1, keepdim=True)), (K, 0)) for x in (p_K, q_K))
     else:
         p_K, q_K = (x / x.sum(-1, keepdim=True) for x in (p_K, q_K))
-    mixture = (1 - BETA) * p_K + BETA * q_K
-    per_token = {
-        "forward": kl(q_K, p_K),
-        "reverse": kl(p_K, q_K),
-        "jsd": (1 - BETA) * kl(p_K, mixture) + BETA * kl(q_K, mixture),
-    }[divergence]
+    per_token = Divergence(divergence, BETA).of(p_K.log(), q_K.log())
     loss = (per_token * given.mask).sum() / given.mask.sum()
     return loss.detach(), [*torch.autograd.grad(loss, leaves)], q.gather(-1, ids).log(), ids
 
