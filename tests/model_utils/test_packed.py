@@ -24,14 +24,11 @@ def cumulative(lengths) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def places(multiple: int) -> list[int]:
-    return [-(-n // multiple) * multiple for n in LENGTHS]
-
-
-def pack(grid: Grid, dtype=torch.float64):
+def pack(grid: Grid):
     """Logits `[1, T, V]`, tokens `[1, T]` and places with padding."""
-    padded = places(2 * grid.cp if grid.cp > 1 else 1)
-    return *problem(batch=1, length=sum(padded), dtype=dtype), padded
+    multiple = 2 * grid.cp if grid.cp > 1 else 1
+    padded = [-(-n // multiple) * multiple for n in LENGTHS]
+    return *problem(batch=1, length=sum(padded)), padded
 
 
 def call(grid: Grid, mine, tokens, padded, longest=LONGEST, **more):
