@@ -114,9 +114,9 @@ def hybrid_has_mtp() -> bool:
     return "hybrid_layer_pattern" in inspect.signature(kind.__init__).parameters
 
 
-def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
+def tiny_hybrid(**overrides):
     """A hybrid model of attention and MLP layers."""
-    (model,) = tiny_hybrid_chunks(tied=tied, **overrides | ({"mtp_num_layers": 1} if mtp else {}))
+    (model,) = tiny_hybrid_chunks(**overrides)
     return model
 
 

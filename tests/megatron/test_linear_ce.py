@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron import language_model_patch
+from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
 from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt
 from tests.marks import slow
@@ -131,8 +133,6 @@ def test_the_patched_forward_is_a_function_too():
 
 
 def test_that_function_passes_on_all_it_is_given():
-    from megatron_ext.megatron import language_model_patch
-
     given = {name: object() for name in inspect.signature(_gpt_forward_with_linear_ce_fusion).parameters}
     with mock.patch.object(language_model_patch, "forward_with_fused_head") as forward:
         _gpt_forward_with_linear_ce_fusion(**given)
@@ -187,8 +187,6 @@ def test_masked_labels_give_nothing():
 def test_bias_and_softcap_of_the_output_layer():
     with model_parallel(tp=2):
         from megatron.core.transformer.spec_utils import ModuleSpec
-
-        from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
 
         model = one_gpt(tied=True)
         plain = run(model, batch()[1])
@@ -251,15 +249,16 @@ def test_the_config_logger_gets_its_logits():
         assert torch.equal(logged, logits.transpose(0, 1))
 
 
+NOT_USED = dict.fromkeys(["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"])
+
+
 @ranks(2)
 def test_combined_1f1b_calls_postprocess_alone():
     with model_parallel(tp=2):
         model = one_gpt()
         kept = []
-        handle = model.decoder.register_forward_hook(lambda module, args, output: kept.append(output))
-        stock = run(model, batch()[1])
-        handle.remove()
-        arguments = dict.fromkeys(["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"])
+        with model.decoder.register_forward_hook(lambda module, args, output: kept.append(output)):
+            stock = run(model, batch()[1])
         with patched(), count_collectives() as counts:
             loss = model._postprocess(
                 hidden_states=kept[0].detach(),
@@ -267,7 +266,7 @@ def test_combined_1f1b_calls_postprocess_alone():
                 mtp_in_postprocess=False,
                 loss_mask=None,
                 runtime_gather_output=None,
-                **arguments,
+                **NOT_USED,
             )
         torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
         assert counts.total() == 1
@@ -280,12 +279,11 @@ def test_collectives_and_memory_of_the_patched_step(sequence_parallel):
     with model_parallel(tp=2):
         model = one_gpt(sequence_parallel=sequence_parallel, vocab_size=vocab_size, tied=False)
         hidden = torch.randn(SEQ // 2 if sequence_parallel else SEQ, size, 32, requires_grad=True)
-        arguments = ["input_ids", "position_ids", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"]
 
         def step():
             labels = tiny_batches(batch=size, seq=SEQ - 1, vocab_size=vocab_size)[0]
             with count_collectives() as forward, Largest(lambda x: x.untyped_storage().nbytes() // 4) as memory:
-                loss = model._postprocess(hidden, labels=labels, **dict.fromkeys(arguments))
+                loss = model._postprocess(hidden, labels=labels, **NOT_USED)
             with count_collectives() as backward, memory:
                 loss.sum().backward()
             return forward.total(), backward.total(), memory.size

@@ -1,5 +1,6 @@
 """What the GPTModel patch refuses, what it leaves to Megatron, and what it says."""
 
+import re
 import warnings
 from types import SimpleNamespace
 from unittest import mock
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron import versions
+from megatron_ext.megatron.fusion_report import reset_fusion_report
 from tests.gpt import VOCAB, model_parallel
 from tests.marks import slow
 from tests.megatron.patching import SEQ, assert_fused_is_stock, batch, later_gpt, one_gpt, patch, patched, run
@@ -84,8 +87,6 @@ def test_a_class_without_the_seams():
 def test_an_untested_megatron_warns_once(version, tested):
     with model_parallel():
         import megatron.core
-
-        from megatron_ext.megatron import versions
 
         versions.warn_if_untested.cache_clear()
         another = mock.patch.object(megatron.core, "__version__", version)
@@ -187,8 +188,6 @@ def mxfp8_layer(model):
     ],
 )
 def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(change):
-    from megatron_ext.megatron.fusion_report import reset_fusion_report
-
     reset_fusion_report()
     with model_parallel(tp=2):
         model, labels = one_gpt(), batch()[1]
@@ -199,8 +198,7 @@ def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(chan
             assert torch.equal(run(model, labels), stock)
             assert torch.equal(run(model, labels), stock)
         (said,) = [w for w in caught if "keeps Megatron's own loss" in str(w.message)]
-        with pytest.warns(UserWarning, match=reason):
-            warnings.warn_explicit(said.message, UserWarning, "", 0)
+        assert re.search(reason, str(said.message))
         # It answers the option of `forward` all the same.
         ids = batch()[0]
         with patched():

@@ -27,20 +27,12 @@ def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     return reference.log_probs(logits_BSV[:, :-1], tokens_BS[:, 1:])
 
 
-@ranks(1)
-def test_one_rank():
-    values_and_gradients(1, sequence_parallel=False)
-
-
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
-def test_two_ranks(sequence_parallel):
-    values_and_gradients(2, sequence_parallel)
-
-
-def values_and_gradients(world_size, sequence_parallel):
+def test_values_and_gradients(sequence_parallel):
+    world_size = dist.get_world_size()
     with model_parallel(tp=world_size):
-        model, ids = one_gpt(sequence_parallel=sequence_parallel), batch()[0]
+        model, ids = one_gpt(sequence_parallel=sequence_parallel and world_size > 1), batch()[0]
         log_probs = expected(gathered(model), ids)
         weights = torch.rand_like(log_probs)
         # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.

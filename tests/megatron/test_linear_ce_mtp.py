@@ -26,7 +26,7 @@ def gpt(**overrides):
 
 
 def hybrid(**overrides):
-    return tiny_hybrid(mtp=True, **overrides)
+    return tiny_hybrid(mtp_num_layers=1, **overrides)
 
 
 def logged() -> dict:
