@@ -9,11 +9,10 @@ import torch
 from megatron_ext import reference
 from megatron_ext.megatron import versions
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import causal_mask, model_parallel, tiny_batches, train_steps
+from tests.gpt import model_parallel, tiny_batches, train_steps
 from tests.marks import slow
 from tests.megatron import language_models, multimodal_models
 from tests.megatron.patching import (
-    SEQ,
     assert_fused_is_stock,
     batch,
     counting_logits,
@@ -151,14 +150,10 @@ def test_megatrons_multimodal_models(build, step):
 @ranks(2)
 def test_labels_of_hybrid_tokens_as_log_probs():
     with model_parallel(tp=2):
-        model, ids = language_models.tiny_hybrid(), tiny_batches(batch=2, seq=SEQ)[0][:, :-1]
-        positions = torch.arange(SEQ).expand(2, SEQ)
-        logits = model(ids, positions, causal_mask(SEQ), runtime_gather_output=True)
-        expected = reference.log_probs(logits[:, :-1], ids[:, 1:])
+        model, ids = language_models.tiny_hybrid(), batch()[0]
+        expected = reference.log_probs(run(model, runtime_gather_output=True)[:, :-1], ids[:, 1:])
         with patched(chunk_size=3), counting_logits(model.output_layer) as made:
             for labels in (ids, None):
-                found = model(
-                    ids, positions, causal_mask(SEQ), labels=labels, return_logprobs_for_linear_ce_fusion=True
-                )
+                found = run(model, labels, return_logprobs_for_linear_ce_fusion=True)
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
         assert not made

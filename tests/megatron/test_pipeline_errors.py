@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.megatron import pipeline
+from megatron_ext.megatron.pipeline import multi_token_stage, paused_forward
+from megatron_ext.megatron.pipeline.vocabulary_sharing import check_config
 from tests.batch_invariant_mode import switched_on
 from tests.gpt import (
     SEQUENCE,
@@ -92,8 +95,6 @@ def test_labels_outside_of_the_vocabulary_are_reported_on_all():
 @pytest.mark.slow
 @ranks(2)
 def test_other_labels_of_multi_token_prediction_are_reported_on_all():
-    from megatron_ext.megatron.pipeline import multi_token_stage
-
     def other(self, tensor, layers):
         return [tensor, *(tensor for _ in range(layers))]
 
@@ -136,9 +137,6 @@ def test_stages_that_would_send_in_other_orders_are_told(changed, named):
 
 @ranks(2)
 def test_what_is_refused():
-    from megatron_ext.megatron import pipeline
-    from megatron_ext.megatron.pipeline.vocabulary_sharing import check_config
-
     with model_parallel(pp=2), shared():
         from megatron.core.models.bert import bert_model as bert
 
@@ -179,9 +177,6 @@ def test_what_is_refused():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    from megatron_ext.megatron import pipeline
-    from megatron_ext.megatron.pipeline import paused_forward
-
     monkeypatch.setattr(paused_forward, "greenlet", None)
     with pytest.raises(RuntimeError, match="pip install greenlet"):
         pipeline.share_vocabulary()

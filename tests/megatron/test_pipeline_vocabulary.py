@@ -11,7 +11,12 @@ import torch.distributed as dist
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron import pipeline
 from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.megatron.pipeline.order.pass_order import pass_order
+from megatron_ext.megatron.pipeline.order.passes import Shape
+from megatron_ext.megatron.pipeline.packed_messages import Marks
+from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
 from megatron_ext.megatron.versions import megatron_version
 from tests.gpt import (
     SEQUENCE,
@@ -39,8 +44,6 @@ STEPS = 20
 @contextmanager
 def shared(on: bool = True):
     """Models built inside share their vocabulary."""
-    from megatron_ext.megatron import pipeline
-
     if on:
         pipeline.share_vocabulary()
     try:
@@ -245,11 +248,6 @@ def test_fused_accumulation_goes_to_main_grad():
 @ranks(2)
 def test_passes_run_in_the_order_of_the_simulation():
     with model_parallel(pp=2), shared():
-        from megatron_ext.megatron import pipeline
-        from megatron_ext.megatron.pipeline.order.pass_order import pass_order
-        from megatron_ext.megatron.pipeline.order.passes import Shape
-        from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
-
         wrapped = data_parallel(tiny_gpt(stock_spec))
         with pipeline.recorded() as found:
             run_schedule(wrapped, tiny_batches(batch=8)[0])
@@ -299,8 +297,6 @@ def test_checkpoints_go_both_ways(tied, mtp):
 
 def test_tensors_of_any_size_travel_in_one_message():
     """Each begins where a view of any dtype may, and the largest mark is kept."""
-    from megatron_ext.megatron.pipeline.packed_messages import Marks
-
     sent = torch.arange(3, dtype=torch.bfloat16), torch.arange(5), torch.tensor([[0.5]]), torch.empty(0, 4)
     sender, receiver = Marks(torch.device("cpu")), Marks(torch.device("cpu"))
     sender.mark.fill_(3)
