@@ -55,13 +55,12 @@ def test_processors_refuse_an_output_layer_that_does_more_than_multiply():
         model, tokens = one_gpt(), batch()[0]
         layer = model.output_layer
         weight = model.shared_embedding_or_output_weight()
-        weight = layer.weight if weight is None else weight
         hidden = torch.randn(tokens.shape[1], tokens.shape[0], weight.shape[1])
         arguments = {"hidden_states": hidden, "output_layer": layer, "output_weight": weight}
-        handle = layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].tanh(), outputs[1]))
-        with pytest.raises(ValueError, match="LogProbs reads hidden states, not logits: its output layer has forward"):
+        hooked = layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].tanh(), outputs[1]))
+        said = "LogProbs reads hidden states, not logits: its output layer has forward"
+        with hooked, pytest.raises(ValueError, match=said):
             NextTokenLogProbs()(**arguments)
-        handle.remove()
 
         class Adapted(type(layer)):
             def forward(self, x, *args, **kwargs):
