@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec
-from tests.gpt import model_parallel, sharded_state, tiny_config, tiny_gpt
+from tests.gpt import EXPERTS, model_parallel, sharded_state, tiny_config, tiny_gpt
 from tests.ranks import ranks
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
-EXPERTS = {"num_moe_experts": 2, "add_bias_linear": False}
 
 
 @ranks(1)

@@ -51,7 +51,6 @@ def packed_step(microbatches: Iterator[Tensor], model):
     return output, loss
 
 
-TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 OURS = {"spec": gpt_block_spec}
 SEQUENCE = {"sequence_parallel": True}
 UNTIED = {"tied": False}
@@ -61,7 +60,7 @@ EACH_VERSION = (pytest.mark.slow, pytest.mark.each_version)
 
 
 @ranks(1)
-@TIED
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_tp1(tied):
     compare({}, tied=tied)
 

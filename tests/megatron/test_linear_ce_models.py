@@ -13,6 +13,7 @@ from tests.gpt import model_parallel, tiny_batches, train_steps
 from tests.marks import slow
 from tests.megatron import language_models, multimodal_models
 from tests.megatron.patching import (
+    SEQ,
     assert_fused_is_stock,
     batch,
     counting_logits,
@@ -26,12 +27,20 @@ from tests.ranks import ranks
 
 def bert_step(model):
     ids, labels, _ = batch()
-    return model(**language_models.bert_arguments(ids), lm_labels=labels)[0]
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), lm_labels=labels)[0]
 
 
 def t5_step(model):
     ids, labels, _ = batch()
-    return model(**language_models.t5_arguments(ids), lm_labels=labels)
+    every = torch.ones(2, SEQ, SEQ, dtype=torch.bool)
+    return model(
+        encoder_input_ids=ids,
+        decoder_input_ids=ids.flip(1),
+        encoder_attn_mask=~every,
+        decoder_attn_mask=every.triu(1),
+        encoder_decoder_attn_mask=~every,
+        lm_labels=labels,
+    )
 
 
 def compare(model, step=next_token_loss, layer=None, inside=None) -> dict:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
 from tests.gpt import model_parallel
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid
 from tests.megatron.patching import (
@@ -91,8 +92,6 @@ def test_acceptance_counts(build):
 def test_without_labels_the_layers_train_on_tokens():
     """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
     with model_parallel(tp=2):
-        from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
-
         model = gpt()
         if not takes_losses_without_labels(model):
             return
