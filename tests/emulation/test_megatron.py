@@ -4,6 +4,7 @@ The reference is a loop in plain PyTorch around the unsharded model: no schedule
 """
 
 import copy
+import functools
 import logging
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.emulation import megatron_on_cpu
+from tests.emulation.test_resume import DROPOUT
 from tests.gpt import (
     EXPERTS,
     child_processes,
@@ -61,12 +63,8 @@ def trainable(shard=data_parallel, **overrides):
     return chunks, make_optimizer(chunks, lr=LR, use_distributed_optimizer=shard is not torch_fsdp)
 
 
-def torch_fsdp(chunks):
-    return fully_sharded(chunks, "torch")
-
-
-def megatron_fsdp(chunks):
-    return fully_sharded(chunks, "megatron")
+torch_fsdp = functools.partial(fully_sharded, how="torch")
+megatron_fsdp = functools.partial(fully_sharded, how="megatron")
 
 
 def assert_trains_like_plain(sizes: dict, overrides: dict, shard=data_parallel) -> None:
@@ -98,6 +96,12 @@ TWO_RANKS = {
     "pp2-untied": ({"pp": 2}, {"tied": False}),
     "pp2-vp2": ({"pp": 2, "vp": 2}, DEEP),
     "ep2": ({"ep": 2}, MOE),
+    # torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks.
+    "torch": ({}, {"tied": False, "transformer_impl": "local"}, torch_fsdp),
+    "megatron": ({}, {}, megatron_fsdp),
+    "megatron-untied": ({}, {"tied": False}, megatron_fsdp),
+    "megatron-mtp": ({}, {"mtp_num_layers": 1}, megatron_fsdp),
+    "megatron-experts": ({}, MOE, megatron_fsdp),
 }
 
 
@@ -105,23 +109,6 @@ TWO_RANKS = {
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_two_ranks(case):
     assert_trains_like_plain(*TWO_RANKS[case])
-
-
-FULLY_SHARDED = {
-    "torch": (torch_fsdp, {"tied": False, "transformer_impl": "local"}),
-    "megatron": (megatron_fsdp, {}),
-    "megatron-untied": (megatron_fsdp, {"tied": False}),
-    "megatron-mtp": (megatron_fsdp, {"mtp_num_layers": 1}),
-    "megatron-experts": (megatron_fsdp, MOE),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("case", FULLY_SHARDED)
-def test_fully_sharded_data_parallelism(case):
-    """torch's FSDP2 asks for a mesh on CUDA, Megatron's for a reduction that scales, which gloo lacks."""
-    shard, overrides = FULLY_SHARDED[case]
-    assert_trains_like_plain({}, overrides, shard)
 
 
 @ranks(2)
@@ -213,20 +200,20 @@ def test_bfloat16_with_float32_main_weights():
     assert losses != expected
 
 
-RECOMPUTE = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective"},
-}
-
-
 @ranks(2)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+    ],
+    ids=["full", "selective"],
+)
 def test_recompute_draws_the_same_dropout(recompute):
     batches = tiny_batches(STEPS)
-    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     with model_parallel(tp=2):
-        kept = train_steps(tiny_gpt(**dropout), batches, lr=LR)
-        recomputed = train_steps(tiny_gpt(**dropout, **RECOMPUTE[recompute]), batches, lr=LR)
+        kept = train_steps(tiny_gpt(**DROPOUT), batches, lr=LR)
+        recomputed = train_steps(tiny_gpt(**DROPOUT, **recompute), batches, lr=LR)
         without = train_steps(tiny_gpt(), batches, lr=LR)
     assert recomputed == kept
     assert abs(without[0] - kept[0]) > 1e-4, "dropout is not on"

@@ -30,33 +30,23 @@ def inputs():
 
 
 def recurrence(x, dt, A, B, C, D=None, z=None, dt_bias=None, initial_states=None):
-    """y `[B, S, H, P]` and the last state, by the formula for one head at one position."""
+    """y `[B, S, H, P]` and the last state, by the formula, one position after the other."""
     steps = F.softplus(dt if dt_bias is None else dt + dt_bias)
-    heads_per_group = x.shape[2] // B.shape[2]
-    samples = []
-    for b in range(x.shape[0]):
-        heads = []
-        for h in range(x.shape[2]):
-            state = x.new_zeros(x.shape[3], B.shape[3]) if initial_states is None else initial_states[b, h]
-            ys = []
-            for t in range(x.shape[1]):
-                entering = torch.outer(x[b, t, h], B[b, t, h // heads_per_group])
-                state = torch.exp(steps[b, t, h] * A[h]) * state + steps[b, t, h] * entering
-                y = state @ C[b, t, h // heads_per_group]
-                if D is not None:
-                    y = y + D[h] * x[b, t, h]
-                ys.append(y)
-            heads.append((torch.stack(ys), state))
-        samples.append((torch.stack([y for y, _ in heads], dim=1), torch.stack([s for _, s in heads])))
-    y = torch.stack([y for y, _ in samples])
-    y = y if z is None else y * z * torch.sigmoid(z)
-    return y, torch.stack([s for _, s in samples])
+    B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (B, C))
+    state = torch.zeros_like(x[:, 0, :, :, None] * B[:, 0, :, None]) if initial_states is None else initial_states
+    ys = []
+    for t in range(x.shape[1]):
+        step = steps[:, t, :, None, None]
+        entering = torch.einsum("bhp,bhn->bhpn", x[:, t], B[:, t])
+        state = torch.exp(step * A[:, None, None]) * state + step * entering
+        ys.append(torch.einsum("bhpn,bhn->bhp", state, C[:, t]))
+    y = torch.stack(ys, dim=1)
+    y = y if D is None else y + D[:, None] * x
+    return y if z is None else y * F.silu(z), state
 
 
 def assert_same_grads(found, expected, inputs):
     weights = [torch.randn_like(x) for x in expected]
-    for outputs in (found, expected):
-        assert len(outputs) == len(weights)
     mine, wanted = (torch.autograd.grad(x, inputs, weights) for x in (found, expected))
     for a, b in zip(mine, wanted, strict=True):
         assert b.any()
@@ -111,10 +101,9 @@ def test_from_projection_to_projection(with_columns):
     )
 
     z, conv, dt = projected.split([inner, inner + 2 * shared, heads], dim=-1)
-    past = torch.cat([torch.zeros_like(conv[:, : width - 1]), conv], dim=1)
-    positions = [(past[:, t : t + width] * weight.T).sum(1) + bias for t in range(conv.shape[1])]
-    conv = torch.stack(positions, dim=1)
-    x, B, C = (conv * torch.sigmoid(conv)).split([inner, shared, shared], dim=-1)
+    past = F.pad(conv.transpose(1, 2), (width - 1, 0))
+    conv = F.conv1d(past, weight[:, None], bias, groups=len(weight)).transpose(1, 2)
+    x, B, C = F.silu(conv).split([inner, shared, shared], dim=-1)
     x = x.unflatten(-1, (heads, size))
     y, _ = recurrence(x, dt, A, B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1)), dt_bias=dt_bias)
     y = y + x * (D if with_columns else D[:, None])
@@ -131,10 +120,9 @@ def test_the_gated_norm(gate):
     with torch.no_grad():
         norm.weight.normal_()
     found = norm(x) if gate is None else norm(x, z)
-    entering = x * z * torch.sigmoid(z) if gate == "before" else x
-    groups = [part / (part.square().mean(-1, keepdim=True) + 1e-3).sqrt() for part in entering.split(4, dim=-1)]
-    expected = torch.cat(groups, dim=-1) * norm.weight
-    expected = expected * z * torch.sigmoid(z) if gate == "after" else expected
+    entering = x * F.silu(z) if gate == "before" else x
+    expected = F.rms_norm(entering.unflatten(-1, (3, 4)), (4,), eps=1e-3).flatten(-2) * norm.weight
+    expected = expected * F.silu(z) if gate == "after" else expected
     torch.testing.assert_close(found, expected)
     assert_same_grads([found], [expected], [x, norm.weight] + ([] if gate is None else [z]))
 

@@ -5,8 +5,6 @@ import dataclasses
 import importlib
 import inspect
 
-import torch
-
 from tests.gpt import SEQUENCE, VOCAB, set_weights, stock_spec, tiny_config
 
 PATTERN = "*-*-"  # attention and MLP layers
@@ -114,9 +112,9 @@ def hybrid_has_mtp() -> bool:
     return "hybrid_layer_pattern" in inspect.signature(kind.__init__).parameters
 
 
-def tiny_hybrid(*, tied: bool = True, mtp: bool = False, **overrides):
+def tiny_hybrid(**overrides):
     """A hybrid model of attention and MLP layers."""
-    (model,) = tiny_hybrid_chunks(tied=tied, **overrides | ({"mtp_num_layers": 1} if mtp else {}))
+    (model,) = tiny_hybrid_chunks(**overrides)
     return model
 
 
@@ -221,19 +219,3 @@ def t5_block(layer, config):
     from megatron_ext.megatron.norms import Norm
 
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=Norm)
-
-
-def bert_arguments(tokens):
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def t5_arguments(tokens):
-    size, seq = tokens.shape
-    every = torch.ones(size, seq, seq, dtype=torch.bool)
-    return {
-        "encoder_input_ids": tokens,
-        "decoder_input_ids": tokens.flip(1),
-        "encoder_attn_mask": ~every,
-        "decoder_attn_mask": every.triu(1),
-        "encoder_decoder_attn_mask": ~every,
-    }

@@ -23,6 +23,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,8 @@ from tests.gpt import (
 )
 from tests.megatron import matrix_table
 from tests.megatron.language_models import engine_hybrid_spec, tiny_hybrid_chunks
-from tests.on_transformer_engine.models import te_spec
+from tests.megatron.patching import counting_logits, patched
+from tests.on_transformer_engine.models import our_spec, te_spec
 from tests.ranks import _Pool, prepare_process
 
 STEPS = 20
@@ -132,25 +134,18 @@ def build(one: Configuration, way: str) -> list:
     ours = way == "spec" or (way == "all" and why_no_spec(one) is None)
     engine = WITH_ENGINE and way != "local"
     settings = one.settings(engine)
-    if (
-        ours and one.layout == "fsdp2"
-    ):  # else Megatron wraps its linear layers, which are ours now, inside of its layers
-        settings["transformer_impl"] = "local"
+    if ours and one.layout == "fsdp2":
+        settings["transformer_impl"] = "local"  # else Megatron wraps our linear layers inside of its layers
     our_attention = one.layout == "cp2" and not engine
     if one.model == "gpt":
-        spec = our_spec if ours else te_spec if engine else with_our_attention if our_attention else stock_spec
+        spec = te_spec if engine else with_our_attention if our_attention else stock_spec
+        if ours:
+            spec = partial(our_spec, transformer_engine=WITH_ENGINE)
         layers = {"pp2": 2, "pp2-virtual": 4}.get(one.layout, 1)
         return tiny_gpt(spec, tied=one.tied, num_layers=layers, engine=engine, **settings)
     if engine and not ours:
         return tiny_hybrid_chunks(tied=one.tied, change_spec=lambda spec: engine_hybrid_spec(), **settings)
     return tiny_hybrid_chunks(ours=ours, tied=one.tied, our_attention=our_attention, **settings)
-
-
-def our_spec(config, vp_stage=None):
-    """Our layers; on Transformer Engine our linear ones beside its norms and its attention."""
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-    return gpt_block_spec(config, vp_stage, **({"transformer_engine": True} if WITH_ENGINE else {}))
 
 
 def why_no_spec(one: Configuration) -> str | None:
@@ -193,37 +188,23 @@ def shard(one: Configuration, chunks: list) -> tuple[list, bool]:
 def train(one: Configuration, way: str, steps: int) -> tuple[list[float], int, int]:
     """The loss of every step; and over all ranks, how many losses were fused, and how often logits were made."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
-    made: list[int] = []
     with ExitStack() as undo:
         if way in ("substitution", "all"):
             undo.enter_context(ours_everywhere())
         if way in ("patch", "all"):
-            patch(chunk_size=5)
-            undo.callback(unpatch)
+            undo.enter_context(patched(chunk_size=5))
         reset_fusion_report()
         chunks = build(one, way)
-        layers = {type(c.output_layer) for c in chunks if getattr(c, "output_layer", None) is not None}
-        outputs = {id(c.output_layer) for c in chunks if hasattr(c, "output_layer")}
-        for kind in layers:
-            forward = kind.forward
-
-            def counted(self, *args, _forward=forward, **kwargs):
-                made.extend([1] * (id(self) in outputs))
-                return _forward(self, *args, **kwargs)
-
-            counted.__qualname__, counted.__module__ = forward.__qualname__, forward.__module__
-            kind.forward = counted
-            undo.callback(setattr, kind, "forward", forward)
+        layers = [chunk.output_layer for chunk in chunks if getattr(chunk, "output_layer", None) is not None]
+        made = [undo.enter_context(counting_logits(layer)) for layer in layers]
         seed_ranks()
         chunks, distributed = shard(one, chunks)
         optimizer = make_optimizer(chunks, use_distributed_optimizer=distributed)
         micro_batch = 2 if one.layout.startswith("pp2") else 4  # elsewhere one a step, to be quick
         batches = tiny_batches(steps)
         losses = [train_step(chunks, optimizer, tokens_BS, micro_batch=micro_batch)[0] for tokens_BS in batches]
-        counts = torch.tensor([fusion_report().losses_fused, len(made)])
+        counts = torch.tensor([fusion_report().losses_fused, sum(map(len, made))])
     dist.all_reduce(counts)
     return losses, int(counts[0]), int(counts[1])
 

@@ -1,6 +1,7 @@
 """What the tests of the GPTModel patch share: a small batch, a patch for a while, gradients to compare."""
 
 import functools
+import itertools
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +12,10 @@ from tests.gpt import causal_mask, tiny_batches, tiny_gpt
 
 SEQ = 8
 ROUNDING = 2e-6
+# Mamba's step sizes and decays sum terms that nearly cancel. Over 24 draws of the loss's weights, their gradients in
+# stock differ from those in fp64 by up to 2.4e-6, fused ones by up to 1.9e-6, and stock from itself by up to 2.9e-6
+# when the gradient that enters the last layer is rounded otherwise. In fp64 stock and fused differ by 1.4e-15.
+DECAYS, ROUNDING_OF_DECAYS = ("A_log", "dt_bias"), 5e-6
 
 
 @contextmanager
@@ -49,6 +54,53 @@ def one_gpt(**overrides):
     return tiny_gpt(**overrides)[0]
 
 
+def later_gpt(**overrides):
+    """A GPTModel with what newer Megatrons do between output layer and loss, and arguments that nobody knows yet."""
+    from megatron.core.models.gpt import GPTModel
+
+    class Later(GPTModel):
+        def forward(self, *args, novelty=None, output_processor=None, **kwargs):
+            self.passed_on = {"novelty": novelty, "output_processor": output_processor}
+            return super().forward(*args, **kwargs)
+
+        def _postprocess(self, hidden_states, *args, labels=None, runtime_gather_output=None, **kwargs):
+            if (process := self.passed_on["output_processor"]) is not None:
+                return process(hidden_states, self.output_layer)
+            logits, _ = self.output_layer(
+                hidden_states,
+                weight=self.shared_embedding_or_output_weight(),
+                runtime_gather_output=runtime_gather_output,
+            )
+            scaled = self.change(logits)
+            if labels is None:
+                return scaled.transpose(0, 1)
+            return self.compute_language_model_loss(labels, scaled)
+
+        def change(self, logits):
+            return logits * 0.25
+
+    model = one_gpt(**overrides)
+    model.__class__ = Later
+    return model
+
+
+def packing(*starts, padded=None):
+    """Megatron's parameters of packed documents: where each begins and the last one ends; `padded`: with padding."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu, size = torch.tensor(starts, dtype=torch.int32), max(b - a for a, b in itertools.pairwise(padded or starts))
+    cu_padded = None if padded is None else torch.tensor(padded, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        cu_seqlens_q_padded=cu_padded,
+        cu_seqlens_kv_padded=cu_padded,
+        max_seqlen_q=size,
+        max_seqlen_kv=size,
+    )
+
+
 def batch(size: int = 2):
     """Token ids, labels (the tokens one further on) and position ids, each [size, SEQ]."""
     tokens = tiny_batches(batch=size, seq=SEQ)[0]
@@ -74,4 +126,21 @@ def assert_same(fused: dict, stock: dict, rounding: float = ROUNDING) -> None:
             assert fused[name] is None or not fused[name].any(), name
             continue
         worst = (fused[name] - grad).abs().max() / grad.abs().max()
-        assert worst <= rounding, f"{name}: {worst:.1e}"
+        assert worst <= (ROUNDING_OF_DECAYS if name.endswith(DECAYS) else rounding), f"{name}: {worst:.1e}"
+
+
+def next_token_loss(model):
+    return run(model, batch()[1])
+
+
+def assert_fused_is_stock(model, step=next_token_loss, weights=None, *, patched_model=None) -> dict:
+    """The losses that `step(model)` gives, and all gradients of their weighted sum, which are returned."""
+    stock = step(model)
+    weights = torch.rand_like(stock) if weights is None else weights
+    expected = grads_of(model, stock, weights)
+    with patched(chunk_size=3, model=patched_model):
+        loss = step(model)
+        found = grads_of(model, loss, weights)
+    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
+    assert_same(found, expected)
+    return found

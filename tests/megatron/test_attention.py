@@ -1,15 +1,30 @@
 """Our core attention against Megatron's `DotProductAttention`, and against itself over several ranks."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron.attention import CoreAttention
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.sequence.attention import CAUSAL, Packing
 from megatron_ext.sequence.zigzag import split_zigzag, thd_partition_indices
-from tests.gpt import loss_and_grads, model_parallel, own_part, seed_ranks, tiny_batches, tiny_config, tiny_gpt
+from tests.gpt import (
+    causal_mask,
+    loss_and_grads,
+    model_parallel,
+    own_part,
+    seed_ranks,
+    tiny_batches,
+    tiny_config,
+    tiny_gpt,
+)
 from tests.marks import quick_if, slow
+from tests.megatron import patching
 from tests.ranks import ranks
 from tests.sequence.visible import documents_seen
 
@@ -20,8 +35,6 @@ def kinds(mask_type="causal", layer=1, **overrides):
     """Megatron's core attention and ours, of one layer, in training; stock never sees context parallelism."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
-
-    from megatron_ext.megatron.attention import CoreAttention
 
     arguments = {"layer_number": layer, "attn_mask_type": AttnMaskType[mask_type], "attention_type": "self"}
     stock = DotProductAttention(tiny_config(**overrides | {"context_parallel_size": 1}), **arguments)
@@ -41,19 +54,7 @@ def run(core, tensors, mask=None, **arguments):
     return out, *torch.autograd.grad((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum(), tensors)
 
 
-def assert_equal(ours, stock):
-    for a, b in zip(ours, stock, strict=True):
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def assert_close(ours, stock):
-    for a, b in zip(ours, stock, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def causal_mask(n):
-    return torch.ones(n, n, dtype=torch.bool).triu(1)[None, None]
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def hides_documents(n):
@@ -101,7 +102,7 @@ def of_case(case, n=12, **more):
 def test_equals_megatron(case):
     with model_parallel():
         (stock, ours), tensors, mask = of_case(case)
-        assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
+        torch.testing.assert_close(run(ours, tensors, mask), run(stock, tensors, mask))
 
 
 @ranks(1)
@@ -145,7 +146,7 @@ def test_one_query_at_the_end_of_a_cache():
         assert_equal(run(ours, tensors), run(stock, tensors))
         ours.eval()
         stock.eval()
-        assert_close(run(ours, tensors), run(stock, tensors))
+        torch.testing.assert_close(run(ours, tensors), run(stock, tensors))
 
 
 @ranks(1)
@@ -166,7 +167,7 @@ def test_cross_attention(dropout):
     with model_parallel():
         stock, ours = kinds("padding", attention_dropout=dropout)
         tensors = inputs(queries=5, keys=12)
-        assert_close(run(ours, tensors, hides_padding(1, 12)), run(stock, tensors, hides_padding(1, 12)))
+        torch.testing.assert_close(run(ours, tensors, hides_padding(1, 12)), run(stock, tensors, hides_padding(1, 12)))
 
 
 @ranks(1)
@@ -174,10 +175,10 @@ def test_an_infinite_window_and_one_that_would_look_ahead():
     with model_parallel():
         tensors = inputs()
         whole = run(kinds()[1], tensors)
-        assert_close(run(kinds(window_size=(-1, 0))[1], tensors), whole)
-        assert_close(run(kinds(window_size=(11, 3))[1], tensors), whole)
+        torch.testing.assert_close(run(kinds(window_size=(-1, 0))[1], tensors), whole)
+        torch.testing.assert_close(run(kinds(window_size=(11, 3))[1], tensors), whole)
         unlimited = run(kinds("no_mask", window_size=(-1, -1))[1], tensors)
-        assert_close(unlimited, run(kinds("no_mask")[1], tensors))
+        torch.testing.assert_close(unlimited, run(kinds("no_mask")[1], tensors))
 
 
 @ranks(1)
@@ -238,9 +239,6 @@ def test_a_layer_recomputes_the_same_numbers(dropout):
 def self_attention(**overrides):
     from megatron.core.transformer.spec_utils import build_module
 
-    from megatron_ext.megatron.attention import CoreAttention
-    from megatron_ext.megatron.layer_specs import gpt_layer_spec
-
     assert gpt_layer_spec.submodules.self_attention.submodules.core_attention is CoreAttention
     config = tiny_config(add_bias_linear=False, **overrides)
     return build_module(gpt_layer_spec.submodules.self_attention, config=config, layer_number=1)
@@ -248,21 +246,8 @@ def self_attention(**overrides):
 
 def packing(lengths, places=None, **more):
     """Megatron's `PackedSeqParams` of documents on all context-parallel ranks."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    def cumulative(n):
-        return torch.tensor([0, *n], dtype=torch.int32).cumsum(0).to(torch.int32)
-
-    padded = None if places is None else cumulative(places)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cumulative(lengths),
-        cu_seqlens_kv=cumulative(lengths),
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
+    starts, padded = (n and tuple(itertools.accumulate(n, initial=0)) for n in (lengths, places))
+    params = patching.packing(*starts, padded=padded)
     vars(params).update(more)  # fields that older versions of Megatron-Core do not have
     return params
 
@@ -372,14 +357,11 @@ def test_a_packed_batch_may_name_its_own_group():
 @ranks(2)
 def test_a_context_parallel_gpt_equals_one_rank():
     """Rotary embeddings, layers, loss and gradients, with Megatron's own splitting of the batch."""
-    from megatron_ext.megatron.layer_specs import gpt_layer_spec
-
     tokens = tiny_batches(batch=2)[0]
     results = []
     for cp in (1, 2):
-        with model_parallel(cp=cp, tp=1):
-            spec = gpt_layer_spec
-            results.append(loss_and_grads(tiny_gpt(spec, num_query_groups=2), tokens, micro_batch=1))
+        with model_parallel(cp=cp):
+            results.append(loss_and_grads(tiny_gpt(gpt_layer_spec, num_query_groups=2), tokens, micro_batch=1))
     (loss, grads), (cp_loss, cp_grads) = results
     assert abs(cp_loss - loss) < 1e-6 * abs(loss)
     for name, grad in grads.items():
@@ -388,8 +370,6 @@ def test_a_context_parallel_gpt_equals_one_rank():
 
 @ranks(1)
 def test_a_packed_gpt_equals_its_documents():
-    from megatron_ext.megatron.layer_specs import gpt_layer_spec
-
     lengths = [5, 1, 10]
     tokens = tiny_batches(batch=1)[0, :, :16]
     with model_parallel():
@@ -405,45 +385,35 @@ def test_what_is_not_supported_says_so():
     with model_parallel():
         from megatron.core.transformer.enums import AttnMaskType
 
-        from megatron_ext.megatron.attention import CoreAttention
-
         def build(cp_comm_type=None, **overrides):
             config = tiny_config()
             for name, value in overrides.items():
                 setattr(config, name, value)
             return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=cp_comm_type)
 
-        with pytest.raises(ValueError, match="softmax_type is 'learnable'.*only 'vanilla'"):
-            build(softmax_type="learnable")
-        with pytest.raises(ValueError, match="qk_clip is True"):
-            build(qk_clip=True)
-        with pytest.raises(ValueError, match="fp8_dot_product_attention"):
-            build(fp8_dot_product_attention=True)
-        with pytest.raises(ValueError, match="window_size is 4: it must be None or two integers"):
-            build(window_size=4)
-        with pytest.raises(ValueError, match="cp_comm_type is 'ring'"):
-            build("ring")
-        with pytest.raises(ValueError, match="context_parallel_size is 2 and the context-parallel group has 1"):
-            build(context_parallel_size=2)
-        build("p2p")
-
-        core, (q, k, v) = build(), inputs()
-        with pytest.raises(ValueError, match="attention_bias"):
-            core(q, k, v, None, attention_bias=torch.zeros(1))
-        with pytest.raises(ValueError, match="causal, with 12 queries and 9 keys.*causal_bottom_right"):
-            core(q, k[:9], v[:9], None)
-        with pytest.raises(ValueError, match="torch.float32 .*it must be bool"):
-            core(q, k, v, torch.zeros(1, 1, 12, 12))
+        for overrides, said in (
+            ({"softmax_type": "learnable"}, "softmax_type is 'learnable'.*only 'vanilla'"),
+            ({"qk_clip": True}, "qk_clip is True"),
+            ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention"),
+            ({"window_size": 4}, "window_size is 4: it must be None or two integers"),
+            ({"cp_comm_type": "ring"}, "cp_comm_type is 'ring'"),
+            ({"context_parallel_size": 2}, "context_parallel_size is 2 and the context-parallel group has 1"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                build(**overrides)
+        core, (q, k, v) = build("p2p"), inputs()
         flat = [x[:, 0] for x in (q, k, v)]
-        with pytest.raises(ValueError, match="remove the batch dim"):
-            core(q, k, v, None, packed_seq_params=packing([12]))
-        with pytest.raises(ValueError, match="take 13 places: these must be 12"):
-            core(*flat, None, packed_seq_params=packing([5, 8]))
-        wrong = packing([12])
-        wrong.qkv_format = "bshd"
-        with pytest.raises(ValueError, match="qkv_format is 'bshd'"):
-            core(*flat, None, packed_seq_params=wrong)
-        wrong = packing([5, 7])
-        wrong.cu_seqlens_kv = packing([7, 5]).cu_seqlens_q
-        with pytest.raises(ValueError, match="documents of \\[5, 7\\] queries and \\[7, 5\\] keys"):
-            core(*flat, None, packed_seq_params=wrong)
+        other_format, other_keys = packing([12]), packing([5, 7])
+        other_format.qkv_format = "bshd"
+        other_keys.cu_seqlens_kv = packing([7, 5]).cu_seqlens_q
+        for tensors, mask, more, said in (
+            ((q, k, v), None, {"attention_bias": torch.zeros(1)}, "attention_bias"),
+            ((q, k[:9], v[:9]), None, {}, "causal, with 12 queries and 9 keys.*causal_bottom_right"),
+            ((q, k, v), torch.zeros(1, 1, 12, 12), {}, "torch.float32 .*it must be bool"),
+            ((q, k, v), None, {"packed_seq_params": packing([12])}, "remove the batch dim"),
+            (flat, None, {"packed_seq_params": packing([5, 8])}, "take 13 places: these must be 12"),
+            (flat, None, {"packed_seq_params": other_format}, "qkv_format is 'bshd'"),
+            (flat, None, {"packed_seq_params": other_keys}, r"documents of \[5, 7\] queries and \[7, 5\] keys"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                core(*tensors, mask, **more)

@@ -3,30 +3,26 @@
 import pytest
 import torch
 
-from tests.gpt import model_parallel, sharded_state, tiny_config, tiny_gpt
+from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec
+from tests.gpt import EXPERTS, model_parallel, sharded_state, tiny_config, tiny_gpt
 from tests.ranks import ranks
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
-EXPERTS = {"num_moe_experts": 2, "add_bias_linear": False}
 
 
 @ranks(1)
-@pytest.mark.parametrize("block", [True, False], ids=["block", "layer"])
-def test_multi_latent_attention_is_refused(block):
+@pytest.mark.parametrize("spec", [gpt_block_spec, gpt_layer_spec], ids=["block", "layer"])
+def test_multi_latent_attention_is_refused(spec):
     """It was built as plain attention."""
-    with model_parallel():
-        from megatron_ext.megatron.layer_specs import gpt_block_spec, gpt_layer_spec
-
-        with pytest.raises(ValueError, match="multi_latent_attention is True: .* take Megatron's own layer spec"):
-            tiny_gpt(gpt_block_spec if block else gpt_layer_spec, **LATENT)
+    refused = pytest.raises(ValueError, match="multi_latent_attention is True: .* take Megatron's own layer spec")
+    with model_parallel(), refused:
+        tiny_gpt(spec, **LATENT)
 
 
 @ranks(1)
 def test_other_kinds_of_attention_are_refused():
     """All layers were built with plain attention."""
     with model_parallel():
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
-
         config = tiny_config()
         gpt_block_spec(config)
         config.experimental_attention_variant = "gated_delta_net"  # past the kernels that its own checks ask for
@@ -38,8 +34,6 @@ def test_other_kinds_of_attention_are_refused():
 def test_a_list_of_another_length_than_the_layers_is_refused():
     """It built fewer layers than the config has."""
     with model_parallel():
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
-
         config = tiny_config(moe_layer_freq=[0, 1], **EXPERTS)
         assert len(gpt_block_spec(config).layer_specs) == 2
         config.moe_layer_freq = [1]
@@ -49,11 +43,8 @@ def test_a_list_of_another_length_than_the_layers_is_refused():
 
 @ranks(1)
 def test_transformer_engines_layers_where_it_is_missing():
-    with model_parallel():
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-        with pytest.raises(ImportError) as told:
-            gpt_block_spec(tiny_config(), transformer_engine=True)
+    with model_parallel(), pytest.raises(ImportError) as told:
+        gpt_block_spec(tiny_config(), transformer_engine=True)
     assert str(told.value).startswith(
         "gpt_block_spec(transformer_engine=True) needs Transformer Engine, which Megatron"
     )
@@ -65,7 +56,6 @@ def test_transformer_engines_layers_where_it_is_missing():
 def test_norms_of_their_own_store_what_transformer_engines_do(present, monkeypatch):
     with model_parallel():
         from megatron_ext.megatron import norms
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
 
         monkeypatch.setattr(norms, "have_transformer_engine", lambda: present)
         (model,) = tiny_gpt(gpt_block_spec, qk_layernorm=True, **EXPERTS)

@@ -10,18 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-from tests.gpt import (
-    causal_mask,
-    fully_sharded,
-    make_optimizer,
-    model_parallel,
-    tiny_batches,
-    tiny_gpt,
-    train_step,
-)
+from tests.gpt import fully_sharded, make_optimizer, model_parallel, tiny_batches, tiny_gpt, train_step
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
+from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched, run
 from tests.ranks import ranks
 
 SLOW = (pytest.mark.slow, pytest.mark.each_version)
@@ -42,8 +34,7 @@ def own_step(model):
     """Losses and gradient weights of this rank's own tokens, and the mean over ranks of the weighted losses' sum."""
     rank = dist.get_rank()
     tokens = tiny_batches(batch=4, seq=SEQ)[0][2 * rank : 2 * rank + 2]
-    positions = torch.arange(SEQ).expand(2, SEQ)
-    loss = model(tokens[:, :-1], positions, causal_mask(SEQ), labels=tokens[:, 1:])
+    loss = run(model, tokens[:, 1:], tokens[:, :-1])
     return loss, torch.linspace(0.1, 1, loss.numel()).reshape(loss.shape) * (rank + 1)
 
 

@@ -7,10 +7,18 @@ import torch
 
 from megatron_ext.megatron.fusion_report import fusion_report
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
-from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 from tests.gpt import model_parallel
-from tests.megatron.patching import assert_same, batch, grads_of, one_gpt, patched, run
+from tests.megatron.patching import (
+    assert_fused_is_stock,
+    assert_same,
+    batch,
+    grads_of,
+    one_gpt,
+    patch,
+    patched,
+    run,
+    unpatch,
+)
 from tests.ranks import ranks
 
 
@@ -47,13 +55,12 @@ def test_processors_refuse_an_output_layer_that_does_more_than_multiply():
         model, tokens = one_gpt(), batch()[0]
         layer = model.output_layer
         weight = model.shared_embedding_or_output_weight()
-        weight = layer.weight if weight is None else weight
         hidden = torch.randn(tokens.shape[1], tokens.shape[0], weight.shape[1])
         arguments = {"hidden_states": hidden, "output_layer": layer, "output_weight": weight}
-        handle = layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].tanh(), outputs[1]))
-        with pytest.raises(ValueError, match="LogProbs reads hidden states, not logits: its output layer has forward"):
+        hooked = layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].tanh(), outputs[1]))
+        said = "LogProbs reads hidden states, not logits: its output layer has forward"
+        with hooked, pytest.raises(ValueError, match=said):
             NextTokenLogProbs()(**arguments)
-        handle.remove()
 
         class Adapted(type(layer)):
             def forward(self, x, *args, **kwargs):
@@ -104,24 +111,16 @@ class Squashed(torch.autograd.Function):
         return grad * (1 - squashed**2)
 
 
-def losses_and_grads(model, change):
+def losses(model, change):
     """Of a model whose output layer has a hook that gives `change(logits)` on."""
-    handle = model.output_layer.register_forward_hook(lambda module, inputs, outputs: (change(outputs[0]), outputs[1]))
-    try:
-        loss = run(model, batch()[1])
-        return loss, grads_of(model, loss)
-    finally:
-        handle.remove()
+    with model.output_layer.register_forward_hook(lambda module, inputs, outputs: (change(outputs[0]), outputs[1])):
+        return run(model, batch()[1])
 
 
 def assert_as_stock(model, change):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*asks for the logits")
-        expected, wanted = losses_and_grads(model, change)
-        with patched():
-            loss, grads = losses_and_grads(model, change)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    assert_same(grads, wanted)
+        assert_fused_is_stock(model, lambda model: losses(model, change))
 
 
 @ranks(1)
@@ -130,7 +129,7 @@ def test_an_autograd_function_is_refused_and_served_as_the_message_says(function
     with model_parallel():
         model = one_gpt(tied=False)
         with patched(), pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
-            losses_and_grads(model, function.apply)
+            losses(model, function.apply).sum().backward()
         # The second clone is for stock, whose loss works in place.
         assert_as_stock(model, lambda logits: function.apply(logits.clone()).clone())
 
@@ -145,7 +144,7 @@ def test_an_autograd_function_beside_the_loss_is_refused():
             return logits
 
         with patched():
-            losses_and_grads(model, change)
+            losses(model, change).sum().backward()
         with pytest.raises(ValueError, match=r"an autograd.Function .* apply it to logits.clone\(\)"):
             beside[0].backward()
 
@@ -177,11 +176,9 @@ def test_logits_that_are_changed_in_place(change):
 def test_the_loss_of_detached_logits_has_no_gradient():
     with model_parallel():
         model = one_gpt()
-        handle = model.output_layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].detach(), None))
-        expected = run(model, batch()[1])
+        expected = losses(model, torch.Tensor.detach)
         with patched():
-            loss = run(model, batch()[1])
-        handle.remove()
+            loss = losses(model, torch.Tensor.detach)
     assert not expected.requires_grad
     assert not loss.requires_grad
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)

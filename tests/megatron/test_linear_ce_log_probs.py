@@ -1,16 +1,18 @@
 """`return_logprobs_for_linear_ce_fusion`: token ids in, log-probabilities of next tokens out."""
 
 import inspect
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_ext import reference
+from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import VOCAB, causal_mask, model_parallel, tiny_batches, tiny_gpt
 from tests.marks import slow
-from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, patched, run
+from tests.megatron.patching import SEQ, assert_same, batch, grads_of, one_gpt, packing, patched, run
 from tests.ranks import ranks
 
 ASKED = {"return_logprobs_for_linear_ce_fusion": True}
@@ -22,23 +24,15 @@ def gathered(model, **kwargs) -> Tensor:
 
 def expected(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:
     """Log-probabilities [B, S - 1] of each next token."""
-    return logits_BSV.log_softmax(-1)[:, :-1].gather(-1, tokens_BS[:, 1:, None]).squeeze(-1)
+    return reference.log_probs(logits_BSV[:, :-1], tokens_BS[:, 1:])
 
 
-@ranks(1)
-def test_one_rank():
-    values_and_gradients(1, sequence_parallel=False)
-
-
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("sequence_parallel", [True, *slow(False)], ids=["sequence", "replicated"])
-def test_two_ranks(sequence_parallel):
-    values_and_gradients(2, sequence_parallel)
-
-
-def values_and_gradients(world_size, sequence_parallel):
+def test_values_and_gradients(sequence_parallel):
+    world_size = dist.get_world_size()
     with model_parallel(tp=world_size):
-        model, ids = one_gpt(sequence_parallel=sequence_parallel), batch()[0]
+        model, ids = one_gpt(sequence_parallel=sequence_parallel and world_size > 1), batch()[0]
         log_probs = expected(gathered(model), ids)
         weights = torch.rand_like(log_probs)
         # The reference gathers full logits on every rank, each of which gives their whole gradient: one is enough.
@@ -62,25 +56,7 @@ def test_false_takes_shifted_labels():
         assert option.default is False
 
 
-def packing(*starts, padded=None):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    cu, size = torch.tensor(starts, dtype=torch.int32), max(b - a for a, b in itertools.pairwise(padded or starts))
-    cu_padded = None if padded is None else torch.tensor(padded, dtype=torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu_padded,
-        cu_seqlens_kv_padded=cu_padded,
-        max_seqlen_q=size,
-        max_seqlen_kv=size,
-    )
-
-
 def our_gpt(**overrides):
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
     return tiny_gpt(gpt_block_spec, **overrides)[0]
 
 
@@ -125,8 +101,6 @@ def test_context_parallel(packed):
     with model_parallel(cp=2):
         from megatron.core import parallel_state
 
-        from megatron_ext.sequence.context_parallel_parts import SequenceParts
-
         cu_seqlens = torch.tensor(starts, dtype=torch.int32) if packed else None
         parts = SequenceParts(parallel_state.get_context_parallel_group(), cu_seqlens)
         extra = {"packed_seq_params": packing(*starts)} if packed else {}
@@ -148,8 +122,6 @@ def test_context_parallel(packed):
 @pytest.mark.parametrize("layers", [0, 2], ids=["main", "and multi-token prediction"])
 def test_a_label_that_one_context_parallel_rank_holds(layers):
     """It alone can refuse it: the other hears of it where the log-probabilities are joined."""
-    from megatron_ext.sequence.context_parallel_parts import SequenceParts
-
     tokens = tiny_batches(batch=1, seq=15)[0]
     wrong = tokens.clone()
     wrong[0, 15] = VOCAB  # the label of position 14, of rank 0's part

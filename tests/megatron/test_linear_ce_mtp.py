@@ -3,9 +3,20 @@
 import pytest
 import torch
 
+from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
 from tests.gpt import model_parallel
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
+from tests.megatron.patching import (
+    SEQ,
+    assert_fused_is_stock,
+    assert_same,
+    batch,
+    counting_logits,
+    grads_of,
+    one_gpt,
+    patched,
+    run,
+)
 from tests.ranks import ranks
 
 LAYERS = 2
@@ -16,7 +27,7 @@ def gpt(**overrides):
 
 
 def hybrid(**overrides):
-    return tiny_hybrid(mtp=True, **overrides)
+    return tiny_hybrid(mtp_num_layers=1, **overrides)
 
 
 def logged() -> dict:
@@ -32,39 +43,38 @@ def logged() -> dict:
 def compare(model, labels) -> None:
     mask = torch.ones(2, SEQ)
     mask[0, 3:] = 0
-    stock = run(model, labels, loss_mask=mask)
-    expected, expected_log = grads_of(model, stock, mask), logged()
-    with patched(chunk_size=3), counting_logits(model.output_layer) as made:
+    logs, counts = [], []
+
+    def step(model):
         loss = run(model, labels, loss_mask=mask)
-        found, found_log = grads_of(model, loss, mask), logged()
-    assert not made
-    torch.testing.assert_close(loss, stock, rtol=1e-6, atol=1e-6)
-    assert_same(found, expected)
-    assert any(grad is not None and grad.any() for name, grad in found.items() if name.startswith("mtp."))
-    assert found_log.keys() == expected_log.keys()
+        logs.append(logged())
+        counts.append(len(made))
+        return loss
+
+    with counting_logits(model.output_layer) as made:
+        found = assert_fused_is_stock(model, step, mask)
+    assert counts[0] == len(made) > 0, "only stock makes logits"
+    assert all(grad.any() for name, grad in found.items() if name.startswith("mtp.") and "bias" not in name)
+    expected_log, found_log = logs
     assert expected_log
     assert expected_log.get("correct_values", torch.ones(1)).any()  # labels that count
-    for name, value in expected_log.items():
-        torch.testing.assert_close(found_log[name], value, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found_log, expected_log, rtol=1e-6, atol=0)
 
 
 def likeliest_one_further(model):
     """Labels of which some are what the layers of multi-token prediction find likeliest, so that hits are counted."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
     _, labels, _ = batch()
     hits = []
     layer = model.output_layer
-    with torch.no_grad(), layer.register_forward_hook(lambda module, args, out: hits.append(gathered(out[0]))):
+    with torch.no_grad(), layer.register_forward_hook(lambda module, args, out: hits.append(out[0].detach())):
         run(model, labels, loss_mask=torch.ones(2, SEQ))
     logged()
     labels = labels.clone()
-    labels[:, 1:4] = hits[0].argmax(-1).transpose(0, 1)[:, :3]  # the first layer looks one further
+    logits = gather_from_tensor_model_parallel_region(hits[0])
+    labels[:, 1:4] = logits.argmax(-1).transpose(0, 1)[:, :3]  # the first layer looks one further
     return labels
-
-
-def gathered(logits):
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    return gather_from_tensor_model_parallel_region(logits)
 
 
 @ranks(1, 2)
@@ -73,16 +83,15 @@ def test_acceptance_counts(build):
     with model_parallel(tp=torch.distributed.get_world_size()):
         if build is hybrid and not hybrid_has_mtp():
             return  # MambaModel of 0.16 and older has no multi-token prediction
-        model = build(sequence_parallel=torch.distributed.get_world_size() > 1)
-        compare(model, likeliest_one_further(model))
+        for sequence_parallel in (False, True)[: torch.distributed.get_world_size()]:
+            model = build(sequence_parallel=sequence_parallel)
+            compare(model, likeliest_one_further(model))
 
 
 @ranks(2)
 def test_without_labels_the_layers_train_on_tokens():
     """From 0.19 on: the model returns logits, and its layers of multi-token prediction take losses without any."""
     with model_parallel(tp=2):
-        from megatron_ext.megatron.fused_loss.patch_points import takes_losses_without_labels
-
         model = gpt()
         if not takes_losses_without_labels(model):
             return
@@ -96,6 +105,4 @@ def test_without_labels_the_layers_train_on_tokens():
         assert len(made) == 1
         torch.testing.assert_close(logits, stock, rtol=1e-6, atol=1e-6)
         assert_same(found, expected)
-        assert found_log.keys() == expected_log.keys()
-        for name, value in expected_log.items():
-            torch.testing.assert_close(found_log[name], value, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found_log, expected_log, rtol=1e-6, atol=0)

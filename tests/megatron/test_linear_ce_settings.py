@@ -1,5 +1,6 @@
 """Options that change the loss, what is logged of them, the dtype of logits, and what the head refuses to compute."""
 
+import functools
 import warnings
 
 import pytest
@@ -10,17 +11,27 @@ from megatron_ext.megatron.fused_loss import z_loss_log
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
 from megatron_ext.megatron.language_model_patch import patch_language_models
+from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.spec_head import with_fused_head
-from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
-from tests.gpt import causal_mask, data_parallel, model_parallel, tiny_batches, tiny_gpt
+from tests.gpt import causal_mask, data_parallel, model_parallel, stock_spec, tiny_batches, tiny_gpt
 from tests.marks import slow
 from tests.megatron.language_models import tiny_hybrid
-from tests.megatron.patching import SEQ, assert_same, batch, counting_logits, grads_of, one_gpt, patched, run
+from tests.megatron.patching import (
+    SEQ,
+    assert_same,
+    batch,
+    counting_logits,
+    grads_of,
+    later_gpt,
+    one_gpt,
+    patch,
+    patched,
+    run,
+    unpatch,
+)
 from tests.ranks import ranks
 
 CHANGED = {"z_loss": 0.03, "label_smoothing": 0.2, "softcap": 0.4, "temperature": 0.7}
-SCALE = 0.25
 
 
 def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, temperature=1.0):
@@ -29,27 +40,6 @@ def reference(logits, labels, *, z_loss=0.0, label_smoothing=0.0, softcap=None, 
     z = z / temperature
     loss = F.cross_entropy(z.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
     return loss, z_loss * z.logsumexp(-1).square()
-
-
-def mup_gpt(**overrides):
-    """A model that multiplies its logits, as maximal update parametrization does."""
-    model = one_gpt(**overrides)
-    inner = type(model)
-
-    class Scaled(inner):
-        def _postprocess(self, hidden_states, *args, labels=None, runtime_gather_output=None, **kwargs):
-            logits, _ = self.output_layer(
-                hidden_states,
-                weight=self.shared_embedding_or_output_weight(),
-                runtime_gather_output=runtime_gather_output,
-            )
-            logits = logits * SCALE
-            if labels is None:
-                return logits.transpose(0, 1).contiguous()
-            return self.compute_language_model_loss(labels, logits)
-
-    model.__class__ = Scaled
-    return model
 
 
 def reads_logits(module, args, outputs):
@@ -61,7 +51,7 @@ def reads_shape(module, args, outputs):
 
 
 @ranks(2)
-@pytest.mark.parametrize("build", [mup_gpt, *slow(one_gpt, tiny_hybrid)])
+@pytest.mark.parametrize("build", [later_gpt, *slow(one_gpt, tiny_hybrid)])
 @pytest.mark.parametrize("made", [False, True], ids=["fused", "made"])
 def test_options_of_the_loss(build, made):
     """Also of logits that a hook has asked for: the options are not lost with the promise."""
@@ -105,14 +95,11 @@ def test_the_reported_z_loss_is_a_mean_over_labels_that_count():
 
 def ours_of_spec(**head):
     """A GPTModel on our layers, whose spec names the head where there are options of it."""
-    from megatron_ext.megatron.layer_specs import gpt_layer_spec
-
     return one_gpt(spec=with_fused_head(gpt_layer_spec, **head) if head else gpt_layer_spec)
 
 
 def block_of_spec(**head):
     """A GPTModel on Megatron's layers, by a block spec."""
-    from tests.gpt import stock_spec
 
     def spec(config, stage):
         block = stock_spec(config, stage)
@@ -126,14 +113,7 @@ def hybrid_of_spec(**head):
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    "build",
-    [
-        ours_of_spec,
-        pytest.param(block_of_spec, marks=pytest.mark.slow),
-        pytest.param(hybrid_of_spec, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("build", [ours_of_spec, *slow(block_of_spec, hybrid_of_spec)])
 def test_options_in_the_layer_spec(build):
     with model_parallel(tp=2):
         plain, labels = build(), batch()[1]
@@ -257,12 +237,9 @@ def test_refusals():
     with model_parallel():
         model, labels = one_gpt(), batch()[1]
         for name, wrong in (("z_loss", "much"), ("label_smoothing", 1.0), ("softcap", -1), ("temperature", 0)):
-            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
-                patch(**{name: wrong})
-            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
-                HeadSettings(**{name: wrong})
-            with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
-                with_fused_head(model.transformer_layer_spec, **{name: wrong})
+            for take in (patch, HeadSettings, functools.partial(with_fused_head, model.transformer_layer_spec)):
+                with pytest.raises(ValueError, match=f"{name} is {wrong!r}: it must be"):
+                    take(**{name: wrong})
         with pytest.raises(TypeError, match="chunk_size: the fused head has no .*; chunk_tokens counts tokens: pass"):
             with_fused_head(model.transformer_layer_spec, chunk_size=8)
         with pytest.raises(TypeError, match="z_los: the fused head has no such setting. It has chunk_tokens, .*z_loss"):

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from megatron_ext.distributed.groups import context_parallel_group
 from megatron_ext.head import KL, LmHead, Teacher, TopK
 from megatron_ext.megatron.fused_loss import log_probs as model_log_probs
 from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
+from megatron_ext.megatron.layer_specs import gpt_block_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs, ReadOuts
+from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.language_models import tiny_hybrid
 from tests.megatron.patching import (
@@ -133,10 +136,6 @@ def test_read_outs(build, case, sequence_parallel):
 
 @ranks(2)
 def test_log_probs_of_the_whole_sequence_under_context_parallelism():
-    from megatron_ext.distributed.groups import context_parallel_group
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-    from megatron_ext.sequence.context_parallel_parts import SequenceParts
-
     ids = batch()[0]
     with model_parallel():
         logits = one_gpt(spec=gpt_block_spec)(ids, batch()[2], causal_mask(SEQ))

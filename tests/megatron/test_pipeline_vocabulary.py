@@ -1,8 +1,5 @@
 """Embedding and lm head shared by all pipeline stages: losses, weights and checkpoints against Megatron's own."""
 
-import os
-import shutil
-import tempfile
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
@@ -14,6 +11,13 @@ import torch.distributed as dist
 from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
+from megatron_ext.megatron import pipeline
+from megatron_ext.megatron.layer_specs import gpt_block_spec
+from megatron_ext.megatron.pipeline.order.pass_order import pass_order
+from megatron_ext.megatron.pipeline.order.passes import Shape
+from megatron_ext.megatron.pipeline.packed_messages import Marks
+from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
+from megatron_ext.megatron.versions import megatron_version
 from tests.gpt import (
     SEQUENCE,
     VOCAB,
@@ -32,7 +36,7 @@ from tests.gpt import (
     train_step,
 )
 from tests.megatron.language_models import hybrid_has_mtp, tiny_hybrid_chunks
-from tests.ranks import ranks
+from tests.ranks import ranks, shared_folder
 
 STEPS = 20
 
@@ -40,8 +44,6 @@ STEPS = 20
 @contextmanager
 def shared(on: bool = True):
     """Models built inside share their vocabulary."""
-    from megatron_ext.megatron import pipeline
-
     if on:
         pipeline.share_vocabulary()
     try:
@@ -104,10 +106,10 @@ def logged() -> list[float]:
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
-    own = [value.tolist() for _, value in sorted(tracker.items()) if isinstance(value, torch.Tensor)]
-    found = [
-        number for values in max(collectives.all_gather_object(own, dist.group.WORLD), key=len) for number in values
+    own = [
+        number for _, value in sorted(tracker.items()) if isinstance(value, torch.Tensor) for number in value.tolist()
     ]
+    found = max(collectives.all_gather_object(own, dist.group.WORLD), key=len)
     assert all(number > 0 for number in found), found
     return found
 
@@ -115,8 +117,6 @@ def logged() -> list[float]:
 def parity(sizes: dict, tied: bool, **overrides) -> None:
     if overrides.get("hybrid") and overrides.get("mtp_num_layers") and not hybrid_has_mtp():
         pytest.skip("hybrid models have no multi-token prediction before Megatron-Core 0.17")
-    from megatron_ext.megatron.versions import megatron_version
-
     if {*MTP, *RECOMPUTE} <= {*overrides} and megatron_version().startswith("0.18."):
         pytest.skip("0.18's own recomputation of these layers takes no padding_mask, which their forward gives it")
     stock, stock_weights = trained(sizes, False, tied, **overrides)
@@ -130,13 +130,6 @@ def parity(sizes: dict, tied: bool, **overrides) -> None:
         error = (our_weights[name] - weight).norm() / weight.norm()
         limit = 5e-6 if name.endswith("bias") else 1e-6  # biases begin at 0
         assert error < limit, f"{name}: {error:.1e}"
-
-
-def our_attention(config, vp_stage=None):
-    """Layers with attention under context parallelism, for which Megatron needs Transformer Engine."""
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-    return gpt_block_spec(config, vp_stage=vp_stage)
 
 
 def overlapped(chunks, at_the_end: bool = False) -> list:
@@ -198,11 +191,9 @@ def test_two_ranks(tied, sizes, overrides):
         pytest.param(False, {"pp": 4}, DEEP, id="pp4"),
         pytest.param(True, {"pp": 4}, DEEP, id="pp4-tied"),
         pytest.param(False, {"pp": 2, "tp": 2}, {**DROPOUT}, id="pp2-tp2-dropout"),
-        pytest.param(
-            True, {"pp": 2, "tp": 2}, {"mtp_num_layers": 2, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"
-        ),
-        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": our_attention}, id="pp2-cp2"),
-        pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": our_attention}, id="pp2-cp2-mtp"),
+        pytest.param(True, {"pp": 2, "tp": 2}, {**MTP, "sequence_parallel": True}, id="pp2-tp2-sp-tied-mtp"),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"spec": gpt_block_spec}, id="pp2-cp2"),
+        pytest.param(False, {"pp": 2, "cp": 2}, {"mtp_num_layers": 1, "spec": gpt_block_spec}, id="pp2-cp2-mtp"),
         pytest.param(
             True, {"pp": 2}, {"wrap": overlapped}, id="pp2-dp2-tied-overlapped", marks=pytest.mark.each_version
         ),
@@ -257,20 +248,14 @@ def test_fused_accumulation_goes_to_main_grad():
 @ranks(2)
 def test_passes_run_in_the_order_of_the_simulation():
     with model_parallel(pp=2), shared():
-        from megatron_ext.megatron import pipeline
-        from megatron_ext.megatron.pipeline.order.pass_order import pass_order
-        from megatron_ext.megatron.pipeline.order.passes import Shape
-        from megatron_ext.megatron.pipeline.schedule import estimated_times, sharing_of
-
         wrapped = data_parallel(tiny_gpt(stock_spec))
         with pipeline.recorded() as found:
             run_schedule(wrapped, tiny_batches(batch=8)[0])
         shape = Shape(stages=2, chunks=1, micro_batches=4, group=4, beside=False)  # the CPU has one stream
         times = estimated_times(wrapped[0].config, shape, sharing_of(wrapped), SEQUENCE)
         assert [run.what for run in found] == [run.what for run in pass_order(shape, times)[dist.get_rank()]]
-        assert (
-            len(found) == 4 * 8
-        )  # each stage has seven kinds of passes, and the first the tokens, the last the losses
+        # Each stage has seven kinds of passes, and the first the tokens, the last the losses.
+        assert len(found) == 4 * 8
 
 
 def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load: bool, steps: slice) -> list[float]:
@@ -303,27 +288,15 @@ def run(sizes: dict, ours: bool, tied: bool, mtp: int | None, folder: str, load:
 def test_checkpoints_go_both_ways(tied, mtp):
     """What is saved with a shared vocabulary goes on in stock Megatron at another layout, and the reverse."""
     expected = trained({"pp": 2}, False, tied, steps=6, mtp_num_layers=mtp)[0][:6].tolist()
-    folders = [None]
-    if dist.get_rank() == 0:
-        folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    for at, (ours, reader) in enumerate(((True, {"tp": 2}), (False, {"pp": 2}))):
-        folder = f"{folders[0]}/{at}"
-        if dist.get_rank() == 0:
-            os.mkdir(folder)
-        dist.barrier()
+    for ours, reader in ((True, {"tp": 2}), (False, {"pp": 2})):
+        folder = str(shared_folder())
         before = run({"pp": 2}, ours, tied, mtp, folder, load=False, steps=slice(0, 3))
         after = run(reader, not ours, tied, mtp, folder, load=True, steps=slice(3, 6))
         assert before + after == pytest.approx(expected, rel=1e-5)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folders[0])
 
 
 def test_tensors_of_any_size_travel_in_one_message():
     """Each begins where a view of any dtype may, and the largest mark is kept."""
-    from megatron_ext.megatron.pipeline.packed_messages import Marks
-
     sent = torch.arange(3, dtype=torch.bfloat16), torch.arange(5), torch.tensor([[0.5]]), torch.empty(0, 4)
     sender, receiver = Marks(torch.device("cpu")), Marks(torch.device("cpu"))
     sender.mark.fill_(3)

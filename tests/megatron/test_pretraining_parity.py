@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from megatron_ext.megatron.layer_specs import gpt_block_spec
 from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.megatron.patching import patched
 from tests.ranks import ranks
@@ -17,8 +18,6 @@ STEPS = 20
 def losses_of(ours: bool, sizes: dict, tied: bool, overrides: dict) -> list[float]:
     """Per-step losses at Megatron's own initialisation, from the same seed either way."""
     with model_parallel(**sizes), ExitStack() as changes:
-        from megatron_ext.megatron.layer_specs import gpt_block_spec
-
         if ours:
             changes.enter_context(ours_everywhere())
             changes.enter_context(patched(chunk_size=5))

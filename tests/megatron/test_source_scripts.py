@@ -18,7 +18,6 @@ from tests.ranks import TIMEOUT_S
 from tests.test_run import ENVIRONMENT, ROOT
 
 SOURCE = Path(megatron.core.__file__).parents[2]
-SCRIPTS = [name for name in ("pretrain_gpt.py", "pretrain_hybrid.py") if (SOURCE / name).exists()]
 STEPS = 5
 ARGUMENTS = f"""
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -31,13 +30,17 @@ ARGUMENTS = f"""
 """.split()
 # pretrain_hybrid.py always takes a spec; Megatron's own needs Transformer Engine, so it is ours on both sides.
 HYBRID = ["--hybrid-layer-pattern", "*-*-", "--spec", "megatron_ext.megatron.hybrid_layer_specs", "hybrid_stack_spec"]
+GPT, TP2, PP2 = "pretrain_gpt.py", ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+HEAD, LAYERS, STAGES = ["--linear-ce"], ["--linear-ce", "--tensor-parallel"], ["--pipeline-vocab"]
+DIGITS = 3e-7  # Megatron prints 7 of them
 CASES = {
-    "gpt-tp2": ("pretrain_gpt.py", ["--tensor-model-parallel-size", "2"]),
-    "gpt-pp2-untied": (
-        "pretrain_gpt.py",
-        ["--pipeline-model-parallel-size", "2", "--untie-embeddings-and-output-weights"],
-    ),
-    "hybrid-tp2": ("pretrain_hybrid.py", ["--tensor-model-parallel-size", "2", *HYBRID]),
+    "gpt-tp2": (GPT, TP2, HEAD, DIGITS),
+    "gpt-pp2-untied": (GPT, PP2 + UNTIED, HEAD, DIGITS),
+    "hybrid-tp2": ("pretrain_hybrid.py", TP2 + HYBRID, HEAD, DIGITS),
+    "gpt-tp2-layers": (GPT, TP2, LAYERS, 2e-6),
+    "gpt-stages": (GPT, PP2, STAGES, DIGITS),
+    "gpt-stages-untied": (GPT, PP2 + UNTIED, STAGES, DIGITS),
 }
 
 
@@ -53,31 +56,12 @@ def losses(folder: Path, script: str, options: list[str], *ways: str) -> tuple[l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [name for name, (script, _) in CASES.items() if script in SCRIPTS])
+@pytest.mark.parametrize("case", [name for name, (script, *_) in CASES.items() if (SOURCE / script).exists()])
 def test_an_unmodified_script_trains_as_stock(tmp_path, case):
-    script, options = CASES[case]
+    script, options, ways, limit = CASES[case]
     stock, _ = losses(tmp_path, script, options)
-    ours, said = losses(tmp_path, script, options, "--linear-ce")
+    ours, said = losses(tmp_path, script, options, *ways)
     assert len(stock) == STEPS
-    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=3e-7)  # Megatron prints 7 digits
-    assert re.search(r"fused head: \w+Model: [1-9]\d* losses fused, logits made 0 times\n", said)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("pretrain_gpt.py" not in SCRIPTS, reason="PyPI's Megatron-Core has no scripts")
-def test_our_layers_train_an_unmodified_script_as_stock(tmp_path):
-    script, options = CASES["gpt-tp2"]
-    stock, _ = losses(tmp_path, script, options)
-    ours, _ = losses(tmp_path, script, options, "--linear-ce", "--tensor-parallel")
-    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=2e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("pretrain_gpt.py" not in SCRIPTS, reason="PyPI's Megatron-Core has no scripts")
-@pytest.mark.parametrize("options", [[], ["--untie-embeddings-and-output-weights"]], ids=["tied", "untied"])
-def test_stages_share_the_vocabulary_of_an_unmodified_script(tmp_path, options):
-    options = ["--pipeline-model-parallel-size", "2", *options]
-    stock, _ = losses(tmp_path, "pretrain_gpt.py", options)
-    ours, _ = losses(tmp_path, "pretrain_gpt.py", options, "--pipeline-vocab")
-    assert len(stock) == STEPS
-    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=3e-7)
+    assert [float(x) for x in ours] == pytest.approx([float(x) for x in stock], rel=limit)
+    if "--linear-ce" in ways:
+        assert re.search(r"fused head: \w+Model: [1-9]\d* losses fused, logits made 0 times\n", said)

@@ -1,16 +1,10 @@
 """Tiny GPT models of Transformer Engine's layers, and what the tests compare."""
 
+from contextlib import contextmanager
+
 import torch
 
-from tests.gpt import (
-    causal_mask,
-    data_parallel,
-    make_optimizer,
-    model_parallel,
-    tiny_batches,
-    tiny_gpt,
-    train_step,
-)
+from tests.gpt import causal_mask, data_parallel, make_optimizer, model_parallel, tiny_batches, tiny_gpt, train_step
 
 ENGINE = {"transformer_impl": "transformer_engine"}
 
@@ -25,6 +19,25 @@ def te_spec(config, vp_stage: int | None = None):
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
+
+
+def our_spec(config, vp_stage: int | None = None, transformer_engine: bool = False):
+    """Our layers, or our linear ones beside Transformer Engine's norms and attention."""
+    from megatron_ext.megatron.layer_specs import gpt_block_spec
+
+    return gpt_block_spec(config, vp_stage, transformer_engine=transformer_engine)
+
+
+@contextmanager
+def any_tracker(**sizes):
+    """Megatron's groups; afterwards its own tracker again, whichever was in use."""
+    with model_parallel(**sizes):
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        try:
+            yield
+        finally:
+            model_parallel_cuda_manual_seed(11, te_rng_tracker=False, force_reset_rng=True)
 
 
 def losses_and_norms(spec, batches, **overrides):

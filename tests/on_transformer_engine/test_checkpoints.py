@@ -1,5 +1,7 @@
 """Weights go from Transformer Engine's modules into ours and back, by Megatron's sharded state and by torch's."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,26 +15,18 @@ from tests.gpt import (
     tiny_config,
     tiny_gpt,
 )
-from tests.on_transformer_engine.models import ENGINE, plain_loss, te_spec
+from tests.on_transformer_engine.models import ENGINE, our_spec, plain_loss, te_spec
 from tests.on_transformer_engine.test_experts import MOE
 from tests.on_transformer_engine.test_fp8 import SIZES
 from tests.on_transformer_engine.test_overlap import BF16
 from tests.ranks import ranks
 
-
-def our_spec(config, vp_stage=None):
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-    return gpt_block_spec(config, vp_stage)
-
-
-def beside_spec(config, vp_stage=None):
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
-
-    return gpt_block_spec(config, vp_stage, transformer_engine=True)
-
-
-SPECS = {"ours": our_spec, "beside": beside_spec, "local": stock_spec, "te": te_spec}
+SPECS = {
+    "ours": our_spec,
+    "beside": partial(our_spec, transformer_engine=True),
+    "local": stock_spec,
+    "te": te_spec,
+}
 
 
 def build(name, grouped=False, **overrides):

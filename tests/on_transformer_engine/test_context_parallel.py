@@ -1,20 +1,21 @@
 """Context parallelism of Transformer Engine's attention, each way that it communicates, and packed sequences."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpt import model_parallel, tiny_batches
+from tests.gpt import model_parallel, tiny_batches, tiny_config
 from tests.marks import slow
+from tests.megatron.patching import packing
 from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, te_spec
 from tests.ranks import ranks
 
 
 @ranks(2)
 @pytest.mark.parametrize("how", ["p2p", *slow("all_gather", "a2a")])
-@pytest.mark.parametrize(
-    "overrides", [pytest.param({}, marks=pytest.mark.slow), {"num_query_groups": 2}], ids=["mha", "gqa"]
-)
+@pytest.mark.parametrize("overrides", [*slow({}), {"num_query_groups": 2}], ids=["mha", "gqa"])
 def test_trains_as_on_one_rank(how, overrides):
     batches = tiny_batches(2)
     with model_parallel():  # two data-parallel ranks
@@ -27,14 +28,12 @@ def test_trains_as_on_one_rank(how, overrides):
 LENGTHS = [8, 12, 4]  # of the sequences in a pack, each divisible by 2 ranks of 2 chunks
 
 
-def attention(config_overrides=None):
+def attention():
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from tests.gpt import tiny_config
-
     return TEDotProductAttention(
-        config=tiny_config(**ENGINE, **(config_overrides or {})),
+        config=tiny_config(**ENGINE),
         layer_number=1,
         attn_mask_type=AttnMaskType.padding_causal,
         attention_type="self",
@@ -44,14 +43,9 @@ def attention(config_overrides=None):
 
 def pack():
     """(packed parameters, queries, keys, values, gradient of the output)."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(LENGTHS), max_seqlen_kv=max(LENGTHS)
-    )
     generator = torch.Generator().manual_seed(3)
-    return packed, *(torch.randn(int(ends[-1]), 4, 8, generator=generator) for _ in range(4))
+    tensors = [torch.randn(sum(LENGTHS), 4, 8, generator=generator) for _ in range(4)]
+    return packing(*itertools.accumulate(LENGTHS, initial=0)), *tensors
 
 
 def expected():
@@ -73,20 +67,15 @@ def test_packed_sequences():
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(cp=size):
         import transformer_engine_torch as tex
+        from megatron.core.transformer.enums import AttnMaskType
 
         packed, *tensors = pack()
         own = tex.thd_get_partitioned_indices(packed.cu_seqlens_q, tensors[0].shape[0], size, rank).long()
         leaves = [t[own].clone().requires_grad_() for t in tensors[:3]]
-        what = (*leaves, None, AttnMask("padding_causal"))
+        what = (*leaves, None, AttnMaskType.padding_causal)
         out = attention()(*what, packed_seq_params=packed)
         out.backward(tensors[3][own].flatten(1))
         for found, whole in zip([out, *(t.grad for t in leaves)], expected(), strict=True):
             torch.testing.assert_close(found.detach().view(-1, 4, 8), whole[own], rtol=1e-5, atol=1e-6)
         with torch.no_grad():
             assert torch.equal(attention().eval()(*what, packed_seq_params=packed), out)
-
-
-def AttnMask(name):
-    from megatron.core.transformer.enums import AttnMaskType
-
-    return AttnMaskType[name]

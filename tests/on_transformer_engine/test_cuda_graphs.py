@@ -13,12 +13,12 @@ from tests.gpt import (
     data_parallel,
     forward_step,
     make_optimizer,
-    model_parallel,
     tiny_batches,
     tiny_gpt,
     train_step,
 )
-from tests.on_transformer_engine.models import ENGINE, assert_same_steps, te_spec
+from tests.marks import slow
+from tests.on_transformer_engine.models import ENGINE, any_tracker, assert_same_steps, te_spec
 from tests.on_transformer_engine.test_ours import beside_spec, in_the_way
 from tests.on_transformer_engine.test_overlap import BF16
 from tests.ranks import ranks
@@ -102,20 +102,10 @@ def trained(way, settings, **overrides):
             if settings == BY_ENGINE and len(steps) == 1:
                 captured_by_engine(chunks, optimizer)
             steps.append(train_step(chunks, optimizer, tokens_BS))
-    seed(11, False, reset=True)
     return torch.tensor(steps, dtype=torch.float64), len(replays)
 
 
-@contextmanager
-def megatrons_tracker_afterwards(**sizes):
-    with model_parallel(**sizes):
-        try:
-            yield
-        finally:
-            seed(11, False, reset=True)
-
-
-WAYS = ["both", pytest.param("patch", marks=pytest.mark.slow), pytest.param("spec", marks=pytest.mark.slow)]
+WAYS = ["both", *slow("patch", "spec")]
 
 
 @ranks(1)
@@ -123,7 +113,7 @@ WAYS = ["both", pytest.param("patch", marks=pytest.mark.slow), pytest.param("spe
 def test_a_graph_of_each_layer(way):
     from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord as Record
 
-    with megatrons_tracker_afterwards():
+    with any_tracker():
         eager, none = trained("stock", {})
         stock, replays = trained("stock", BY_LAYER)
         found, ours = trained(way, BY_LAYER)
@@ -141,7 +131,7 @@ def test_a_graph_of_each_layer(way):
 @ranks(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_graphs_made_by_transformer_engine(way):
-    with megatrons_tracker_afterwards():
+    with any_tracker():
         eager, none = trained(way, {}, **BF16)  # which these graphs of Megatron's ask for
         found, replays = trained(way, BY_ENGINE, **BF16)
     assert none == 0
@@ -152,7 +142,7 @@ def test_graphs_made_by_transformer_engine(way):
 @ranks(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_graph_of_a_step(way):
-    with megatrons_tracker_afterwards():
+    with any_tracker():
         eager, none = trained("stock", {})
         found, replays = trained(way, whole_steps())
     assert none == 0
@@ -164,7 +154,7 @@ def test_one_graph_of_a_step(way):
 @ranks(2)
 def test_graphs_of_layers_with_collectives_and_dropout():
     overrides = {"sequence_parallel": True, "hidden_dropout": 0.2, "attention_dropout": 0.2, "tied": False}
-    with megatrons_tracker_afterwards(tp=2):
+    with any_tracker(tp=2):
         stock, _ = trained("stock", BY_LAYER, **overrides)
         found, replays = trained("both", BY_LAYER, **overrides)
         without, _ = trained("stock", BY_LAYER, sequence_parallel=True, tied=False)

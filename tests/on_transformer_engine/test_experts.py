@@ -16,9 +16,7 @@ FUSED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_grouped_gem
     "only_te",
     [
         {},
-        pytest.param({"moe_grouped_gemm": True}, marks=pytest.mark.slow),
-        pytest.param({"moe_permute_fusion": True}, marks=pytest.mark.slow),
-        pytest.param({"moe_router_fusion": True}, marks=pytest.mark.slow),
+        *slow({"moe_grouped_gemm": True}, {"moe_permute_fusion": True}, {"moe_router_fusion": True}),
         FUSED | {"use_cpu_initialization": False},  # the default of Megatron's scripts
     ],
     ids=["sequential", "grouped", "permutation", "router", "all"],

@@ -7,35 +7,34 @@ import torch
 import torch.distributed as dist
 
 from tests.gpt import model_parallel, ours_everywhere, tiny_batches
-from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, te_spec
+from tests.marks import slow
+from tests.megatron.patching import patched
+from tests.on_transformer_engine.models import ENGINE, assert_same_steps, losses_and_norms, our_spec, te_spec
 from tests.on_transformer_engine.test_experts import FUSED, MOE
 from tests.on_transformer_engine.test_fp8 import SIZES
 from tests.ranks import ranks
 
 HEAD = {"chunk_tokens": 5}
+WAYS = ("substitution", "patch", "both", "spec")
 
 
 def beside_spec(config, vp_stage=None):
     """Our linear layers beside Transformer Engine's norms and attention, and our head."""
-    from megatron_ext.megatron.layer_specs import gpt_block_spec
     from megatron_ext.megatron.spec_head import with_fused_head
 
-    return with_fused_head(gpt_block_spec(config, vp_stage, transformer_engine=True), **HEAD)
+    return with_fused_head(our_spec(config, vp_stage, transformer_engine=True), **HEAD)
 
 
 @contextmanager
 def in_the_way(way):
     """Nothing of ours ("stock"), our layers in Megatron's place, the head patched in, both, or what the spec says."""
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
     with ExitStack() as undo:
         if way in ("substitution", "both"):
             undo.enter_context(ours_everywhere())
         if way in ("patch", "both"):
-            patch(**HEAD)
-        undo.callback(unpatch)
+            undo.enter_context(patched(**HEAD))
         reset_fusion_report()
         yield
         if way in ("patch", "both", "spec"):
@@ -50,7 +49,7 @@ def trained(way, batches, **overrides):
         return losses_and_norms(beside_spec if way == "spec" else te_spec, batches, **ENGINE | overrides)
 
 
-def assert_ours_is_stock(sizes, ways=("substitution", "patch", "both", "spec"), **overrides):
+def assert_ours_is_stock(sizes, ways=WAYS, **overrides):
     batches = tiny_batches(3)
     with model_parallel(**sizes):
         stock = trained("stock", batches, **overrides)
@@ -75,20 +74,16 @@ def test_one_rank(overrides):
 
 
 @ranks(2)
-@pytest.mark.parametrize("sizes,overrides", [({"tp": 2}, {"sequence_parallel": True, "tied": False})], ids=["tp2-sp"])
-def test_two_ranks(sizes, overrides):
-    assert_ours_is_stock(sizes, ("both", "spec"), **overrides)
-
-
-@pytest.mark.slow
-@ranks(2)
 @pytest.mark.parametrize(
-    "sizes,overrides",
-    [({"pp": 2}, {}), ({"cp": 2}, {}), ({"ep": 2}, MOE | FUSED)],
-    ids=["pp2", "cp2", "ep2"],
+    "sizes,ways,overrides",
+    [
+        ({"tp": 2}, ("both", "spec"), {"sequence_parallel": True, "tied": False}),
+        *slow(({"pp": 2}, WAYS, {}), ({"cp": 2}, WAYS, {}), ({"ep": 2}, WAYS, MOE | FUSED)),
+    ],
+    ids=["tp2-sp", "pp2", "cp2", "ep2"],
 )
-def test_other_layouts(sizes, overrides):
-    assert_ours_is_stock(sizes, **overrides)
+def test_two_ranks(sizes, ways, overrides):
+    assert_ours_is_stock(sizes, ways, **overrides)
 
 
 @ranks(1)

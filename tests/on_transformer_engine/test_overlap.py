@@ -1,9 +1,12 @@
 """Experts whose exchanges overlap with other micro-batches, and weight gradients that are delayed until then."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tests.gpt import model_parallel, run_schedule, tiny_batches, tiny_gpt
+from tests.megatron.patching import patched
 from tests.on_transformer_engine.models import ENGINE, te_spec
 from tests.on_transformer_engine.test_experts import FUSED, MOE
 from tests.ranks import ranks
@@ -26,17 +29,13 @@ def step(microbatches, model, return_schedule_plan=False):
     return output, loss
 
 
-def gradients(patched=False, **overrides):
+def gradients(fused, **overrides):
     """The loss of a step of two micro-batches, and all gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
     from megatron_ext.megatron.fusion_report import fusion_report, reset_fusion_report
-    from megatron_ext.model_utils import patch_gpt_model_forward_for_linear_ce_fusion as patch
-    from megatron_ext.model_utils import unpatch_gpt_model_forward_for_linear_ce_fusion as unpatch
 
-    try:
-        if patched:
-            patch(chunk_size=5)
+    with patched(chunk_size=5) if fused else nullcontext():
         reset_fusion_report()
         (model,) = tiny_gpt(te_spec, tied=False, **ENGINE | MOE | FUSED | BF16 | overrides)
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -44,11 +43,9 @@ def gradients(patched=False, **overrides):
         wrapped = DistributedDataParallel(model.config, settings, model)
         wrapped.zero_grad_buffer()
         loss = run_schedule([wrapped], tiny_batches(batch=8)[0], step=step)
-        if patched:
+        if fused:
             assert fusion_report().losses_fused == 2
             assert fusion_report().logits_made == 0
-    finally:
-        unpatch()
     return loss, {name: parameter.main_grad.float() for name, parameter in model.named_parameters()}
 
 
@@ -57,12 +54,12 @@ def gradients(patched=False, **overrides):
     "accumulated", [pytest.param(False, marks=pytest.mark.slow), True], ids=["copied", "accumulated"]
 )
 def test_overlapped_and_delayed_is_plain(accumulated):
-    fused = {"gradient_accumulation_fusion": accumulated}
-    overlap = fused | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    plain = {"gradient_accumulation_fusion": accumulated}
+    overlap = plain | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     with model_parallel(ep=2):
-        for patched in (False, True):
-            expected_loss, expected = gradients(patched, **fused)
-            loss, found = gradients(patched, **overlap)
+        for fused in (False, True):
+            expected_loss, expected = gradients(fused, **plain)
+            loss, found = gradients(fused, **overlap)
             assert loss == pytest.approx(expected_loss, rel=1e-6)
             for name, grad in expected.items():
                 assert (found[name] - grad).norm() < 1e-6 * grad.norm(), name

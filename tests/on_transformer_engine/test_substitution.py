@@ -7,7 +7,8 @@ import torch
 from megatron_ext.sequence.zigzag import thd_partition_indices
 from megatron_ext.tensor_parallel._random.transformer_engine import Fp8Recompute
 from megatron_ext.tensor_parallel.random import CheckpointWithoutOutput
-from tests.gpt import model_parallel, ours_everywhere
+from tests.gpt import ours_everywhere
+from tests.on_transformer_engine.models import any_tracker
 from tests.ranks import ranks
 
 
@@ -22,24 +23,21 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return x * torch.rand(4, device="cuda")
 
-    def seed(**options):
-        tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True, **options)
+    def seed():
+        tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
 
-    with model_parallel():
-        try:
-            seed(te_rng_tracker=True)
-            expected = [draw(one).detach() for _ in range(3)]
-            seed(te_rng_tracker=True)
-            tracker = megatrons._CUDA_RNG_STATE_TRACKER
-            assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
-            got = [draw(one)]
-            with ours_everywhere():
-                got.append(tensor_parallel.checkpoint(draw, False, one))
-                got[-1].sum().backward()
-            assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
-            got.append(draw(one))
-        finally:
-            seed()
+    with any_tracker():
+        seed()
+        expected = [draw(one).detach() for _ in range(3)]
+        seed()
+        tracker = megatrons._CUDA_RNG_STATE_TRACKER
+        assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
+        got = [draw(one)]
+        with ours_everywhere():
+            got.append(tensor_parallel.checkpoint(draw, False, one))
+            got[-1].sum().backward()
+        assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
+        got.append(draw(one))
     assert torch.equal(torch.stack(got), torch.stack(expected))
     assert torch.equal(one.grad, expected[1])
 
@@ -56,13 +54,10 @@ def test_a_tracker_that_was_asked_for_before_is_seeded_by_default():
         with tensor_parallel.get_cuda_rng_tracker().fork():
             return torch.rand(4, device="cuda")
 
-    with model_parallel():
-        try:
-            expected = draws(stock_initialize)
-            with ours_everywhere():
-                assert torch.equal(draws(tensor_parallel.random.initialize_rng_tracker), expected)
-        finally:
-            tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+    with any_tracker():
+        expected = draws(stock_initialize)
+        with ours_everywhere():
+            assert torch.equal(draws(tensor_parallel.random.initialize_rng_tracker), expected)
 
 
 @ranks(1)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_ext.emulation.nccl_rules import LaunchOrderHazard, LaunchOrderWarning, NcclRules
 from megatron_ext.emulation.nccl_rules.queues.launches import Communicator, Launch, Part
 from megatron_ext.emulation.nccl_rules.queues.order import LaunchOrder
+from tests.emulation.nccl_rules.test_queues import everyone_has_met
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
@@ -115,9 +116,7 @@ def test_a_circle_with_a_wait_in_it_is_no_hazard():
 @ranks(3, rules=NcclRules(order="raise"))
 def test_a_ring_of_messages_is_no_hazard():
     rank = dist.get_rank()
-    for pair in ([0, 1], [1, 2], [0, 2]):  # the communicators of the pairs are made
-        if rank in pair:
-            dist.send(torch.ones(1), pair[1]) if rank == pair[0] else dist.recv(torch.ones(1), pair[0])
+    everyone_has_met()
     works = [
         dist.isend(torch.full((1,), rank), (rank + 1) % 3),
         dist.irecv(found := torch.ones(1).long(), (rank - 1) % 3),
@@ -180,8 +179,7 @@ def a_message_and_a_collective():
 
 @ranks(2, rules=NcclRules(order="raise"))
 def test_a_message_and_a_collective():
-    dist.barrier()
-    dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+    everyone_has_met()
     with pytest.raises(LaunchOrderHazard, match="all_reduce"):
         a_message_and_a_collective()
 

@@ -1,13 +1,12 @@
 """`megatron_ext.run --cpu --nccl-rules`: a script that takes GPUs for granted, with the rules that GPUs would have."""
 
-import json
 import textwrap
 
 import pytest
 
 from megatron_ext import run
 from tests.programs import python
-from tests.test_run import LOCAL, STANDIN
+from tests.test_run import report_of
 
 pytestmark = pytest.mark.slow
 
@@ -60,21 +59,9 @@ def test_objects_need_a_device(tmp_path):
     assert "call torch.cuda.set_device(local_rank) first" in refused.stderr
 
 
-@pytest.mark.slow
 def test_a_pretraining_script(tmp_path):
     """Tensor and data parallelism, Megatron's optimizer and checkpoints: the same losses as over gloo."""
-    sizes = ["--tensor-model-parallel-size", 2, *LOCAL]
-    losses = []
-    for options in ((), ("--nccl-rules",)):
-        report = tmp_path / f"report{len(losses)}.json"
-        done = python(
-            *("-m", "megatron_ext.run", "--cpu", "--linear-ce", *options, STANDIN, *sizes, "--report", report),
-            cwd=tmp_path,
-            ranks=2,
-            ignore_warnings=True,
-        )
-        assert done.returncode == 0, done.stderr
-        losses.append(json.loads(report.read_text())["losses"])
+    losses = [report_of(tmp_path, "--linear-ce", *options, ranks=2)["losses"] for options in ((), ("--nccl-rules",))]
     assert losses[0] == losses[1]
 
 

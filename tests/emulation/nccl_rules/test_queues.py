@@ -38,12 +38,6 @@ def receive_across_a_collective():
     assert x.tolist() == [1, 1]
 
 
-@ranks(2, rules="gloo")
-def test_receive_across_a_collective_passes_on_gloo():
-    everyone_has_met()
-    receive_across_a_collective()
-
-
 @ranks(2, rules=LAZY)
 def test_a_pair_of_ranks_has_a_communicator_of_its_own():
     everyone_has_met()
@@ -76,9 +70,11 @@ def batch_across_a_collective():
         dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((2,), 5.0), 0)])[0].wait()
 
 
+@pytest.mark.parametrize("program", [receive_across_a_collective, batch_across_a_collective])
 @ranks(2, rules="gloo")
-def test_batch_across_a_collective_passes_on_gloo():
-    batch_across_a_collective()
+def test_passes_on_gloo(program):
+    everyone_has_met()
+    program()
 
 
 @ranks(2, rules=LAZY)
@@ -155,14 +151,6 @@ def broadcast_then_leave(n):
         assert x.tolist() == [1] * n
 
 
-@ranks(2, rules=NcclRules(buffer_bytes=16))
-def test_buffers_of_a_broadcast():
-    everyone_has_met()
-    broadcast_then_leave(4)
-    with pytest.raises(CommunicationHang, match="runs  broadcast from rank 0"):
-        broadcast_then_leave(5)
-
-
 def reduce_after_a_message(n):
     x = torch.full((n,), float(1 + dist.get_rank()))
     if dist.get_rank() == 1:
@@ -174,12 +162,16 @@ def reduce_after_a_message(n):
         assert x.tolist() == [3] * n
 
 
+@pytest.mark.parametrize(
+    "program,runs",
+    [(broadcast_then_leave, "broadcast from rank 0"), (reduce_after_a_message, r"reduce to rank 0 \(sum\)")],
+)
 @ranks(2, rules=NcclRules(buffer_bytes=16))
-def test_buffers_of_a_reduction():
+def test_buffers_of_collectives(program, runs):
     everyone_has_met()
-    reduce_after_a_message(4)
-    with pytest.raises(CommunicationHang, match=r"runs  reduce to rank 0 \(sum\)"):
-        reduce_after_a_message(5)
+    program(4)
+    with pytest.raises(CommunicationHang, match=f"runs  {runs}"):
+        program(5)
 
 
 @ranks(2, rules=LAZY)

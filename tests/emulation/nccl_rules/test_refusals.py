@@ -10,75 +10,62 @@ from tests.ranks import ranks
 pytestmark = pytest.mark.slow
 
 RULES = NcclRules()
-SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
-def message_of_int16():
-    x = torch.ones(3, dtype=torch.int16)
-    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)
-
-
-def column():
-    dist.broadcast(torch.ones(4, 4)[:, :1], 0)
-
-
-def bitwise():
-    dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.BAND)
-
-
-def from_any_rank():
-    x = torch.ones(2)
-    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x)
-
-
-def objects():
-    dist.all_gather_object([None, None], "rank")
-
-
-def monitored():
-    dist.monitored_barrier()
-
-
-def coalesced_lists():
-    x = torch.ones(2)
-    dist.all_gather_coalesced([[torch.empty(2)], [torch.empty(2)]], [x])
+def message(x, source=0):
+    dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, source)
 
 
 PASS_ON_GLOO = {
-    message_of_int16: (TypeError, "torch.int16 was given; NCCL has"),
-    column: (ValueError, "strides \\[4, 1\\] was given; NCCL takes contiguous tensors: call .contiguous"),
-    bitwise: (ValueError, "ReduceOp.BAND is a reduction that NCCL does not have"),
-    from_any_rank: (ValueError, "NCCL receives from the rank that is named"),
-    objects: (RuntimeError, "torch.cuda.set_device"),
-    monitored: (ValueError, "GLOO|gloo"),  # torch itself
+    "message of int16": (lambda: message(torch.ones(3).short()), TypeError, "torch.int16 was given; NCCL has"),
+    "column": (
+        lambda: dist.broadcast(torch.ones(4, 4)[:, :1], 0),
+        ValueError,
+        r"strides \[4, 1\] was given; NCCL takes contiguous tensors: call .contiguous",
+    ),
+    "bitwise": (
+        lambda: dist.all_reduce(torch.ones(2).int(), dist.ReduceOp.BAND),
+        ValueError,
+        "ReduceOp.BAND is a reduction that NCCL does not have",
+    ),
+    "from any rank": (
+        lambda: message(torch.ones(2), source=None),
+        ValueError,
+        "NCCL receives from the rank that is named",
+    ),
+    "objects": (lambda: dist.all_gather_object([None, None], "rank"), RuntimeError, "torch.cuda.set_device"),
+    "monitored": (dist.monitored_barrier, ValueError, "GLOO|gloo"),  # torch itself
 }
-PROGRAMS = {program.__name__: program for program in PASS_ON_GLOO}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", PASS_ON_GLOO)
 @ranks(2, rules="gloo")
 def test_passes_on_gloo(name):
-    if name == "from_any_rank" and dist.get_rank() == 1:
-        dist.recv(torch.ones(2))
-    else:
-        PROGRAMS[name]()
+    program, *_ = PASS_ON_GLOO[name]
+    program()
+
+
+def refuses(programs):
+    for name, (program, kind, text) in programs.items():
+        try:
+            with pytest.raises(kind, match=text):
+                program()
+        except BaseException as error:
+            raise AssertionError(name) from error
+    dist.barrier()  # nothing was sent, so the ranks go on
 
 
 @ranks(2, rules=RULES)
 def test_refused():
-    for program, (kind, text) in PASS_ON_GLOO.items():
-        if program is from_any_rank and dist.get_rank() == 0:
-            continue
-        with pytest.raises(kind, match=text):
-            program()
-    dist.barrier()  # nothing was sent, so the ranks go on
+    receives = dist.get_rank() == 1
+    refuses({name: case for name, case in PASS_ON_GLOO.items() if receives or name != "from any rank"})
 
 
 REFUSED = {
     "message of a column": (lambda: dist.send(torch.ones(3, 2)[:, 0], 1 - dist.get_rank()), ValueError, "contiguous"),
     "float8 sum": (lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)), TypeError, "float8"),
     "average of booleans": (
-        lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), AVG),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG),
         TypeError,
         "AVG of booleans",
     ),
@@ -113,19 +100,17 @@ REFUSED = {
         ValueError,
         r"each input must have the shape \[2\]",
     ),
-    "all-gather of coalesced lists": (coalesced_lists, NotImplementedError, "use all_gather"),
+    "all-gather of coalesced lists": (
+        lambda: dist.all_gather_coalesced([[torch.empty(2)], [torch.empty(2)]], [torch.ones(2)]),
+        NotImplementedError,
+        "use all_gather",
+    ),
 }
 
 
 @ranks(2, rules=RULES)
 def test_refused_by_any_rank_alone():
-    for name, (program, kind, text) in REFUSED.items():
-        try:
-            with pytest.raises(kind, match=text):
-                program()
-        except BaseException as error:
-            raise AssertionError(name) from error
-    dist.barrier()
+    refuses(REFUSED)
 
 
 @ranks(2, rules=NcclRules(device_is_set=True))

@@ -10,13 +10,10 @@ import torch.nn.functional as F
 from megatron_ext.emulation.transformer_engine.compiled_module import compiled_module
 from megatron_ext.emulation.transformer_engine.python_modules import MODULES
 from megatron_ext.emulation.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
+from tests.emulation.transformer_engine.test_fused_attention import numbers
 
 old, new = compiled_module((2, 11)), compiled_module((2, 20))
 SEQUENCES = torch.tensor([0, 8, 12], dtype=torch.int32)
-
-
-def numbers(*shape, seed):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def attention(tex, more_forward, more_backward, diagonal, grad, window=(-1, 0)):
