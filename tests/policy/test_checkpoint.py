@@ -72,17 +72,20 @@ def test_saved_on_four_ranks_continues_in_another_layout(first, second):
     check_continues(layouts[first], layouts[second])
 
 
-def damage(folder, how):
-    weights = next(folder.glob("*.distcp"))
+def damage_file(file, how):
     if how == "truncated":
-        os.truncate(weights, weights.stat().st_size - 7)
+        os.truncate(file, file.stat().st_size - 7)
     elif how == "one bit":
-        data = bytearray(weights.read_bytes())
+        data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
-        weights.write_bytes(data)
+        file.write_bytes(data)
     elif how == "file gone":
-        weights.unlink()
-    elif how == "one digit":
+        file.unlink()
+
+
+def damage(folder, how):
+    damage_file(next(folder.glob("*.distcp")), how)
+    if how == "one digit":
         facts = (folder / "facts.json").read_text()
         assert "0.01" in facts
         (folder / "facts.json").write_text(facts.replace("0.01", "9.01", 1))
