@@ -115,7 +115,8 @@ WITHOUT_megatron-core-0.15.3 := \
 # 4.51.3: use_fused_loss wants transformers 5, and Trainer another accelerate than the pinned one.
 WITHOUT_transformers-4.51.3 := --ignore tests/dtensor/test_fused_loss.py --ignore tests/dtensor/test_trainer.py \
 	--ignore tests/dtensor/test_pages.py --ignore tests/dtensor/test_adapted_heads.py \
-	--deselect "tests/dtensor/test_bits_and_skip_ignored.py::test_products_are_of_the_tokens_that_count[use_fused_loss]"
+	$(addprefix --deselect tests/dtensor/test_bits_and_skip_ignored.py::test_, \
+		products_are_of_the_tokens_that_count[_fused] bits_are_refused_where_the_models_logits_are_read[_fused])
 
 # The quick tests, and of the slow ones those that may come out differently with another version.
 OTHER_VERSIONS := "not gpu and (not slow or each_version)"

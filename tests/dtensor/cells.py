@@ -5,7 +5,8 @@ import torch
 
 from megatron_ext.dtensor import causal_lm_loss, get_grad_norm
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
-from tests.dtensor.models import VOCAB, check_gradients, error, make, meshes, parallelize, reference
+from tests.dtensor.models import check_gradients, drawn, error, make, meshes, parallelize, reference
+from tests.ranks import ranks
 
 CU_SEQLENS = [0, 8, 12, 28, 32]  # multiples of 2W for two context-parallel ranks
 
@@ -13,8 +14,7 @@ CU_SEQLENS = [0, 8, 12, 28, 32]  # multiples of 2W for two context-parallel rank
 def check(name, tied, dp=1, cp=1, tp=1, packed=False, checkpointing=False, tolerance=3e-6, **options):
     """Logits, loss, every gradient and their norm, against one process with transformers' own attention."""
     mesh, dp_cp = meshes(dp, cp, tp)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(2, VOCAB, (1, 32) if packed else (2, 16), generator=generator)
+    tokens = drawn(*((1, 32) if packed else (2, 16)))
     cu_seqlens = torch.tensor(CU_SEQLENS) if packed else None
     logits, true_loss, gradients = reference(name, tied, tokens, cu_seqlens)
 
@@ -35,10 +35,10 @@ def check(name, tied, dp=1, cp=1, tp=1, packed=False, checkpointing=False, toler
     true_norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).double().norm().item()
     assert norm == pytest.approx(true_norm, rel=2e-6)
     if tied:
-        weights = [
-            p
-            for n, p in model.named_parameters(remove_duplicate=False)
-            if "embed_tokens" in n or "wte" in n or "lm_head" in n
-        ]
-        assert len(weights) == 2
-        assert weights[0] is weights[1]
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@ranks(2, 4)
+def check_tied_and_not(name, layout):
+    for tied in (False, True):
+        check(name, tied, tolerance=5e-6, **layout)

@@ -1,7 +1,7 @@
 """Writes the table of families and layouts into docs/hugging_face.md: python -m tests.dtensor.family_table
 
 Each cell is run: tiny models with drawn weights, tied and not, on 2 and 4 CPU processes over gloo, against one process
-with transformers' own attention: logits, loss, every gradient and their norm (`tests.dtensor.cells.check`). A cell is
+with transformers' own attention: logits, loss, every gradient and their norm (`tests.dtensor.cells`). A cell is
 "yes" where all of them agree to 5e-6, else the sentence of the refusal; anything else ends the command with an error
 and leaves the table as it was.
 """
@@ -16,9 +16,9 @@ import torch.distributed as dist
 import transformers
 
 from megatron_ext.dtensor.output.head_rule import head_rule
-from tests import ranks as pools
-from tests.dtensor.cells import check
+from tests.dtensor.cells import check_tied_and_not
 from tests.dtensor.models import FAMILIES, MIXTURES, MORE, NAMES, make
+from tests.ranks import close_pools
 
 DOCS = Path(__file__).parents[2] / "docs" / "hugging_face.md"
 BEGIN, END = "<!-- table: python -m tests.dtensor.family_table -->", "<!-- end of table -->"
@@ -34,30 +34,19 @@ COLUMNS = {
 MIXTURE_ONLY = ("EP",)
 
 
-@pools.ranks(2, 4)
-def run_cell(name, layout):
-    for tied in (False, True):
-        check(name, tied, tolerance=5e-6, **layout)
-
-
 def cell(name, column):
     """What the table says there."""
     if column in MIXTURE_ONLY and name not in MIXTURES:
         return "no experts"
     layout = COLUMNS[column]
     size = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
-    pool = pools._pools.pop(size, None) or pools._Pool(size)
     try:
-        pool.run("tests.dtensor.family_table", "run_cell", {"name": name, "layout": layout})
+        check_tied_and_not(name=name, layout=layout, world_size=size)
     except BaseException as failure:  # pytest's own
         refusal = re.search(r"^ValueError: (.*not supported.*|.*needs all experts.*)$", str(failure), re.MULTILINE)
         if refusal is None:
             raise
         return refusal.group(1)
-    if pool.crowded:
-        pool.kill()
-    else:
-        pools._pools[size] = pool
     return "yes"
 
 
@@ -95,7 +84,7 @@ def main():
     try:
         found = table(names or every)
     finally:
-        pools.close_pools()
+        close_pools()
     if names:
         return
     text = DOCS.read_text()

@@ -7,18 +7,6 @@ import torch.nn.functional as F
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from megatron_ext.dtensor import _parallelize_model
 
@@ -53,34 +41,27 @@ VISION = {
 
 
 def _multimodal(tied):
-    text = Gemma3TextConfig(**GEMMA3, tie_word_embeddings=tied).to_dict()
-    config = Gemma3Config(
-        text_config=text,
+    config = transformers.Gemma3Config(
+        text_config=family_config("gemma3", tied).to_dict(),
         vision_config=VISION,
         mm_tokens_per_image=4,
         image_token_index=1,
         tie_word_embeddings=tied,
     )
-    return Gemma3ForConditionalGeneration(config)
+    return transformers.Gemma3ForConditionalGeneration(config)
 
-
-_MAKERS = {
-    "llama": lambda tied: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)),
-    "qwen2": lambda tied: Qwen2ForCausalLM(
-        Qwen2Config(
-            **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0, tie_word_embeddings=tied
-        )
-    ),
-    "qwen3": lambda tied: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=tied)),
-    "gemma3": lambda tied: Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA3, tie_word_embeddings=tied)),
-    "gemma3_multimodal": _multimodal,
-}
-NAMES = tuple(_MAKERS)
 
 MOE = SIZES | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 # Names of transformers' classes without "Config" and "ForCausalLM", and what makes them tiny. What a family has of its
 # own is on: windows, caps, multipliers, sinks, layers without positions, experts beside dense layers.
+BASIC = {
+    "llama": ("Llama", SIZES),
+    "qwen2": ("Qwen2", SIZES | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 8}),
+    "gemma3": ("Gemma3", GEMMA3),
+}
+NAMES = (*BASIC, "gemma3_multimodal")
 FAMILIES = {
     "mistral": ("Mistral", SIZES | {"sliding_window": WINDOW}),
     "phi3": ("Phi3", SIZES | {"sliding_window": WINDOW, "resid_pdrop": 0.0}),
@@ -161,7 +142,7 @@ MORE = {
 
 
 def family_config(name, tied=False, **overrides):
-    prefix, options = (FAMILIES | MORE)[name]
+    prefix, options = (BASIC | FAMILIES | MORE)[name]
     config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
     return config(**options | overrides, tie_word_embeddings=tied)
 
@@ -171,7 +152,7 @@ def _class(prefix):
 
 
 def _family(name):
-    return lambda tied: _class((FAMILIES | MORE)[name][0])(family_config(name, tied))
+    return lambda tied: _class((BASIC | FAMILIES | MORE)[name][0])(family_config(name, tied))
 
 
 # transformers 4.51 lacks some, and has two whose attention is outside of its interface.
@@ -180,7 +161,7 @@ OLD_ATTENTION = () if STACKED else ("nemotron", "qwen2_moe")
 FAMILIES = {name: family for name, family in FAMILIES.items() if _class(family[0]) and name not in OLD_ATTENTION}
 MORE = {name: family for name, family in MORE.items() if _class(family[0])}
 MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
-_MAKERS |= {name: _family(name) for name in (*FAMILIES, *MORE)}
+_MAKERS = {name: _family(name) for name in (*BASIC, *FAMILIES, *MORE)} | {"gemma3_multimodal": _multimodal}
 
 
 def drawn(*shape):

@@ -69,6 +69,7 @@ def test_padding_before_the_tokens_with_context_parallelism():
 
 
 REFUSED = [
+    ({"input_ids": None}, "input_ids is None"),
     ({"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask is"),
     ({"attention_mask": torch.ones(2, 11)}, "attention_mask is"),
     ({"cu_seqlens": torch.tensor([0, 4, 12])}, "batch of 2"),
@@ -83,15 +84,7 @@ REFUSED = [
 def test_what_would_be_ignored_or_wrong_is_refused(arguments, message):
     model = use_attention(make("gemma3_multimodal"))
     with pytest.raises(ValueError, match=message):
-        model(input_ids=drawn(2, 12), **arguments)
-
-
-def test_arguments_come_by_name():
-    model = use_attention(make("llama"))
-    with pytest.raises(ValueError, match="only input_ids"):
-        model(drawn(2, 12), torch.ones(2, 12))
-    with pytest.raises(ValueError, match="input_ids is None"):
-        model()
+        model(**{"input_ids": drawn(2, 12)} | arguments)
 
 
 @ranks(2)
@@ -210,15 +203,16 @@ def test_softcap_and_sinks(of, window):
         torch.testing.assert_close(sink_grad, true_sinks)
 
 
-def test_sinks_of_documents_and_behind_masks():
+def test_softcap_and_sinks_of_documents_and_sinks_behind_masks():
+    """Of a softcap behind masks: `tests/sequence/test_attention.py`."""
     q, k, v = (torch.randn(6, 1, 2, 4, dtype=torch.float64) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64)
     packing = Packing((4, 2), (4, 2))
-    packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, scale=0.3, sinks=sinks)
-    for document in (slice(0, 4), slice(4, 6)):
-        torch.testing.assert_close(
-            packed[document], _by_hand(q[document], k[document], v[document], CAUSAL, sinks=sinks)
-        )
+    for options in ({"sinks": sinks}, {"softcap": 2.0}):
+        packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, scale=0.3, **options)
+        for document in (slice(0, 4), slice(4, 6)):
+            alone = _by_hand(q[document], k[document], v[document], CAUSAL, **options)
+            torch.testing.assert_close(packed[document], alone)
     hidden = torch.zeros(1, 1, 1, 6, dtype=torch.bool)
     hidden[..., :2] = True  # the first two queries see the sink alone
     masked = attend(q, k, v, CAUSAL, mask=hidden, scale=0.3, sinks=sinks)
@@ -238,11 +232,3 @@ def test_attention_that_is_not_known_is_refused():
     attention.register_forward_pre_hook(lambda module, args, kwargs: (args, {**kwargs, "slopes": 1}), with_kwargs=True)
     with pytest.raises(ValueError, match="passes slopes to its attention"):
         model(input_ids=drawn(1, 4))
-
-
-def test_softcap_of_documents():
-    """Of masks and queries that see nothing: `tests/sequence/test_attention.py`."""
-    q, k, v = (torch.randn(6, 1, 2, 4) for _ in range(3))
-    packing = Packing((4, 2), (4, 2))
-    packed = attend(q, k, v, CAUSAL, q_packing=packing, kv_packing=packing, softcap=2.0)
-    torch.testing.assert_close(packed[4:], attend(q[4:], k[4:], v[4:], CAUSAL, softcap=2.0))

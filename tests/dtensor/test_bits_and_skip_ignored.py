@@ -82,19 +82,19 @@ def _fused(model, given, **options):
     return use_fused_loss(model, cache=1, **options)(**given).loss
 
 
-WAYS = {
-    "causal_lm_loss": lambda model, given, **options: causal_lm_loss(model, **tokens(given), cache=1, **options),
-    "causal_lm_log_probs": lambda model, given, **options: causal_lm_log_probs(
-        model, **tokens(given), cache=1, **options
-    ),
-    "causal_lm_read": lambda model, given, **options: causal_lm_read(
-        model, given["input_ids"], lambda labels: [LogProbs(labels)], columns=1, labels=given["labels"], **options
-    ),
-    "use_fused_loss": _fused,
-}
+def _loss(model, given, **options):
+    return causal_lm_loss(model, **tokens(given), cache=1, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+def _log_probs(model, given, **options):
+    return causal_lm_log_probs(model, **tokens(given), cache=1, **options)
+
+
+def _read(model, given, **options):
+    return causal_lm_read(model, readouts=lambda labels: [LogProbs(labels)], columns=1, **tokens(given), **options)
+
+
+@pytest.mark.parametrize("way", [_loss, _log_probs, _read, _fused])
 def test_products_are_of_the_tokens_that_count(way):
     """Or of as many as a bound says; the rest of the model is multiplied as before."""
     given = batch()
@@ -103,30 +103,32 @@ def test_products_are_of_the_tokens_that_count(way):
     for skip in (False, True, 16):
         model = make("llama")
         with measure() as found:
-            WAYS[way](model, given, skip_ignored=skip).sum().backward()
+            way(model, given, skip_ignored=skip).sum().backward()
         flops[skip] = found.flops
     each = 6 * model.lm_head.weight.numel()
     assert flops[False] - flops[True] == each * (given["labels"].numel() - counting)
     assert flops[16] - flops[True] == each * (16 - counting)
 
 
-def test_bits_are_refused_where_the_models_logits_are_read():
+def _sampled(model, given, **options):
+    return causal_lm_sampled_log_probs(model, given["input_ids"], top_k=5, top_p=0.9, **options)[0]
+
+
+@pytest.mark.parametrize("way", [_loss, _log_probs, _sampled, _fused])
+def test_bits_are_refused_where_the_models_logits_are_read(way):
     """The function of a head that is not known; the switch asks for bits too."""
-    model, given = adapted(make("llama")), batch()
-    calls = {
-        "loss": lambda **bits: causal_lm_loss(model, **tokens(given), **bits),
-        "log-probabilities": lambda **bits: causal_lm_log_probs(model, **tokens(given), **bits),
-        "sampled": lambda **bits: causal_lm_sampled_log_probs(model, given["input_ids"], top_k=5, top_p=0.9, **bits)[0],
-    }
-    for call in calls.values():
-        for bits in ("batch", "tensor_parallel"):
-            with pytest.raises(ValueError, match=f'bits is "{bits}", and what LlamaForCausalLM does to its logits'):
-                call(bits=bits)
-        plain = call()
-        with switched_on():
-            with pytest.raises(ValueError, match='bits is "batch", and what LlamaForCausalLM does to its logits'):
-                call()
-            assert torch.equal(call(bits="fast"), plain)
+
+    def call(**bits):
+        return way(adapted(make("llama")), batch(), **bits)
+
+    for bits in ("batch", "tensor_parallel"):
+        with pytest.raises(ValueError, match=f'bits is "{bits}", and what LlamaForCausalLM does to its logits'):
+            call(bits=bits)
+    plain = call()
+    with switched_on():
+        with pytest.raises(ValueError, match='bits is "batch", and what LlamaForCausalLM does to its logits'):
+            call()
+        assert torch.equal(call(bits="fast"), plain)
 
 
 @ranks(2)

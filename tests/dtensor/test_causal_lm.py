@@ -15,15 +15,12 @@ from megatron_ext.dtensor import (
 from megatron_ext.dtensor.causal_lm import causal_lm_sampled_log_probs
 from megatron_ext.dtensor.output.head_rule import head_rule, is_hooked
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
+from megatron_ext.reference import log_probs, sampled_log_probs
 from megatron_ext.sequence.next_token import next_tokens
-from tests.dtensor.models import VOCAB, check_gradients, drawn, error, make, meshes, parallelize, reference
+from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, make, meshes, parallelize, reference
 from tests.marks import slow
 from tests.operators import Largest
 from tests.ranks import ranks
-
-
-def _log_probs(logits, labels):
-    return -F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
 
 
 @pytest.mark.slow
@@ -36,7 +33,7 @@ def test_odd_lengths_and_padding_are_nobodys_business():
     labels = next_tokens(tokens)
     labels[1, 8:] = -100
     logits = plain(input_ids=tokens, attention_mask=mask, use_cache=False).logits / 1.3
-    true = _log_probs(logits, labels)
+    true = log_probs(logits, labels)
     counts = labels != -100
     entropy = torch.distributions.Categorical(logits=logits).entropy() * counts
     (true.sum() + 0.7 * entropy.sum()).backward()
@@ -63,7 +60,7 @@ def test_packed_tokens_of_an_odd_number_in_slices():
     logits = reference("llama", False, tokens, cu_seqlens)[0]
     model = parallelize(make("llama"), *meshes(tp=2), sequence_parallel=True)
     loss = causal_lm_loss(model, tokens, cu_seqlens=cu_seqlens)
-    assert error(loss, -_log_probs(logits, next_tokens(tokens, cu_seqlens))) < 3e-6
+    assert error(loss, -log_probs(logits, next_tokens(tokens, cu_seqlens))) < 3e-6
     assert loss[0, [4, 5, 12]].eq(0).all()
 
 
@@ -74,7 +71,7 @@ def test_models_that_are_not_sharded(name):
     true = reference(name, False, tokens)[0]
     plain = make(name)
     plain.config.unknown_softcapping = 3.0
-    expected = _log_probs(true / 1.3, next_tokens(tokens))
+    expected = log_probs(true / 1.3, next_tokens(tokens))
     for model in (plain, use_attention(plain)):
         assert error(causal_lm_log_probs(model, tokens, temperature=1.3), expected) < 3e-6
         assert error(-causal_lm_loss(model, tokens, temperature=1.3), expected) < 3e-6
@@ -85,17 +82,18 @@ class Squared(LlamaForCausalLM):
 
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
-        out.logits = out.logits + 0.1 * out.logits**2
+        out.logits = self.bent(out.logits)
         return out
 
+    def bent(self, logits):
+        return logits + 0.1 * logits**2
 
-class Leaky(LlamaForCausalLM):
+
+class Leaky(Squared):
     """A head that is nearly linear."""
 
-    def forward(self, *args, **kwargs):
-        out = super().forward(*args, **kwargs)
-        out.logits = F.leaky_relu(out.logits, 0.999)
-        return out
+    def bent(self, logits):
+        return F.leaky_relu(logits, 0.999)
 
 
 @pytest.mark.parametrize("dp, cp, tp", [(1, 2, 2), (2, 1, 2)])
@@ -125,7 +123,7 @@ def test_a_head_that_is_not_known_is_read_through_its_logits(dp, cp, tp):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = causal_lm_log_probs(model, mine, temperature=1.3, return_entropy=True)
-    assert error(found[0], _log_probs(logits, labels)[mesh["dp"].get_local_rank() :: dp]) < 3e-6
+    assert error(found[0], log_probs(logits, labels)[mesh["dp"].get_local_rank() :: dp]) < 3e-6
     assert error(found[1], entropy[mesh["dp"].get_local_rank() :: dp]) < 3e-6
 
 
@@ -143,6 +141,7 @@ def test_what_is_done_to_logits_is_measured():
     model = make("granite")
     assert head_rule(Squared(make("llama").config)) is None
     assert head_rule(Leaky(make("llama").config)) is None
+    assert head_rule(adapted(make("llama"))) is None  # its weight alone does not say what it does
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(VOCAB))
     assert head_rule(model) is None  # the bias is scaled or not: not known
 
@@ -175,7 +174,7 @@ def test_log_probs_from_sharded_logits(sequence_parallel):
     logits, _, gradients = reference("qwen3", True, tokens)
     model = parallelize(make("qwen3", True), *meshes(tp=2), sequence_parallel=sequence_parallel)
     found = get_logprobs_from_vocab_parallel_logits(model(input_ids=tokens).logits, tokens)
-    assert error(found, _log_probs(logits[:, :-1], tokens[:, 1:])) < 3e-6
+    assert error(found, log_probs(logits[:, :-1], tokens[:, 1:])) < 3e-6
     (-found.mean()).backward()
     check_gradients(model, gradients)
     assert error(get_logprobs_from_vocab_parallel_logits(logits, tokens), found.detach()) < 3e-6
@@ -192,7 +191,7 @@ def test_a_label_that_one_context_parallel_rank_holds():
     for call, more in ((causal_lm_loss, {}), (causal_lm_log_probs, {"return_entropy": True})):
         with pytest.raises(ValueError, match=said):
             call(model, tokens, shift_labels=labels, **more)
-    true = _log_probs(reference("llama", False, tokens)[0], next_tokens(tokens))
+    true = log_probs(reference("llama", False, tokens)[0], next_tokens(tokens))
     assert error(causal_lm_log_probs(model, tokens), true) < 3e-6  # both are still here
 
 
@@ -227,10 +226,9 @@ def test_bad_arguments(arguments, message):
 
 def test_labels_are_those_of_transformers():
     """Unshifted, under its name; shifted ones have its name too. Its own loss is the mean over targets."""
-    model, tokens = make("llama"), drawn(2, 9)
-    labels = tokens.clone()
-    labels[0, :4] = labels[1, 7:] = -100
-    expected = model(input_ids=tokens, labels=labels).loss
+    model = make("llama")
+    tokens, labels = batch().values()
+    expected = model(**batch()).loss
     found = causal_lm_loss(model, tokens, labels=labels)
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
     assert (found != 0).eq(targets != -100).all()
@@ -278,11 +276,8 @@ def test_token_ids_out_of_range_on_one_rank_alone_are_refused_on_both(tp, cp, se
 def test_models_without_our_attention():
     with pytest.raises(ValueError, match="use_attention"):
         causal_lm_loss(make("llama"), drawn(1, 8), cu_seqlens=torch.tensor([0, 4, 8]))
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2)).eval()
-    tokens = drawn(2, 8)
-    expected = _log_probs(other(input_ids=tokens).logits, next_tokens(tokens))
+    other, tokens = make("gpt2"), drawn(2, 8)
+    expected = log_probs(other(input_ids=tokens).logits, next_tokens(tokens))
     assert error(causal_lm_log_probs(other, tokens), expected) < 3e-6
     with pytest.raises(ValueError, match="use_attention"):
         causal_lm_loss(other, tokens[:1], cu_seqlens=torch.tensor([0, 4, 8]))
@@ -297,14 +292,6 @@ def adapted(model):
 
     model.lm_head.__class__ = Adapted
     return model
-
-
-def test_an_adapted_head_is_read_through_logits():
-    """Its weight alone does not say what it does."""
-    model = make("llama")
-    assert head_rule(model) is not None
-
-    assert head_rule(adapted(model)) is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -324,7 +311,7 @@ def test_hooks_are_not_left_out(tp):
     assert calls == [1]
     plain = make("llama")
     labels = next_tokens(tokens)
-    assert error(doubled, _log_probs(2 * plain(tokens).logits, labels)) < 3e-6
+    assert error(doubled, log_probs(2 * plain(tokens).logits, labels)) < 3e-6
     handle.remove()
     handle = model.register_forward_pre_hook(lambda module, given, kwargs: calls.append(2), with_kwargs=True)
     with warnings.catch_warnings():
@@ -345,7 +332,5 @@ def test_filters_of_a_capped_head_make_no_logits():
     labels = next_tokens(tokens)
     with torch.no_grad():
         logits = model(tokens).logits.float()
-    kept = logits.masked_fill(logits < logits.topk(3)[0][..., -1:], -torch.inf)
-    expected = kept.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(found, expected.masked_fill(labels < 0, 0.0), rtol=1e-5, atol=1e-5)
-    assert error(plain, _log_probs(logits, labels)) < 3e-6
+    torch.testing.assert_close(found, sampled_log_probs(logits, labels, top_k=3), rtol=1e-5, atol=1e-5)
+    assert error(plain, log_probs(logits, labels)) < 3e-6

@@ -11,48 +11,42 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron_ext import linear_cross_entropy
 from megatron_ext.dtensor import causal_lm_loss, parallelize, use_fused_loss
 from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
-from tests.batch_invariant_mode import fixed_calls, switched_on
-from tests.dtensor.models import (
-    STACKED,
-    VOCAB,
-    batch,
-    check_gradients,
-    drawn,
-    error,
-    loss_and_gradients,
-    make,
-    meshes,
-)
+from tests.batch_invariant_mode import fixed_calls
+from tests.dtensor.models import VOCAB, batch, check_gradients, drawn, error, loss_and_gradients, make, meshes
 from tests.dtensor.models import parallelize as sharded
 from tests.dtensor.test_causal_lm import Squared, adapted, largest_logits
 from tests.marks import slow
 from tests.ranks import ranks
 
-KINDS = ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"]
 
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "gemma3_multimodal", "mixtral"])
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": torch.tensor(31)}, {"num_items_in_batch": 31}])
 def test_loss_and_gradients_are_those_of_transformers(kind, given):
     model = make(kind, tied=kind == "llama")
     aux = {"output_router_logits": True} if kind == "mixtral" else {}
-    expected, true = loss_and_gradients(model, **batch(), **given, **aux)
+    assert not aux or model.router_aux_loss_coef > 0
+    found, _ = check_fused(model, **batch(), **given, **aux)
+    assert (found.get("aux_loss") is None) == (not aux)
+
+
+def check_fused(model, **given):
+    """Loss and gradients of the model, and no logits; gives the output and the true gradients."""
+    expected, true = loss_and_gradients(model, **given)
     assert use_fused_loss(model) is model
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        found = model(**batch(), **given, **aux)
+        found = model(**given)
     torch.testing.assert_close(found.loss, expected, rtol=3e-6, atol=0)
     assert found.logits is None
-    assert (found.get("aux_loss") is None) == (not aux)
     found.loss.backward()
     check_gradients(model, true)
+    return found, true
 
 
 def test_no_logits_are_made():
@@ -113,44 +107,33 @@ def _hooked(model):
     return model
 
 
+def _with_a_loss_of_its_own(model):
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    return model
+
+
 @pytest.mark.parametrize(
     "change,said",
     [
         (adapted, "what LlamaForCausalLM does to its logits is not known here"),
         (_hooked, "LlamaForCausalLM or its head has hooks"),
+        (_with_a_loss_of_its_own, "the loss of LlamaForCausalLM is <lambda>, which is not known"),
         (lambda model: Squared(model.config), "what Squared does to its logits is not known here"),
+        (lambda _: make("gpt2"), "what GPT2LMHeadModel does to its logits is not known here"),
     ],
 )
 def test_what_is_not_understood_keeps_its_logits_and_says_so(change, said):
-    model = change(make("llama"))
-    expected = model(**batch()).loss
-    use_fused_loss(model)
+    check_left_alone(change(make("llama")), said, **batch())
+
+
+def check_left_alone(model, said, **given):
+    """The loss is bit by bit that of the model's own logits."""
+    expected = model(**given).loss
     say_once.cache_clear()
     with pytest.warns(UserWarning, match=said):
-        found = model(**batch())
+        found = use_fused_loss(model)(**given)
     assert found.logits is not None
     assert torch.equal(found.loss, expected)
-
-
-def test_another_loss_is_left_alone():
-    model = make("llama")
-    model.loss_function = lambda logits, labels, **_: logits.square().mean()
-    expected = model(**batch()).loss
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="the loss of LlamaForCausalLM is <lambda>, which is not known"):
-        assert torch.equal(use_fused_loss(model)(**batch()).loss, expected)
-
-
-def test_models_without_layers_that_are_known():
-    torch.manual_seed(1)
-    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0))
-    expected = model(**batch()).loss
-    say_once.cache_clear()
-    with pytest.warns(UserWarning, match="what GPT2LMHeadModel does to its logits is not known here"):
-        assert torch.equal(use_fused_loss(model)(**batch()).loss, expected)
-    with pytest.raises(ValueError, match="LlamaModel has no lm head"):
-        use_fused_loss(make("llama").model)
 
 
 def mine(given):
@@ -164,19 +147,22 @@ WRAPS = ["ddp", "fsdp2", "fsdp2, the head by itself", "fsdp2, the head's output 
 @pytest.mark.parametrize("wrap", WRAPS)
 @ranks(2)
 def test_data_parallel(wrap):
+    check_data_parallel(make("llama", tied="rounded" not in wrap), wrap)
+
+
+def check_data_parallel(model, wrap):
     """Each rank has its rows; the gradient is that of the mean over all targets."""
-    given, model = batch(4), make("llama", tied="rounded" not in wrap)
+    given = batch(4)
     count = (given["labels"][:, 1:] != -100).sum()
     _, true = loss_and_gradients(model, **given)
+    if wrap in ("fsdp2", "fsdp2, the head by itself"):
+        for layer in model.get_decoder().layers:
+            fully_shard(layer)
     if wrap == "ddp":
         wrapped = DistributedDataParallel(use_fused_loss(model))
     elif wrap == "fsdp2":
-        for layer in model.model.layers:
-            fully_shard(layer)
         wrapped = use_fused_loss(fully_shard(model))
     elif wrap == "fsdp2, the head by itself":  # as accelerate does from 1.15 on
-        for layer in model.model.layers:
-            fully_shard(layer)
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         tail = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]
         fully_shard(tail, reshard_after_forward=False)
@@ -189,9 +175,7 @@ def test_data_parallel(wrap):
         wrapped = use_fused_loss(parallelize(model, mesh, torch.float32))
     found = wrapped(**mine(given), num_items_in_batch=count)
     assert found.logits is None
-    loss = found.loss * 2  # gradients are averaged over ranks
-    loss.backward()
-    torch.distributed.all_reduce(found.loss.detach())
+    (found.loss * 2).backward()  # gradients are averaged over ranks
     check_gradients(model, true)
 
 
@@ -219,11 +203,6 @@ def test_context_parallel_models_are_told_what_to_call():
         model(**batch(2, 8))
 
 
-def test_mixtures_are_here():
-    assert "mixtral" in KINDS
-    assert make("mixtral").router_aux_loss_coef > 0 or not STACKED
-
-
 def test_transformers_before_5_are_refused(monkeypatch):
     model = make("llama")
     before = model.forward
@@ -238,6 +217,8 @@ def test_what_is_no_model_and_token_ids_out_of_range():
         for call in (use_fused_loss, lambda model: causal_lm_loss(model, batch()["input_ids"])):
             with pytest.raises(ValueError, match=rf"model is {type(model).__name__}: .* load it first"):
                 call(model)
+    with pytest.raises(ValueError, match="LlamaModel has no lm head"):
+        use_fused_loss(make("llama").model)
     given = batch()
     with pytest.raises(ValueError, match=r"input_ids holds \[\d+\], outside \[0, \d+\): each must be a token id"):
         use_fused_loss(make("llama"))(**given | {"input_ids": given["input_ids"] + 1000})
@@ -305,20 +286,3 @@ def test_bits_of_a_loss_in_the_models_forward():
     targets = next_tokens(batch()["labels"])
     losses = linear_cross_entropy(hidden, model.lm_head.weight, targets, bits="batch")
     assert torch.equal(found[0][0], losses.sum() / (targets != -100).sum())
-
-
-def test_bits_are_refused_where_the_models_logits_are_read():
-    """The function of the head is not known; the switch asks for bits too."""
-
-    def loss(**bits):
-        return use_fused_loss(adapted(make("llama")), **bits)(**batch()).loss
-
-    unknown = "and what LlamaForCausalLM does to its logits"
-    for bits in ("batch", "tensor_parallel"):
-        with pytest.raises(ValueError, match=f'bits is "{bits}", {unknown}'):
-            loss(bits=bits)
-    plain = loss()
-    with switched_on():
-        with pytest.raises(ValueError, match=f'bits is "batch", {unknown}'):
-            loss()
-        assert torch.equal(loss(bits="fast"), plain)

@@ -1,28 +1,21 @@
 """The lines of the pages for users of transformers run as they stand, and give what transformers gives."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import TrainingArguments
 
-from tests.dtensor.models import VOCAB, error, make
+from megatron_ext import reference
+from tests.dtensor.models import VOCAB, drawn, error, make
 from tests.dtensor.test_trainer import rows
 from tests.pages import DOCS, python_blocks
-from tests.ranks import ranks
-
-
-def tokens_of(rows=2, length=8):
-    return torch.arange(rows * length).view(rows, length) * 5 % VOCAB
+from tests.ranks import ranks, shared_folder
 
 
 def per_token(model, tokens):
     """The loss of each position but the last one."""
-    logits = model(input_ids=tokens).logits[:, :-1].float()
-    return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return -reference.log_probs(model(input_ids=tokens).logits[:, :-1], tokens[:, 1:])
 
 
 def test_trainer_and_lora(tmp_path):
@@ -50,13 +43,11 @@ def test_trainer_and_lora(tmp_path):
 @pytest.mark.slow
 @ranks(2)
 def test_fsdp2():
-    tokens, plain = tokens_of(), make("llama")
+    tokens, plain = drawn(2, 8), make("llama")
     expected = per_token(plain, tokens)
     mine = tokens[dist.get_rank()][None]
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     names = {"torch": torch, "device": "cpu", "ranks": 2, "model": make("llama"), "tokens": mine}
-    names |= {"model_on_every_rank": make("llama"), "folder": Path(folder[0])}
+    names |= {"model_on_every_rank": make("llama"), "folder": shared_folder()}
     by_hand, parallelized = python_blocks((DOCS / "fsdp2.md").read_text())
     exec(by_hand, names)
     assert error(names["loss"], expected[dist.get_rank()].mean()) < 3e-6
@@ -71,23 +62,14 @@ def test_fsdp2():
 
 
 def test_one_gpu():
-    tokens, plain = tokens_of(), make("llama")
+    tokens, plain = drawn(2, 8), make("llama")
     masked = tokens.clone()
     masked[:, :3] = -100
     torch.manual_seed(0)
-    hidden, head, labels = (
-        torch.randn(2, 6, 8, requires_grad=True),
-        torch.nn.Linear(8, VOCAB, bias=False),
-        tokens[:, :6],
-    )
-    names = {
-        "hidden": hidden,
-        "head": head,
-        "labels": labels,
-        "model": make("llama"),
-        "tokens": tokens,
-        "masked": masked,
-    }
+    hidden, labels = torch.randn(2, 6, 8, requires_grad=True), tokens[:, :6]
+    head = torch.nn.Linear(8, VOCAB, bias=False)
+    names = {"hidden": hidden, "head": head, "labels": labels}
+    names |= {"model": make("llama"), "tokens": tokens, "masked": masked}
     own, model = python_blocks((DOCS / "one_gpu.md").read_text())
     exec(own, names)
     expected = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())

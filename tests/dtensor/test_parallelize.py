@@ -4,12 +4,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 import megatron_ext.dtensor
 from megatron_ext.dtensor import (
@@ -25,11 +20,10 @@ from megatron_ext.dtensor import (
 )
 from tests.dtensor.models import (
     FAMILIES,
-    SIZES,
-    VOCAB,
     check_gradients,
     drawn,
     error,
+    family_config,
     make,
     meshes,
     parallelize,
@@ -83,7 +77,6 @@ def _tp_placements(parameter):
         ("nowhere.PLAN", "cannot be imported"),
         (f"{__name__}.NOTHING", "cannot be imported"),
         ("PLAN", "cannot be imported"),
-        (f"{__name__}.SIZES_OF_NOTHING", "cannot be imported"),
         ("math.pi", "must map module names"),
         ([], "must map module names"),
         ({"lm_head": "diagonal"}, "'diagonal' is unknown"),
@@ -158,17 +151,16 @@ def test_only_token_ids_may_be_positional():
 
 @ranks(2)
 def test_models_without_a_plan_are_told_what_is_missing():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2))
     mesh, dp_cp = meshes(tp=2)
     with pytest.raises(ValueError, match="tensor parallelism of GPT2LMHeadModel is not supported .*embed_tokens"):
-        parallelize(model, mesh, dp_cp)
+        parallelize(make("gpt2"), mesh, dp_cp)
     mesh, dp_cp = meshes(cp=2)
     with pytest.raises(ValueError, match="context parallelism of Wired .*data parallel alone"):
         parallelize(_wired(), mesh, dp_cp)
     with pytest.raises(ValueError, match="lacks ranks of cp_mesh"):
         parallelize(make("llama"), mesh, mesh["dp"])
     mesh, dp_cp = meshes(tp=2)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1}))
+    model = LlamaForCausalLM(family_config("llama", num_key_value_heads=1))
     with pytest.raises(ValueError, match="num_key_value_heads is 1"):
         parallelize(model, mesh, dp_cp)
     for name, draws in (
@@ -186,17 +178,10 @@ def test_models_without_a_plan_are_told_what_is_missing():
 def test_any_model_is_data_parallel():
     """One whose layers lie elsewhere, too; its log-probabilities come through its logits."""
     mesh, dp_cp = meshes(dp=2)
-    torch.manual_seed(1)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2)).eval()
-    tokens = drawn(2, 16)
-    logits = model(input_ids=tokens).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    parallelize(model, mesh, dp_cp)
+    model, tokens = parallelize(make("gpt2", True), mesh, dp_cp), drawn(2, 16)
     assert all(isinstance(layer, FSDPModule) for layer in model.transformer.h)
     causal_lm_loss(model, tokens[mesh["dp"].get_local_rank()][None])[:, :-1].mean().backward()
-    check_gradients(model, gradients)
+    check_gradients(model, reference("gpt2", True, tokens)[2])
 
 
 def _other(what):

@@ -1,6 +1,5 @@
 """transformers.Trainer with the loss fused by one line: losses and weights are those of the plain model."""
 
-import contextlib
 import re
 
 import pytest
@@ -9,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments, set_seed
 
 from megatron_ext.dtensor import use_fused_loss
-from megatron_ext.dtensor.output.hidden_states_or_logits import say_once
 from tests.dtensor.models import VOCAB, error, make
 from tests.dtensor.test_causal_lm import largest_logits
 from tests.marks import quick_if
@@ -106,24 +104,6 @@ def test_the_trainer_makes_no_logits(tmp_path):
         trained(model, settings(tmp_path, max_steps=1))
     assert stock.size >= 2 * 12 * VOCAB
     assert 0 < found.size <= 32 * VOCAB
-
-
-def test_an_adapter_that_is_more_than_lora_keeps_its_logits(tmp_path):
-    config = LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM", use_dora=True)
-    losses = []
-    for fuse in (False, True):
-        torch.manual_seed(2)
-        model = get_peft_model(make("llama"), config)
-        if fuse:
-            use_fused_loss(model)
-            say_once.cache_clear()
-        with (
-            pytest.warns(UserWarning, match="is DoraLinearVariant: it is more than a")
-            if fuse
-            else contextlib.nullcontext()
-        ):
-            losses.append(train(model, tmp_path)[0])
-    assert losses[0] == losses[1]
 
 
 SCRIPT = """

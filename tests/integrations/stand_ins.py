@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a framework's source imports and its log-probabilities do not need."""
+"""Stand-ins for packages that a framework's source imports and its log-probabilities do not need; ours for its own."""
 
 import importlib.abc
 import importlib.machinery
@@ -73,3 +73,13 @@ def standing_in_for(packages: Iterable[str], lacking: Collection[str] = ()) -> I
         for name, module in list(sys.modules.items()):
             if isinstance(module, _Module):
                 del sys.modules[name]
+
+
+@contextmanager
+def applied(integration: types.ModuleType) -> Iterator[None]:
+    """Our functions in place of the framework's; theirs afterwards."""
+    integration.apply()
+    try:
+        yield
+    finally:
+        integration.restore()

@@ -19,12 +19,10 @@ EARLIER = "tensor_parallel_hidden_states, output_weight_layer, output_weight, ru
 def package(tmp_path, monkeypatch):
     """Writes and imports `nemo_rl`, whose functions return "theirs"; gone afterwards."""
 
-    def make(changed: dict[str, str] | None = None, left_out: tuple[str, ...] = ()):
-        written = FUNCTIONS | (changed or {})
+    def make(changed: dict[str, str] | None = None):
         lines = ["import torch\n"]
-        for name in FUNCTIONS:
-            if name not in left_out:
-                lines.append(f"def {name}({written[name]}):\n    return 'theirs'\n")
+        for name, given in (FUNCTIONS | (changed or {})).items():
+            lines.append(f"def {name}({given}):\n    return 'theirs'\n")
         for name, given in CLASSES.items():
             cls = f"class {name}(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, {given}):\n"
             lines.append(f"{cls}        return 'theirs'\n")
@@ -90,7 +88,7 @@ def test_versions_that_have_less(package):
     absent = ("cp_shift_next", "group_all_reduce_sum", "vocab_parallel_full_log_softmax")
     name = "from_parallel_hidden_states_to_logprobs"
     rest = FUNCTIONS[name].partition("target, ")[2]
-    module = package({name: EARLIER + rest}, ())
+    module = package({name: EARLIER + rest})
     for each in absent:
         delattr(module, each)
     theirs = module.from_parallel_hidden_states_to_logprobs

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from megatron_ext.integrations import nemo_rl
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from tests.gpt import model_parallel
-from tests.integrations.stand_ins import standing_in_for
+from tests.integrations.stand_ins import applied, standing_in_for
 from tests.ranks import ranks
 
 SOURCE = os.environ.get("NEMO_RL_SRC")
@@ -51,6 +51,7 @@ WORKERS = [
     "nemo_rl.models.policy.workers.megatron_policy_worker",
 ]
 VOCABULARY, SEQUENCES, LENGTH = 32, 2, 8
+PACKED = ("nll", "grpo", "gspo", "cispo")  # losses that take packs
 
 
 @contextlib.contextmanager
@@ -72,15 +73,6 @@ def source(*more: str):
     finally:
         torch.tensor, torch.Tensor.cuda = tensor, to_cuda
         sys.path.remove(SOURCE)
-
-
-@contextlib.contextmanager
-def ours():
-    nemo_rl.apply()
-    try:
-        yield
-    finally:
-        nemo_rl.restore()
 
 
 def close(found: dict, wanted: dict) -> None:
@@ -185,7 +177,7 @@ def megatron_numbers(parts, tp: int, cp: int) -> dict:
                     numbers[f"top-k {where}"], numbers[f"top-k ids {where}"] = top["topk_logits"], top["topk_indices"]
                 for loss_name, loss in losses(parts):
                     filtered = name in ("top-k", "top-p", "both")
-                    if (filtered and loss_name not in ("grpo",)) or (pack and not _packs(loss_name)):
+                    if (filtered and loss_name not in ("grpo",)) or (pack and loss_name not in PACKED):
                         continue
                     processor = parts.megatron.LossPostProcessor(loss, config, sampling_params=sampling)
                     params = types.SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_q_padded=starts) if pack else None
@@ -232,13 +224,9 @@ def test_packed_distillation_in_the_megatron_path():
                 continue
             with model_parallel(tp=world // cp, cp=cp):
                 theirs = packed_distillation(parts, world // cp, cp)
-                with ours():
+                with applied(nemo_rl):
                     close(packed_distillation(parts, world // cp, cp), theirs)
                 assert len(theirs) == 2 + 3 * 6
-
-
-def _packs(loss: str) -> bool:
-    return loss in ("nll", "grpo", "gspo", "cispo")
 
 
 def _context_group(cp: int):
@@ -256,7 +244,7 @@ def test_the_megatron_path():
                 continue
             with model_parallel(tp=world // cp, cp=cp):
                 theirs = megatron_numbers(parts, world // cp, cp)
-                with ours():
+                with applied(nemo_rl):
                     found = megatron_numbers(parts, world // cp, cp)
         close(found, theirs)
         assert len(theirs) > 30
@@ -299,7 +287,7 @@ def test_the_dtensor_path():
     with source() as parts:
         mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("cp", "tp"))
         theirs = automodel_numbers(parts, mesh)
-        with ours():
+        with applied(nemo_rl):
             found = automodel_numbers(parts, mesh)
         close(found, theirs)
         assert len(theirs) > 30
@@ -336,17 +324,17 @@ def test_cross_tokenizer_functions():
             return found
 
         theirs = numbers()
-        with ours():
+        with applied(nemo_rl):
             close(numbers(), theirs)
 
 
 def test_the_modules_and_workers_run_with_ours():
     """All of them hold ours after `apply()`, whether imported before or after, and theirs after `restore()`."""
-    newest = _has("megatron.core.dist_checkpointing.strategies.torch", "get_async_strategy")
+    newest = hasattr(importlib.import_module("megatron.core.dist_checkpointing.strategies.torch"), "get_async_strategy")
     late = [name for name in WORKERS if newest or "megatron" not in name]
     with source() as parts:
         theirs = parts.megatron.from_parallel_logits_to_logprobs
-        with ours():
+        with applied(nemo_rl):
             with source(*late):
                 pass
             holders = {
@@ -362,7 +350,3 @@ def test_the_modules_and_workers_run_with_ours():
         for module in holders.values():
             assert module.get_logprobs_from_vocab_parallel_logits.__module__ == nemo_rl.MODULE
         assert parts.megatron.from_parallel_logits_to_logprobs is theirs
-
-
-def _has(module: str, name: str) -> bool:
-    return hasattr(importlib.import_module(module), name)

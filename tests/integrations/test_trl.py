@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_ext.integrations import substitution
 from megatron_ext.integrations import trl as ours
+from tests.integrations.stand_ins import applied
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 
@@ -225,6 +226,11 @@ def test_what_is_left_to_theirs():
     with pytest.warns(UserWarning, match=r"partitioned by DeepSpeed ZeRO-3; use another ZeRO stage"):
         head.apply(hidden, weight, None, targets, 0.7, 32)
     assert len(calls) == 1
+    divergence = ours._fused_divergence(SimpleNamespace(apply=lambda *given: calls.append(given)))
+    given = (hidden, torch.randn(50, 16), None) * 2 + (0.5, 1.0, 1.0, None, 0.0, None)
+    with pytest.warns(UserWarning, match=r"own fused divergence runs, .* logits are multiplied by 0\.0"):
+        divergence.apply(*given)
+    assert calls.pop() == given
 
 
 @with_trl
@@ -266,16 +272,6 @@ def check_divergence(apply, beta, softcap, scale):
 @pytest.mark.parametrize("beta, softcap, scale", [(0.0, None, 1.0), (0.3, 5.0, 0.25), (1.0, 5.0, 1.0)])
 def test_divergence(beta, softcap, scale):
     check_divergence(ours._fused_divergence(None).apply, beta, softcap, scale)
-
-
-def test_a_divergence_that_is_left_to_theirs():
-    calls = []
-    made = ours._fused_divergence(SimpleNamespace(apply=lambda *given: calls.append(given)))
-    side = torch.randn(7, 16), torch.randn(50, 16), None
-    given = (*side, *side, 0.5, 1.0, 1.0, None, 0.0, None)
-    with pytest.warns(UserWarning, match=r"own fused divergence runs, .* logits are multiplied by 0\.0"):
-        made.apply(*given)
-    assert calls == [given]
 
 
 @with_trl
@@ -350,11 +346,8 @@ def _same_steps(kind, rows, parts, folder, monkeypatch, options, **given):
     losses, weights = _trained(make, model)
     monkeypatch.setattr(ours.head.LmHead, "read", counted)
     monkeypatch.setattr(ours, "_left_to_theirs", asked)
-    ours.apply()
-    try:
+    with applied(ours):
         our_losses, our_weights = _trained(make, model)
-    finally:
-        ours.restore()
     assert counts == {"ours": 2, "theirs": 0}
     assert len(losses) == 2
     torch.testing.assert_close(our_losses, losses, rtol=1e-4, atol=1e-5)

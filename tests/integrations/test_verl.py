@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.integrations import substitution, verl
 from tests.gpt import causal_mask, model_parallel
-from tests.integrations.stand_ins import standing_in_for
+from tests.integrations.stand_ins import applied, standing_in_for
 from tests.megatron.patching import SEQ, assert_same, counting_logits, grads_of, one_gpt, patched
 from tests.megatron.patching import batch as megatron_batch
 from tests.ranks import ranks
@@ -47,9 +48,7 @@ def test_ours_take_what_theirs_take():
 
 
 def truth(z, labels):
-    log_probs = z.log_softmax(-1)
-    picked = log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return picked, -(log_probs.exp() * log_probs).sum(-1)
+    return reference.log_probs(z, labels), reference.entropy(z)
 
 
 def drawn(tokens: int = 8):
@@ -201,13 +200,10 @@ def test_their_own_source():
         originals = {name: getattr(module, name) for name, module in theirs.items()}
         assert {name: listed(original) for name, original in originals.items()} == {n: KNOWN[n] for n in originals}
         wanted = numbers(theirs)
-        verl.apply()
-        try:
+        with applied(verl):
             for name, module in theirs.items():
                 assert getattr(module, name) is not originals[name]
             found = numbers(theirs)
-        finally:
-            verl.restore()
         for name, module in theirs.items():
             assert getattr(module, name) is originals[name]
         for name, values in wanted.items():
@@ -243,15 +239,12 @@ def test_their_importers_and_a_models_forward():
         assert len(there) >= 2
         modules = {name: importlib.import_module(name) for name in there}
         originals = {name: getattr(module, IMPORTERS[name]) for name, module in modules.items()}
-        verl.apply()
-        try:
+        with applied(verl):
             for name, module in modules.items():
                 assert getattr(module, IMPORTERS[name]).__module__ == verl.__name__
             torch.testing.assert_close(outputs(dense_common.forward_with_torch_backend), wanted)
             fused = [x.view(2, 6) for x in outputs(dense_common.forward_with_triton_backend)]
             torch.testing.assert_close(fused, [*wanted])
-        finally:
-            verl.restore()
         for name, module in modules.items():
             assert getattr(module, IMPORTERS[name]) is originals[name]
 
@@ -267,8 +260,7 @@ def test_multi_token_prediction_in_their_fused_path(sequence_parallel):
 
         if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
             pytest.skip("this Megatron-Core has no output processors: verl leaves the further predictions out")
-        verl.apply()
-        try:
+        with applied(verl):
             fused = importlib.import_module("verl.models.mcore.model_forward_fused")
             model = one_gpt(mtp_num_layers=2, sequence_parallel=sequence_parallel and world > 1)
             tokens, labels, positions = megatron_batch(1)  # verl packs: its batch is one row
@@ -285,5 +277,3 @@ def test_multi_token_prediction_in_their_fused_path(sequence_parallel):
                 assert_same(grads_of(model, log_probs, upstream), stock)
             assert made == []
             torch.testing.assert_close(log_probs, -losses, rtol=1e-6, atol=2e-6)
-        finally:
-            verl.restore()

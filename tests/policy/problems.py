@@ -17,13 +17,22 @@ from megatron_ext.policy.losses import valid_counts
 from tests.dtensor.models import SIZES
 
 VOCAB = SIZES["vocab_size"]
+LAYOUTS = {
+    "dp": {},
+    "tp": {"tp": 2},
+    "tp_sp": {"tp": 2, "sequence_parallel": True},
+    "cp": {"cp": 2},
+    "cp_tp_sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
+}
 
 
 def tiny_model(**overrides: Any) -> LlamaConfig:
     return LlamaConfig(**SIZES | {"tie_word_embeddings": False} | overrides)
 
 
-def tiny_config(model: Any = None, *, tp: int = 1, cp: int = 1, sequence_parallel=False, **overrides: Any) -> dict:
+def tiny_config(
+    model: Any = None, *, tp: int = 1, cp: int = 1, experts: int = 1, sequence_parallel=False, **overrides: Any
+) -> dict:
     return {
         "model_name": model or tiny_model(),
         "seed": 3,
@@ -35,7 +44,9 @@ def tiny_config(model: Any = None, *, tp: int = 1, cp: int = 1, sequence_paralle
         "dtensor_cfg": {
             "tensor_parallel_size": tp,
             "context_parallel_size": cp,
+            "expert_parallel_size": experts,
             "sequence_parallel": sequence_parallel,
+            **overrides.pop("dtensor_cfg", {}),
         },
         "megatron_cfg": {
             "tensor_model_parallel_size": tp,
@@ -109,10 +120,10 @@ def ended(worker: Any) -> Iterator[Any]:
         worker.shutdown()
 
 
-def plain_model(config: Any, seed: int = 3) -> nn.Module:
+def plain_model(config: Any, seed: int = 3, kind: Any = AutoModelForCausalLM) -> nn.Module:
     """The model as one process builds it, with transformers' eager attention."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
+    model = kind.from_config(config).float()
     model.config._attn_implementation = "eager"
     return model
 
@@ -146,6 +157,38 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in tensors.items()}
 
 
+def exported(worker: Any) -> dict[str, Tensor]:
+    """The weights as a generator gets them, by transformers' names."""
+    return {name: export.make() for name, export in worker._exports().items()}
+
+
+def gradients_of_steps(worker: Any) -> dict[str, Tensor]:
+    """A dict that each step of the worker's optimizer fills anew with the whole gradients that it takes, by name."""
+    found: dict[str, Tensor] = {}
+
+    def take(*_: Any) -> None:
+        named = worker.model.named_parameters()
+        found.update(whole({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in named}))
+
+    worker.optimizer.register_step_pre_hook(take)
+    return found
+
+
+def check_trains(worker: Any, config: dict, data: BatchedDataDict, loss_fn: Any, tolerance: float = 3e-5) -> None:
+    """Log-probabilities, and losses, norms and weights of `train`, are those that one process finds."""
+    with torch.no_grad():
+        true_BS = plain_log_probs(plain_model(config["model_name"]), data)
+    mine = shard(data, worker)
+    wanted = shard(BatchedDataDict(true=true_BS), worker)["true"]
+    torch.testing.assert_close(worker.get_logprobs(mine)["logprobs"], wanted, rtol=2e-5, atol=2e-5)
+    losses, _, weights, norms = plain_train(config, data, loss_fn)
+    found = worker.train(mine, loss_fn)
+    torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["grad_norm"].tolist(), norms, rtol=1e-4, atol=0.0)
+    updated = {name: x for name, x in exported(worker).items() if name in weights}  # and no buffers
+    assert largest_error(updated, weights) < tolerance
+
+
 def held_by(worker: Any) -> dict[str, Tensor]:
     """Copies of a worker's weights, whole, and of its optimizer's state."""
     state = [x for s in worker.optimizer.state.values() for x in s.values()]
@@ -162,5 +205,5 @@ def unchanged(worker: Any) -> Iterator[None]:
 
 def largest_error(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """Relative, of the worst tensor; NaN if one has it."""
-    assert found.keys() == true.keys()
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in true.items()}
     return torch.stack([(found[name] - x).norm() / x.norm() for name, x in true.items()]).max().item()

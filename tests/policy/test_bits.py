@@ -58,12 +58,9 @@ def test_the_layers_keep_the_mode_too(backend):
     key = "megatron_cfg" if backend is MegatronPolicyWorker else "dtensor_cfg"
     data = tiny_batch(8, positions=3)
     for given in ({}, {key: MODE}):
-        worker = backend(tiny_config(WIDE, bits="batch") | given, init_reference_model=False)
-        try:
+        with ended(backend(tiny_config(WIDE, bits="batch") | given, init_reference_model=False)) as worker:
             mine = shard(data, worker)
             found = [worker.get_logprobs(mine, micro_batch_size=rows)["logprobs"] for rows in (8, 2, 1)]
-        finally:
-            worker.shutdown()
         assert not given or all(torch.equal(x, found[0]) for x in found[1:])
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,6 @@
 """What cannot be trained on or loaded is an error on every rank, changes nothing, and leaves no rank waiting."""
 
-from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -87,35 +87,24 @@ def test_tensor_parallel_ranks_must_get_the_same_rows():
         worker.train(tiny_batch(rows), NLLLoss())
 
 
-@dataclass(frozen=True)
-class Spoilt:
-    """A loss that goes wrong on one rank, in one micro-batch."""
+def spoilt(how, *given):
+    """A loss that goes wrong on rank 1, in one micro-batch."""
+    loss, metrics = NLLLoss()(*given)
+    if dist.get_rank() == 1 and bool(given[1]["advantages"][0, 0] == 7):
+        if how == "raises":
+            raise KeyError("spoilt")
+        loss = loss * float(how)
+    return loss, metrics
 
-    how: str
-    rank: int = 1
 
-    def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
-        loss, metrics = NLLLoss()(log_probs_BS, data, global_valid_seqs, global_valid_toks)
-        if dist.get_rank() == self.rank and bool(data["advantages"][0, 0] == 7):
-            if self.how == "raises":
-                raise KeyError("spoilt")
-            loss = loss * float(self.how)
+def returns(what, *given):
+    """A loss that returns something else on rank 1."""
+    loss, metrics = NLLLoss()(*given)
+    if dist.get_rank() == 0:
         return loss, metrics
-
-
-@dataclass(frozen=True)
-class Returns:
-    """A loss that returns something else on one rank."""
-
-    what: str
-
-    def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
-        loss, metrics = NLLLoss()(log_probs_BS, data, global_valid_seqs, global_valid_toks)
-        if dist.get_rank() == 0:
-            return loss, metrics
-        return {"None": None, "the loss alone": loss, "a list": [loss, 1, 2], "a number": (3.0, metrics),
-                "no metrics": (loss, None), "a vector": (loss[None], metrics),
-                "a string": (loss, {"x": "much"})}[self.what]  # fmt: skip
+    return {"None": None, "the loss alone": loss, "a list": [loss, 1, 2], "a number": (3.0, metrics),
+            "no metrics": (loss, None), "a vector": (loss[None], metrics),
+            "a string": (loss, {"x": "much"})}[what]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,7 +116,7 @@ def test_what_a_loss_must_return_is_told_in_a_sentence(what):
     own = ValueError, "loss_fn.* must "
     expected, message = (RuntimeError, r"failed on ranks \[1\]") if dist.get_rank() == 0 else own
     with pytest.raises(expected, match=message):
-        worker.train(shard(tiny_batch(), worker), Returns(what))
+        worker.train(shard(tiny_batch(), worker), partial(returns, what))
     worker.train(shard(tiny_batch(), worker), NLLLoss())
 
 
@@ -136,7 +125,7 @@ def test_what_a_loss_must_return_is_told_in_a_sentence(what):
 def test_a_loss_that_is_none_changes_nothing(how):
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
     data = shard(tiny_batch(), worker)
-    worker.train(data, Spoilt(how))
+    worker.train(data, partial(spoilt, how))
     data["advantages"][0, 0] = 7
     if how != "raises":
         expected, message = ValueError, "global batch 0 is not finite, by rank {1: "
@@ -145,19 +134,16 @@ def test_a_loss_that_is_none_changes_nothing(how):
     else:
         expected, message = RuntimeError, r"failed on ranks \[1\]"
     with unchanged(worker), pytest.raises(expected, match=message.replace("{", r"\{")):
-        worker.train(data, Spoilt(how))
+        worker.train(data, partial(spoilt, how))
     assert all(p.grad is None for p in worker.model.parameters())
     worker.train(data, NLLLoss())
 
 
-@dataclass(frozen=True)
-class Early:
+def early(log_probs_BS, data, *counts):
     """A loss that leaves the model out where no row counts."""
-
-    def __call__(self, log_probs_BS, data, *counts):
-        if not data["sample_mask"].any():
-            return torch.zeros((), requires_grad=True), {}
-        return NLLLoss()(log_probs_BS, data, *counts)
+    if not data["sample_mask"].any():
+        return torch.zeros((), requires_grad=True), {}
+    return NLLLoss()(log_probs_BS, data, *counts)
 
 
 @ranks(2)
@@ -166,7 +152,7 @@ def test_a_loss_that_leaves_the_model_out_on_one_rank_keeps_no_other_waiting():
     data["sample_mask"][4:] = 0  # rank 1's
     true_losses, _, true_weights, _ = plain_train(tiny_config(), data, NLLLoss())
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
-    assert worker.train(shard(data, worker), Early())["global_loss"].tolist() == pytest.approx(true_losses, rel=1e-5)
+    assert worker.train(shard(data, worker), early)["global_loss"].tolist() == pytest.approx(true_losses, rel=1e-5)
     assert largest_error(whole(worker._state()), true_weights) < 3e-5
 
 
@@ -189,22 +175,20 @@ def test_a_tokenizer_that_is_not_there_is_an_error_before_anything_is_written():
         worker.save_checkpoint("/nowhere/weights", None, "/nowhere/tokenizer")
 
 
-@dataclass(frozen=True)
-class Steep:
+def steep(log_probs_BS, *_):
     """A finite loss with a gradient that is not."""
-
-    def __call__(self, log_probs_BS, data, global_valid_seqs, global_valid_toks):
-        return (0.0 * log_probs_BS).abs().sqrt().sum(), {}
+    return (0.0 * log_probs_BS).abs().sqrt().sum(), {}
 
 
 @ranks(2)
 def test_a_gradient_that_is_not_finite_changes_nothing():
     worker = DTensorPolicyWorker(tiny_config(), init_reference_model=False)
     with unchanged(worker), pytest.raises(ValueError, match="gradient norm of global batch 0 is nan"):
-        worker.train(shard(tiny_batch(), worker), Steep())
+        worker.train(shard(tiny_batch(), worker), steep)
 
 
 LR_AS_TEXT = {"name": "torch.optim.AdamW", "kwargs": {"lr": "3e-4"}}
+REGRESSION = {"enabled": True, "reward_model_type": "regression"}
 GAMMA_AS_TEXT = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": "9e-1"}}
 
 
@@ -221,6 +205,9 @@ GAMMA_AS_TEXT = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"g
         ({"scheduler": GAMMA_AS_TEXT}, r"scheduler.kwargs.gamma is '9e-1': it must be a number; write 9\.0e-1"),
         ({"generation": {"temperature": 0.0}}, "temperature"),
         ({"generation": {"temperature": None}}, "temperature is None"),
+        ({"generation": {"top_k": 2.5}}, "generation.top_k is 2.5"),
+        ({"generation": {"top_p": 0}}, "generation.top_p is 0"),
+        ({"reward_model_cfg": REGRESSION}, "reward_model_type is 'regression': it must be 'bradley_terry'"),
         ({"scheduler": PLATEAU}, "ReduceLROnPlateau: it follows a metric"),
         ({"scheduler": [PLATEAU, {"milestones": [1]}]}, "ReduceLROnPlateau: it follows a metric"),
         ({"optimizer": {"name": "torch.optim.Nothing"}}, "cannot be imported"),

@@ -5,59 +5,42 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, Qwen3MoeConfig
+from safetensors.torch import load_file
 
 from megatron_ext.dtensor.pretrained.hub_names import hub_rename
 from megatron_ext.policy import DTensorPolicyWorker, MegatronPolicyWorker, NLLLoss
 from megatron_ext.policy.refit.weight_transfer import require_same_buckets, send_weights
 from megatron_ext.policy.vllm_extension import refit_vllm
-from tests.dtensor.models import SIZES, make
-from tests.policy.problems import ended, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.dtensor.models import make
+from tests.policy.problems import ended, exported, plain_model, shard, tiny_batch, tiny_config, tiny_model
+from tests.policy.test_megatron_worker import LAYOUTS, model_config
 from tests.policy.vllm_standin import Engine
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.slow
 
-MOE = SIZES | {"vocab_size": 98, "tie_word_embeddings": False}
+
+# What vLLM asks for of a layer's experts: w1, w2 and w3 of each of Mixtral's, the projections of each of Qwen3-MoE's,
+# and all of GPT-OSS's in one.
+EXPERTS = {
+    "llama": set(),
+    "mixtral": {f"block_sparse_moe.experts.{i}.w{n}.weight" for i in range(4) for n in (1, 2, 3)},
+    "qwen3_moe": {f"mlp.experts.{i}.{n}_proj.weight" for i in range(4) for n in ("gate", "up", "down")},
+    "gpt_oss": {f"mlp.experts.{n}_proj{kind}" for n in ("gate_up", "down") for kind in ("", "_bias")},
+}
 
 
-def mixtral():
-    return MixtralConfig(**MOE, num_local_experts=4)
-
-
-def qwen3_moe():
-    return Qwen3MoeConfig(**MOE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-
-
-def saved_weights(model, folder):
-    """What `save_pretrained` writes, which is what the Hub has."""
-    from safetensors.torch import load_file
-
-    model.save_pretrained(folder)
-    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
-def gpt_oss():
-    return make("gpt_oss").config
-
-
-@pytest.mark.parametrize("config", [tiny_model, mixtral, qwen3_moe, gpt_oss])
-def test_names_are_those_of_files(tmp_path, config):
-    model = plain_model(config())
-    true = saved_weights(model, tmp_path)
-    rename = hub_rename(lambda: type(model)(config()))
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_names_are_those_of_files(tmp_path, kind):
+    model = make(kind)
+    model.save_pretrained(tmp_path)  # what the Hub has
+    true = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
+    rename = hub_rename(lambda: make(kind))
     found = dict(pair for name, x in model.state_dict().items() for pair in rename(name, x))
     assert found.keys() == true.keys()
     assert all(torch.equal(found[name], x) for name, x in true.items())
-    # What vLLM asks for: w1, w2 and w3 of each of Mixtral's experts, the projections of each of Qwen3-MoE's, and
-    # all of GPT-OSS's in one.
-    experts = {
-        "tiny_model": set(),
-        "mixtral": {f"block_sparse_moe.experts.{i}.w{n}.weight" for i in range(4) for n in (1, 2, 3)},
-        "qwen3_moe": {f"mlp.experts.{i}.{n}_proj.weight" for i in range(4) for n in ("gate", "up", "down")},
-        "gpt_oss": {f"mlp.experts.{n}_proj{kind}" for n in ("gate_up", "down") for kind in ("", "_bias")},
-    }[config.__name__]
-    assert {name.partition("layers.0.")[2] for name in true if "layers.0." in name and "experts." in name} == experts
+    experts = {name.partition("layers.0.")[2] for name in true if "layers.0." in name and "experts." in name}
+    assert experts == EXPERTS[kind]
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
@@ -67,11 +50,11 @@ def test_iterated_after_training(backend):
     if backend == "dtensor":
         worker = DTensorPolicyWorker(tiny_config(tp=2, precision="bfloat16"))
     else:
-        config = tiny_config(mixtral(), precision="bfloat16") | {"megatron_cfg": {"expert_model_parallel_size": 2}}
+        config = tiny_config(model_config("mixtral"), precision="bfloat16", megatron_cfg=LAYOUTS["ep"])
         worker = MegatronPolicyWorker(config)
     with ended(worker):
         worker.train(shard(tiny_batch(), worker), NLLLoss())
-        true = {name: export.make().bfloat16() for name, export in worker._exports().items()}
+        true = {name: x.bfloat16() for name, x in exported(worker).items()}
         plain = dict(worker.iter_weights(hub_names=False))
         assert plain.keys() == true.keys()
         assert all(torch.equal(plain[name], x) for name, x in true.items())
@@ -101,12 +84,13 @@ class Policy:
         self.worker.get_weights_ipc_handles([])
 
 
-@pytest.mark.parametrize("config", [tiny_model, mixtral])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @ranks(1)
-def test_refit_of_vllm(config):
-    worker = DTensorPolicyWorker(tiny_config(config(), refit_buffer_bytes=1 << 13))
+def test_refit_of_vllm(kind):
+    config = model_config(kind)
+    worker = DTensorPolicyWorker(tiny_config(config, refit_buffer_bytes=1 << 13))
     hub = dict(worker.iter_weights())
-    engine = Engine(hub, config(), 2)
+    engine = Engine(hub, config, 2)
     refit_vllm(Policy(worker), engine)
     assert [x.model_runner.model.largest_difference(hub) for x in engine.workers] == [0.0, 0.0]
     worker.train(tiny_batch(), NLLLoss())

@@ -45,10 +45,6 @@ def among_kept(logits, data):
     return F.pad(found, (1, 0)).where(has_any, 0.0)
 
 
-def logits_of(model, data):
-    return model(input_ids=data["input_ids"], use_cache=False).logits / TEMPERATURE
-
-
 def config(kind="fixed", generation=None, **layout):
     generation = {"temperature": TEMPERATURE, **(generation or {})}
     return tiny_config(MODEL, generation=generation, **batching(kind), **layout)
@@ -70,7 +66,7 @@ def test_scores_and_a_step(backend, layout, kind):
     """With a penalty on the whole distribution beside it; filters of the configuration stand back."""
     data, loss_fn = drawn(), ClippedPGLoss(reference_policy_kl_penalty=0.3)
     model = plain_model(MODEL)
-    logits = logits_of(model, data)
+    logits = model(input_ids=data["input_ids"], use_cache=False).logits / TEMPERATURE
     want = among_kept(logits, data)
     sampled = (data["kept_token_ids"] >= 0).any(-1)
     data["token_mask"][::2] *= sampled[::2]  # of the other rows tokens count that were not sampled

@@ -165,17 +165,6 @@ def test_nothing_that_counts_is_zero(loss_fn):
     assert (torch.autograd.grad(loss, log_probs)[0] == 0).all()
 
 
-def test_large_differences_at_padding_do_no_harm():
-    log_probs, data = problem()
-    data["prev_logprobs"] = torch.where(data["token_mask"].bool(), data["prev_logprobs"], torch.tensor(-1e4))
-    data["reference_policy_logprobs"] = torch.where(
-        data["token_mask"].bool(), data["reference_policy_logprobs"], torch.tensor(1e4)
-    )
-    loss = whole_loss(ClippedPGLoss(0.1), log_probs, data)
-    assert loss.isfinite()
-    assert torch.autograd.grad(loss, log_probs)[0].isfinite().all()
-
-
 TRUNCATED = {"truncated_importance_sampling_type": "icepop", "use_importance_sampling_correction": True}
 
 
@@ -186,9 +175,7 @@ TRUNCATED = {"truncated_importance_sampling_type": "icepop", "use_importance_sam
         {"ratio_clip_c": 1.0},
         {"reference_policy_kl_penalty": -1},
         {"reference_policy_kl_penalty": math.nan},
-        {"reference_policy_kl_penalty": "0.1"},
         {"ratio_clip_max": None},
-        {"ratio_clip_c": "3"},
         {"kl_input_clamp_value": 0},
         {"kl_input_clamp_value": -20.0},
         {"kl_output_clamp_value": math.nan},

@@ -3,18 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_ext.policy import ClippedPGLoss, MegatronPolicyWorker, NLLLoss, load_weights
-from tests.dtensor.models import SIZES
+from tests.dtensor.models import family_config
 from tests.marks import slow
 from tests.policy.problems import (
     batching,
+    check_trains,
     ended,
-    largest_error,
+    exported,
     plain_log_probs,
     plain_model,
-    plain_train,
     shard,
     tiny_batch,
     tiny_config,
@@ -45,136 +44,84 @@ LAYOUTS = {
 }
 
 
-def model_config(kind="llama", tied=False, layers=2):
-    make = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "mixtral": MixtralConfig,
-        "qwen3_moe": Qwen3MoeConfig,
-    }[kind]
-    more = {
-        "qwen3": {"head_dim": 8},
-        "mixtral": {"num_local_experts": 4},
-        "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        | {"mlp_only_layers": [1]},
-    }.get(kind, {})
-    sizes = {"vocab_size": 98, "tie_word_embeddings": tied, "num_hidden_layers": layers}
-    return make(**SIZES | sizes | more)
+def model_config(kind="llama", tied=False, layers=2, **more):
+    """Without windows."""
+    more = {"sliding_window": None, "use_sliding_window": False} | more
+    return family_config(kind, tied, vocab_size=98, num_hidden_layers=layers, **more)
 
 
 def worker_of(model, layout, **overrides):
     return ended(MegatronPolicyWorker(tiny_config(model, **overrides) | {"megatron_cfg": LAYOUTS[layout]}))
 
 
-def exported(worker):
-    return {name: export.make() for name, export in worker._exports().items()}
-
-
-def check(layout, kind="llama", tied=False, kinds=("fixed", "packed"), layers=2, **overrides):
-    model, data = model_config(kind, tied, layers), tiny_batch(16)
-    config = tiny_config(model, **overrides)
-    true_losses, _, true_weights, true_norms = plain_train(config, data, GRPO)
-    with torch.no_grad():
-        true_BS = plain_log_probs(plain_model(model), data)
+def check(layout, kinds, *model):
+    config = tiny_config(model_config(*model))
     for cut in kinds:
-        with worker_of(model, layout, **batching(cut), **overrides) as worker:
-            mine = shard(data, worker)
-            found = worker.get_logprobs(mine)["logprobs"]
-            wanted = shard(type(data)(true=true_BS), worker)["true"]
-            torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
-            found = worker.train(mine, GRPO)
-            torch.testing.assert_close(found["global_loss"].tolist(), true_losses, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(found["grad_norm"].tolist(), true_norms, rtol=1e-4, atol=0.0)
-            assert largest_error(exported(worker), true_weights) < 3e-5, cut
+        with worker_of(config["model_name"], layout, **batching(cut)) as worker:
+            check_trains(worker, config, tiny_batch(16), GRPO)
 
 
-@pytest.mark.parametrize("layout", ["tp_sp", *slow("dp", "cp")])
-@ranks(2)
-def test_log_probs_and_training(layout):
-    check(layout)
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_activation_checkpointing():
-    check("recompute", kinds=["fixed"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, tied", [("llama", True), ("qwen2", False), ("qwen3", True)])
-@ranks(2)
-def test_models(kind, tied):
-    check("tp", kind, tied, kinds=["dynamic"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout, kinds", [("tp_sp", ["dynamic"]), ("cp_tp_sp", ["fixed", "packed"])])
-@ranks(4)
-def test_four_ranks(layout, kinds):
-    check(layout, "qwen3", kinds=kinds)
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_pipeline():
-    check("pp", tied=True, kinds=["packed"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout, kind, layers", [("pp_virtual", "llama", 4), ("pp_uneven", "qwen3", 3)])
-@ranks(2)
-def test_stages(layout, kind, layers):
-    """With virtual stages each rank has the layers 0 and 2, or 1 and 3; uneven, the first has one and the last two."""
-    check(layout, kind, tied=True, layers=layers, kinds=["fixed", "dynamic", "packed"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout, kinds", [("pp", ["fixed"]), ("pp_tp_sp", ["packed"]), ("pp_cp", ["fixed", "packed"])])
-@ranks(4)
-def test_pipelines_beside_other_parallelism(layout, kinds):
-    check(layout, "qwen2", kinds=kinds)
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_experts():
-    check("ep", "qwen3_moe", kinds=["fixed"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout, kind, cut",
+    "layout, kinds, model",
     [
-        ("pp_ep", "mixtral", "fixed"),
-        ("pp_ep", "qwen3_moe", "packed"),
-        ("ep_tp_sp", "mixtral", "packed"),
-        ("ep_tp_sp", "qwen3_moe", "fixed"),
+        ("tp_sp", ["fixed", "packed"], ()),
+        *slow(
+            ("dp", ["fixed", "packed"], ()),
+            ("cp", ["fixed", "packed"], ()),
+            ("recompute", ["fixed"], ()),
+            ("tp", ["dynamic"], ("llama", True)),
+            ("tp", ["dynamic"], ("qwen2",)),
+            ("tp", ["dynamic"], ("qwen3", True)),
+            ("pp", ["packed"], ("llama", True)),
+            # A rank has the layers 0 and 2, or 1 and 3.
+            ("pp_virtual", ["fixed", "dynamic", "packed"], ("llama", True, 4)),
+            # The first rank has one layer, the last two.
+            ("pp_uneven", ["fixed", "dynamic", "packed"], ("qwen3", True, 3)),
+            ("ep", ["fixed"], ("qwen3_moe",)),
+        ),
     ],
+    ids=str,
+)
+@ranks(2)
+def test_two_ranks(layout, kinds, model):
+    check(layout, kinds, *model)
+
+
+@pytest.mark.parametrize(
+    "layout, kinds, model",
+    [
+        ("tp_sp", ["dynamic"], "qwen3"),
+        ("cp_tp_sp", ["fixed", "packed"], "qwen3"),
+        ("pp", ["fixed"], "qwen2"),
+        ("pp_tp_sp", ["packed"], "qwen2"),
+        ("pp_cp", ["fixed", "packed"], "qwen2"),
+        ("pp_ep", ["fixed"], "mixtral"),
+        ("pp_ep", ["packed"], "qwen3_moe"),
+        ("ep_tp_sp", ["packed"], "mixtral"),
+        ("ep_tp_sp", ["fixed"], "qwen3_moe"),
+    ],
+    ids=str,
 )
 @ranks(4)
-def test_experts_beside_other_parallelism(layout, kind, cut):
-    check(layout, kind, kinds=[cut])
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_reference_checkpoint_and_refit():
-    saved_at_one_layout_and_continued_at_another("tp", "dp", model_config())
+def test_four_ranks(layout, kinds, model):
+    check(layout, kinds, model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "before, after, kind", [("pp_virtual", "tp", "llama"), ("dp", "pp", "qwen3"), ("ep", "pp", "mixtral")]
+    "before_at, after_at, model",
+    [
+        ("tp", "dp", ()),
+        ("pp_virtual", "tp", ("llama", True, 4)),
+        ("dp", "pp", ("qwen3", False, 4)),
+        ("ep", "pp", ("mixtral", False, 4)),
+    ],
+    ids=str,
 )
 @ranks(2)
-def test_reference_checkpoint_and_refit_of_stages_and_experts(before, after, kind):
-    saved_at_one_layout_and_continued_at_another(before, after, model_config(kind, kind == "llama", 4))
-
-
-def saved_at_one_layout_and_continued_at_another(before_at, after_at, model):
+def test_saved_at_one_layout_and_continued_at_another(before_at, after_at, model):
     """transformers' model gets the weights by its own names."""
-    folder, data = shared_folder(), tiny_batch()
+    model, folder, data = model_config(*model), shared_folder(), tiny_batch()
     paths = [str(folder / name) for name in ("weights", "optimizer")]
     with worker_of(model, before_at) as worker:
         mine = shard(data, worker)
@@ -218,28 +165,28 @@ def test_temperature_and_precision():
 
 
 @pytest.mark.parametrize(
-    "sizes, message",
+    "kind, sizes, message",
     [
-        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: .* set it to 1"),
-        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 and the model has 0 experts"),
-        ({"expert_parallel_size": 2}, "expert_parallel_size is 2: .* set megatron_cfg.expert_model_parallel_size"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2 and pipeline.* 1"),
+        ("mixtral", LAYOUTS["tp"], "sequence_parallel is False .* set sequence_parallel to True"),
+        ("llama", {"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: .* set it to 1"),
+        ("llama", {"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2 and the model has 0 experts"),
         (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            "num_hidden_layers is 2 and the pipeline has 4 stages",
+            "llama",
+            {"expert_parallel_size": 2},
+            "expert_parallel_size is 2: .* set megatron_cfg.expert_model_parallel_size",
         ),
+        (
+            "llama",
+            {"virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size is 2 and pipeline.* 1",
+        ),
+        ("llama", LAYOUTS["pp_virtual"], "num_hidden_layers is 2 and the pipeline has 4 stages"),
     ],
 )
 @ranks(2)
-def test_layouts_that_cannot_be(sizes, message):
+def test_layouts_that_cannot_be(kind, sizes, message):
     with pytest.raises(ValueError, match=message):
-        MegatronPolicyWorker(tiny_config(model_config()) | {"megatron_cfg": sizes})
-
-
-@ranks(2)
-def test_experts_of_tensor_parallel_ranks_need_sequence_parallelism():
-    with pytest.raises(ValueError, match="sequence_parallel is False .* set sequence_parallel to True"):
-        MegatronPolicyWorker(tiny_config(model_config("mixtral")) | {"megatron_cfg": LAYOUTS["tp"]})
+        MegatronPolicyWorker(tiny_config(model_config(kind)) | {"megatron_cfg": sizes})
 
 
 @ranks(2)
@@ -296,17 +243,13 @@ def test_models_that_gpt_model_does_not_compute():
     from megatron_ext.policy.megatron_model import llama
 
     with pytest.raises(ValueError, match="vocab_size is 97 with 2"):
-        llama.check(LlamaConfig(**SIZES), 2)
-    scaled = LlamaConfig(**SIZES, rope_scaling={"rope_type": "linear", "factor": 2.0})
+        llama.check(family_config("llama"), 2)
     with pytest.raises(ValueError, match="rope_type is not the plain Llama's"):
-        llama.check(scaled, 1)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-    for kind, others in ((Qwen3MoeConfig, experts), (Qwen2Config, {}), (Qwen3Config, {"head_dim": 8})):
-        llama.check(kind(**SIZES, **others, use_sliding_window=False), 1)
-        windowed = kind(**SIZES, **others, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+        llama.check(model_config(rope_scaling={"rope_type": "linear", "factor": 2.0}), 1)
+    for kind in ("qwen3_moe", "qwen2", "qwen3"):
+        llama.check(model_config(kind, use_sliding_window=False), 1)
+        windowed = model_config(kind, use_sliding_window=True, sliding_window=4, max_window_layers=0)
         with pytest.raises(ValueError, match="sliding window is not the plain Llama's; use DTensorPolicyWorker"):
             llama.check(windowed, 1)
-    from transformers import Gemma3TextConfig
-
-    with pytest.raises(ValueError, match="llama, qwen2, qwen3"), worker_of(Gemma3TextConfig(), "dp"):
+    with pytest.raises(ValueError, match="llama, qwen2, qwen3"), worker_of(family_config("gemma3"), "dp"):
         pass

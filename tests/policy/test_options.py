@@ -8,24 +8,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss
 from tests.policy.problems import (
+    check_trains,
     counts_for,
+    gradients_of_steps,
     held_by,
-    largest_error,
     plain_log_probs,
     plain_model,
-    plain_train,
     shard,
     tiny_batch,
     tiny_config,
     tiny_model,
     unchanged,
-    whole,
 )
 from tests.ranks import ranks, shared_folder
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 3e-5  # as in test_train: fp32 in another order
 MLP_ALONE = {
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
     "model.layers.*.mlp.up_proj": ColwiseParallel(),
@@ -33,54 +31,32 @@ MLP_ALONE = {
 }
 
 
-def config_with(tp=1, **options):
-    config = tiny_config(tp=tp)
-    config["dtensor_cfg"] |= options
-    return config
-
-
-def check_trains(worker, config, steps=2):
-    """Log-probabilities, losses and weights of `steps` global batches."""
-    data = tiny_batch(8 * steps)
-    with torch.no_grad():
-        data["true"] = plain_log_probs(plain_model(tiny_model()), data)
-    mine = shard(data, worker)
-    torch.testing.assert_close(worker.get_logprobs(mine)["logprobs"], mine["true"], rtol=2e-5, atol=2e-5)
-    losses, _, weights, _ = plain_train(config | {"model_name": tiny_model()}, data, NLLLoss())
-    found = worker.train(mine, NLLLoss())
-    torch.testing.assert_close(found["global_loss"].tolist(), losses, rtol=1e-5, atol=1e-6)
-    assert largest_error(whole(worker._state()), weights) < TOLERANCE
-
-
-def forward_calls(worker):
-    """Counts calls of the first layer's MLP."""
-    calls = []
-    layer = worker.model.model.layers[0]
-    getattr(layer, "_checkpoint_wrapped_module", layer).mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    return calls
+def check(worker):
+    """Two global batches."""
+    check_trains(worker, tiny_config(), tiny_batch(16), NLLLoss())
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @ranks(2)
 def test_activation_checkpointing(recompute):
-    config = config_with(activation_checkpointing=recompute)
+    config = tiny_config(dtensor_cfg={"activation_checkpointing": recompute})
     worker = DTensorPolicyWorker(config)
-    calls = forward_calls(worker)
+    calls, layer = [], worker.model.model.layers[0]
+    getattr(layer, "_checkpoint_wrapped_module", layer).mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     data = shard(tiny_batch(), worker)
     worker.train(data, NLLLoss(), eval_mode=True)
     once = len(calls)
     assert once > 0
     worker.train(data, NLLLoss())
     assert len(calls) == (3 if recompute else 2) * once
-    check_trains(DTensorPolicyWorker(config), config)
+    check(DTensorPolicyWorker(config))
 
 
 @ranks(2)
 def test_cpu_offload():
-    config = config_with(cpu_offload=True)
-    worker = DTensorPolicyWorker(config)
+    worker = DTensorPolicyWorker(tiny_config(dtensor_cfg={"cpu_offload": True}))
     assert isinstance(worker.model._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy)
-    check_trains(worker, config)
+    check(worker)
     worker.prepare_for_lp_inference()
     worker.prepare_for_training()
     assert {p.device.type for p in worker.model.parameters()} == {"cpu"}
@@ -89,11 +65,11 @@ def test_cpu_offload():
 
 @ranks(2)
 def test_custom_plan():
-    config = config_with(tp=2, custom_parallel_plan=f"{__name__}.MLP_ALONE")
-    worker = DTensorPolicyWorker(config)
+    plan = {"custom_parallel_plan": f"{__name__}.MLP_ALONE"}
+    worker = DTensorPolicyWorker(tiny_config(tp=2, dtensor_cfg=plan))
     cut = {name for name, x in worker._state().items() if x.to_local().shape != x.shape}
     assert cut == {f"model.layers.{i}.mlp.{name}_proj.weight" for i in range(2) for name in ("gate", "up", "down")}
-    check_trains(worker, config)
+    check(worker)
 
 
 @ranks(2)
@@ -102,19 +78,7 @@ def test_local_folder():
     if dist.get_rank() == 0:
         plain_model(tiny_model()).save_pretrained(folder)
     dist.barrier()
-    config = tiny_config(str(folder), tp=2, seed=99)  # nothing is drawn
-    check_trains(DTensorPolicyWorker(config), config)
-
-
-def gradients_of(worker, data, loss_fn):
-    found = {}
-
-    def take(*_):
-        found.update(whole({name: p.grad for name, p in worker.model.named_parameters()}))
-
-    worker.optimizer.register_step_pre_hook(take)
-    worker.train(data, loss_fn)
-    return found
+    check(DTensorPolicyWorker(tiny_config(str(folder), tp=2, seed=99)))  # nothing is drawn
 
 
 def plain_gradients(data, loss_fn, dtype=torch.float32, scale=1.0):
@@ -146,7 +110,8 @@ def test_low_precision_gradients_are_no_worse_than_a_plain_model(precision, loss
     true = plain_gradients(data, loss_fn)
     plain = plain_gradients(data, loss_fn, dtype, scale)
     worker = DTensorPolicyWorker(tiny_config(precision=precision, max_grad_norm=None))
-    found = gradients_of(worker, shard(data, worker), loss_fn)
+    found = gradients_of_steps(worker)
+    worker.train(shard(data, worker), loss_fn)
     assert all(x.dtype == torch.float32 for x in found.values())
     assert 0 < distance(found, true) <= 1.05 * distance(plain, true)
     assert distance(plain, true) < 0.1 * distance(true, {name: torch.zeros_like(x) for name, x in true.items()})

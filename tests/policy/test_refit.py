@@ -13,7 +13,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from megatron_ext.distributed.group_between_jobs import JobsGroup
 from megatron_ext.policy import DTensorPolicyWorker, NLLLoss, join_collective, load_weights, receive_weights
@@ -22,7 +21,7 @@ from megatron_ext.policy.refit.shared_memory import SharedBlock, map_block
 from megatron_ext.policy.refit.weight_transfer import buckets, require_same_buckets, send_weights
 from tests.held_port import shared_port
 from tests.marks import slow
-from tests.policy.problems import shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.problems import plain_model, shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.ranks import TIMEOUT_S, ranks
 
 BUFFER_BYTES = 16 << 10  # the embedding takes 12 kB: several buckets
@@ -34,26 +33,9 @@ def trained_worker(model, tp=1, **overrides):
     return worker
 
 
-def plain_with_other_weights(model):
-    torch.manual_seed(99)
-    return AutoModelForCausalLM.from_config(model)
-
-
 def is_open(address):
     """Whether the block still has its descriptor; another file may have the number now."""
     return os.path.exists(address.path) and os.stat(address.path).st_ino == address.inode
-
-
-def groups_of(sizes, budget):
-    """Names, so many at a time as the budget allows."""
-    found, room = [[]], budget
-    for name, nbytes in sizes:
-        if found[-1] and nbytes > room:
-            found.append([])
-            room = budget
-        found[-1].append(name)
-        room -= nbytes
-    return found
 
 
 @pytest.mark.parametrize("tied, tp", [(True, 1), *slow((False, 2))])
@@ -62,13 +44,13 @@ def test_shared_memory(tied, tp):
     """Rank 0 shares; rank 1, another process, reads."""
     model = tiny_model(tie_word_embeddings=tied)
     worker = trained_worker(model, tp)
-    plain = plain_with_other_weights(model)
+    plain = plain_model(model, seed=99)
     info = worker.prepare_refit_info()
     sizes, budget = worker.prepare_weights_for_ipc()
-    assert [name for name, _ in sizes] == list(info)
+    assert sizes == [(name, shape.numel() * dtype.itemsize) for name, (shape, dtype) in info.items()]
     assert budget == BUFFER_BYTES
     seen = []
-    for keys in groups_of(sizes, budget):
+    for keys in ([row.name for row in bucket.rows] for bucket in buckets(info, BUFFER_BYTES)):
         handles = worker.get_weights_ipc_handles(keys)
         assert len(handles) == (dist.get_rank() == 0)
         shared = [handles]
@@ -85,7 +67,7 @@ def test_shared_memory(tied, tp):
         dist.barrier()
     assert len(seen) > 3
     if dist.get_rank() == 1:
-        assert not torch.equal(plain.model.norm.weight, plain_with_other_weights(model).model.norm.weight)
+        assert not torch.equal(plain.model.norm.weight, plain_model(model, seed=99).model.norm.weight)
     worker.offload_after_refit()
     dist.barrier()
     assert not any(is_open(address) for address in seen)
@@ -102,7 +84,7 @@ def test_collective(precision):
     """A thread of rank 1 is the generator: it meets rank 0 in a group that the trainer's world knows nothing of."""
     model = tiny_model()
     worker = trained_worker(model, 2, precision=precision)
-    plain = plain_with_other_weights(model)
+    plain = plain_model(model, seed=99)
     port = shared_port()
     info = worker.prepare_refit_info()
     faults = []
@@ -137,7 +119,7 @@ def test_a_generator_that_comes_too_late_needs_a_new_group():
     """All are told: the policy's other rank by the first. At the same port they meet again, and nothing was lost."""
     model, port = tiny_model(), shared_port()
     worker = trained_worker(model, 2)
-    plain, info = plain_with_other_weights(model), worker.prepare_refit_info()
+    plain, info = plain_model(model, seed=99), worker.prepare_refit_info()
     given_up, found = threading.Event(), []
 
     def generate():
@@ -225,7 +207,7 @@ def test_buckets_keep_to_their_size_and_order():
 def test_a_model_of_other_shape_is_refused():
     worker = DTensorPolicyWorker(tiny_config())
     [handle] = worker.get_weights_ipc_handles(list(worker.prepare_refit_info())).values()
-    other = AutoModelForCausalLM.from_config(tiny_model(intermediate_size=64))
+    other = plain_model(tiny_model(intermediate_size=64))
     with pytest.raises(ValueError, match=r"the model has it as \[64, 32\]"):
         load_weights(other, handle)
     worker.shutdown()

@@ -1,15 +1,16 @@
 """Reward models: scores, losses and steps of transformers' sequence classifiers, as one process makes them."""
 
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification, GPT2Config
+from transformers import AutoModelForSequenceClassification
 
 from megatron_ext.policy import DTensorPolicyWorker, LossInputType, LossType, NLLLoss
 from tests.dtensor.models import family_config
-from tests.policy.problems import VOCAB, batching, inside, shard, tiny_batch, tiny_config, tiny_model, whole
+from tests.policy.problems import batching, inside, plain_model, shard, tiny_batch, tiny_config, tiny_model, whole
 from tests.policy.test_logprobs import gathered
 from tests.ranks import ranks
 
@@ -38,12 +39,9 @@ def pairs():
     return data
 
 
-def plain(config, seed=3):
-    torch.manual_seed(seed)
+def plain(config):
     config.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(config).float()
-    model.config._attn_implementation = "eager"
-    return model
+    return plain_model(config, kind=AutoModelForSequenceClassification)
 
 
 def rewards_of(model, data):
@@ -52,9 +50,8 @@ def rewards_of(model, data):
     return torch.cat([model(input_ids=row[None, :length], use_cache=False).logits[0] for row, length in rows])
 
 
-def check(model_config, kind="fixed", experts=1, **layout):
+def check(model_config, kind="fixed", **layout):
     config = tiny_config(model_config(), reward_model_cfg=REWARDS, **layout, **batching(kind))
-    config["dtensor_cfg"]["expert_parallel_size"] = experts
     data, model = pairs(), plain(model_config())
     worker = DTensorPolicyWorker(config, init_reference_model=False)
     with torch.no_grad():
@@ -87,32 +84,15 @@ def check(model_config, kind="fixed", experts=1, **layout):
         worker.train(shard(data, worker), NLLLoss())
 
 
-def tied():
-    return tiny_model(tie_word_embeddings=True)
-
-
-def gemma2():
-    return family_config("gemma2")
-
-
-def qwen3_moe():
-    return family_config("qwen3_moe")
-
-
-def gpt2():
-    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2Config(**sizes, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model, options",
     [
-        (tied, {"tp": 2, "sequence_parallel": True}),
+        (partial(tiny_model, tie_word_embeddings=True), {"tp": 2, "sequence_parallel": True}),
         (tiny_model, {"cp": 2, "kind": "packed"}),
-        (gemma2, {"kind": "dynamic"}),
-        (qwen3_moe, {"tp": 2, "experts": 2}),
-        (gpt2, {}),
+        (partial(family_config, "gemma2"), {"kind": "dynamic"}),
+        (partial(family_config, "qwen3_moe"), {"tp": 2, "experts": 2}),
+        (partial(family_config, "gpt2"), {}),
     ],
     ids=["llama-tp-sp", "llama-cp", "gemma2-fsdp", "qwen3_moe-ep", "gpt2-fsdp"],
 )

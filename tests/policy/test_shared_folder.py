@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_ext.policy import checkpoint
 from megatron_ext.policy.checkpoint import sharded_files
 from megatron_ext.policy.checkpoint.sharded_files import Part
+from tests.policy.test_checkpoint import damage_file
 from tests.ranks import ranks, shared_folder
 
 pytestmark = pytest.mark.slow
@@ -76,9 +77,9 @@ def test_a_relative_path_from_different_working_folders_is_refused():
         assert load("weights") == load(folder / "weights") == 2.0
 
 
-@pytest.mark.parametrize("what", ["elsewhere", "cut", "one bit"])
+@pytest.mark.parametrize("how", ["file gone", "truncated", "one bit"])
 @ranks(2)
-def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(what):
+def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(how):
     """As where a rank's writes do not arrive."""
     with in_a_hurry() as (folder, patch):
         path = folder / "weights"
@@ -89,14 +90,7 @@ def test_what_a_rank_wrote_and_another_does_not_see_is_not_published(what):
             sharded_files.checksums = own  # once: what is read back later must not flip the bit again
             found = own(where, names)
             for file in where.glob("__1_*"):
-                if what == "elsewhere":
-                    file.rename(folder / "lost")
-                elif what == "cut":
-                    os.truncate(file, file.stat().st_size - 1)
-                else:
-                    data = bytearray(file.read_bytes())
-                    data[len(data) // 2] ^= 1
-                    file.write_bytes(data)
+                damage_file(file, how)
             return found
 
         if dist.get_rank() == 1:

@@ -111,10 +111,6 @@ def test_json_that_is_nested_too_deeply_is_damaged(folder, file):
     checkpoint.save_together(Part("weights", folder.parent / "another", {"x": X}, {}))
 
 
-def chunks(*boxes):
-    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-
-
 @pytest.mark.parametrize(
     "size, boxes, whole",
     [
@@ -131,4 +127,5 @@ def chunks(*boxes):
     ],
 )
 def test_whether_chunks_cover_a_tensor_once(size, boxes, whole):
-    assert _covers(size, chunks(*boxes)) is whole
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    assert _covers(size, chunks) is whole

@@ -6,8 +6,10 @@ import torch
 from megatron_ext.policy import ClippedPGLoss, DPOLossFn, DTensorPolicyWorker, NLLLoss
 from tests.marks import slow
 from tests.policy.problems import (
+    LAYOUTS,
     batching,
     counts_for,
+    gradients_of_steps,
     largest_error,
     plain_log_probs,
     plain_model,
@@ -22,13 +24,6 @@ from tests.policy.problems import (
 from tests.ranks import ranks
 
 TOLERANCE = 3e-5  # fp32 in another order; AdamW's root magnifies what is near 0
-LAYOUTS = {
-    "dp": {},
-    "tp": {"tp": 2},
-    "tp_sp": {"tp": 2, "sequence_parallel": True},
-    "cp": {"cp": 2},
-    "cp_tp_sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
-}
 CUTS = [("fixed", 1), ("fixed", 2), ("fixed", 4), ("dynamic", 2), ("packed", 2)]
 FEW = [("fixed", 2), ("packed", 2)]
 GRPO = ClippedPGLoss(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
@@ -42,17 +37,7 @@ def check(layout, cuts, loss_fn=GRPO, model=None, **batch):
         worker = DTensorPolicyWorker(
             tiny_config(model, **layout, **batching(kind), train_micro_batch_size=rows), init_reference_model=False
         )
-        gradients = {}
-        worker.optimizer.register_step_pre_hook(
-            lambda *_, worker=worker, gradients=gradients: gradients.update(
-                whole(
-                    {
-                        name.replace("_checkpoint_wrapped_module.", ""): p.grad
-                        for name, p in worker.model.named_parameters()
-                    }
-                )
-            )
-        )
+        gradients = gradients_of_steps(worker)
         found = worker.train(shard(data, worker), loss_fn)
         case = f"{kind}, micro-batches of {rows}"
         torch.testing.assert_close(found["global_loss"].tolist(), true[0], rtol=1e-5, atol=1e-6, msg=case)
