@@ -27,22 +27,6 @@ def same(one, other) -> bool:
 
 
 @GRAPH_SAFE
-def test_a_fork_draws_from_its_stream_and_from_no_other(graph_safe):
-    tracker = tracker_of(graph_safe, a=1, b=2)
-    torch.manual_seed(3)
-    got = {name: [] for name in ("a", "b", "default")}
-    for length in (3, 4):
-        with tracker.fork("a"):
-            got["a"].append(torch.rand(length))
-        got["default"].append(torch.rand(length))
-        with tracker.fork("b"):
-            got["b"].append(torch.rand(length))
-    for name, seed in ("a", 1), ("b", 2), ("default", 3):
-        for piece, expected in zip(got[name], drawn(seed, 3, 4), strict=True):
-            assert torch.equal(piece, expected), name
-
-
-@GRAPH_SAFE
 def test_forks_nest_and_a_stream_goes_on_where_it_was(graph_safe):
     tracker = tracker_of(graph_safe, a=1, b=2)
     torch.manual_seed(3)
