@@ -4,13 +4,7 @@ import torch.distributed as dist
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.distributed.groups import (
-    check_group,
-    group_rank,
-    group_size,
-    require_tensor_parallel_group,
-    tensor_parallel_group,
-)
+from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from tests.ranks import ranks
 
@@ -69,33 +63,6 @@ def test_non_contiguous_input_and_in_place():
     assert torch.equal(own, torch.full((3,), 2.0))
     buffer = torch.full((3,), float(dist.get_rank() + 1))
     assert torch.equal(collectives.broadcast(buffer, dist.group.WORLD, source=1), torch.full((3,), 2.0))
-
-
-@ranks(2, 4)
-def test_groups():
-    world, rank = dist.group.WORLD, dist.get_rank()
-    assert (group_size(None), group_rank(None)) == (1, 0)
-    assert (group_size(world), group_rank(world)) == (dist.get_world_size(), rank)
-    assert tensor_parallel_group() is None, "nobody initialised Megatron"
-    with pytest.raises(ValueError, match="tp_group is None and Megatron's parallel_state is not initialised"):
-        require_tensor_parallel_group()
-    alone = dist.new_group([0])
-    if rank == 0:
-        assert check_group(alone) is alone
-    else:
-        with pytest.raises(ValueError, match="does not hold this rank"):
-            check_group(alone)
-
-
-def test_vocab_shard():
-    shard = VocabShard(64, 128, 100)
-    assert (shard.columns, shard.counted) == (64, 36)
-    assert shard.owns(torch.tensor([63, 64, 99, 100, 127, -100])).tolist() == [False, True, True, False, False, False]
-    assert VocabShard(128, 192, 100).counted == 0
-    with pytest.raises(ValueError, match="start 5, stop 4"):
-        VocabShard(5, 4, 10)
-    with pytest.raises(ValueError, match="size is 0"):
-        VocabShard(0, 4, 0)
 
 
 @ranks(1, 2, 4)
