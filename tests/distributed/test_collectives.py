@@ -8,8 +8,6 @@ from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from tests.ranks import ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64]
-
 
 def shards(world_size, shape, dtype=torch.float32):
     """Every rank's tensor: each rank draws all of them alike."""
@@ -18,7 +16,7 @@ def shards(world_size, shape, dtype=torch.float32):
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_equal_pieces(dtype):
     group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     xs = shards(size, (2 * size, 3, 4 * size), dtype)
@@ -46,12 +44,6 @@ def test_uneven_pieces():
             assert torch.equal(collectives.all_gather(piece, group, dim, sizes), full)
             assert torch.equal(collectives.reduce_scatter(full, group, dim, sizes), piece * size)
         assert sum(counts.values()) == (2 if size > 1 else 0)
-    # rank r sends r + i rows to rank i
-    rows = torch.full((sum(rank + i for i in range(size)), 2), float(rank))
-    received = collectives.all_to_all(rows, group, [rank + i for i in range(size)], [rank + i for i in range(size)])
-    assert torch.equal(
-        received, torch.cat([torch.full((rank + i, 2), float(i)) for i in range(size)]) if size > 1 else rows
-    )
 
 
 @ranks(2)
