@@ -12,7 +12,7 @@ from tests.ranks import ranks
 from tests.tensor_parallel.rng import seeded
 from tests.tensor_parallel.sharded import numbers, world
 from tests.tensor_parallel.test_gpt_parity import FULL, check
-from tests.tensor_parallel.test_recompute import assert_equal, grads_of, saved_tensors
+from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
 
 
 @ranks(1, 2, 4)
@@ -24,16 +24,13 @@ def test_distributed_activations_of_any_shape():
             x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
             original = x.detach().clone()
 
-            def run(distribute, x=x, scale=scale):
-                if distribute is None:
-                    return F.dropout(torch.tanh(x @ weight), 0.3) * scale
-                return checkpoint(lambda x, s: F.dropout(torch.tanh(x @ weight), 0.3) * s, distribute, x, scale)
+            def function(x, scale):
+                return F.dropout(torch.tanh(x @ weight), 0.3) * scale
 
-            results = []
-            for distribute in (None, True):
-                torch.manual_seed(5)
-                results.append(grads_of(lambda: run(distribute), x, scale, weight))  # noqa: B023
-            assert_equal(results[1], results[0])
+            def run(recompute, x=x, scale=scale):
+                return checkpoint(function, True, x, scale) if recompute else function(x, scale)
+
+            assert_as_without(run, x, scale, weight)
             assert torch.equal(x, original), "the caller's tensor is the caller's"
 
             with count_collectives() as forward, saved_tensors() as saved:
