@@ -179,36 +179,32 @@ def test_dropout_drops_its_share():
 def test_what_does_not_fit_is_refused():
     q, k, v = inputs(4, 4, batch=1)
     packing = Packing((4,), (4,))
-    with pytest.raises(ValueError, match="heads a multiple of groups"):
-        attend(q[:, :, :3], k, v)
-    with pytest.raises(ValueError, match="do not fit"):
-        attend(q, k, v[:3])
-    with pytest.raises(ValueError, match="bool and broadcastable to .* = \\[1, 4, 4, 4\\]"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attention mask is torch.float32"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4))
-    with pytest.raises(ValueError, match="pass mask=None"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool), q_packing=packing, kv_packing=packing)
-    with pytest.raises(ValueError, match="as many documents"):
-        attend(q, k, v, q_packing=packing, kv_packing=Packing((2, 2), (2, 2)))
-    with pytest.raises(ValueError, match="take 6 places: these must be 4"):
-        attend(q, k, v, q_packing=Packing((6,), (6,)), kv_packing=packing)
-    with pytest.raises(ValueError, match="batch size 2: it must be 1"):
-        attend(*inputs(4, 4), q_packing=packing, kv_packing=packing)
+    hidden = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    for tensors, options, said in (
+        ((q[:, :, :3], k, v), {}, "heads a multiple of groups"),
+        ((q, k, v[:3]), {}, "do not fit"),
+        ((q, k, v), {"mask": hidden[..., :3]}, r"bool and broadcastable to .* = \[1, 4, 4, 4\]"),
+        ((q, k, v), {"mask": hidden.float()}, "attention mask is torch.float32"),
+        ((q, k, v), {"mask": hidden, "q_packing": packing, "kv_packing": packing}, "pass mask=None"),
+        ((q, k, v), {"q_packing": packing, "kv_packing": Packing((2, 2), (2, 2))}, "as many documents"),
+        ((q, k, v), {"q_packing": Packing((6,), (6,)), "kv_packing": packing}, "take 6 places: these must be 4"),
+        (inputs(4, 4), {"q_packing": packing, "kv_packing": packing}, "batch size 2: it must be 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attend(*tensors, **options)
 
 
 def test_cu_seqlens_that_are_none_are_refused():
     assert Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 4, 8])) == Packing((3, 1), (4, 4))
-    with pytest.raises(ValueError, match="begins with 0"):
-        Packing.of(torch.tensor([1, 3]))
-    with pytest.raises(ValueError, match="cu_seqlens is None"):
-        Packing.of(None)
-    with pytest.raises(ValueError, match="cu_seqlens_padded is .* integers"):
-        Packing.of(torch.tensor([0, 3]), torch.tensor([0.0, 4.0]))
-    with pytest.raises(ValueError, match="never fall"):
-        Packing.of(torch.tensor([0, 3, 2]))
-    with pytest.raises(ValueError, match="at least the same lengths"):
-        Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 2, 4]))
+    for starts, padded, said in (
+        (torch.tensor([1, 3]), None, "begins with 0"),
+        (None, None, "cu_seqlens is None"),
+        (torch.tensor([0, 3]), torch.tensor([0.0, 4.0]), "cu_seqlens_padded is .* integers"),
+        (torch.tensor([0, 3, 2]), None, "never fall"),
+        (torch.tensor([0, 3, 4]), torch.tensor([0, 2, 4]), "at least the same lengths"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Packing.of(starts, padded)
 
 
 def test_values_are_read_once_and_again_when_they_change():
