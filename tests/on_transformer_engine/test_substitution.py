@@ -34,6 +34,7 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
             assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
             got = [draw(one)]
             with ours_everywhere():
+                assert isinstance(tensor_parallel.get_cuda_rng_tracker(), type(tracker))
                 got.append(tensor_parallel.checkpoint(draw, False, one))
                 got[-1].sum().backward()
             assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
@@ -42,6 +43,27 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
             seed()
     assert torch.equal(torch.stack(got), torch.stack(expected))
     assert torch.equal(one.grad, expected[1])
+
+
+@ranks(1)
+def test_a_tracker_made_in_ours_is_one_in_megatrons():
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
+
+    def draw():
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
+
+    with model_parallel():
+        try:
+            with ours_everywhere():
+                tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
+            assert type(tensor_parallel.get_cuda_rng_tracker()) is TECudaRNGStatesTracker
+            found = draw()
+            tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
+            assert torch.equal(found, draw())
+        finally:
+            tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
 
 
 @ranks(1)
