@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import gpu, gpu_steps, record
 from benchmarks.gpu import NOT_MEASURED
+from tests.pages import ROOT
 from tests.passed import Passed
 
-ROOT = Path(__file__).parents[2]
 FAILING = """
 import sys
 from pathlib import Path

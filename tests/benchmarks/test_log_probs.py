@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.cases import Case
 from benchmarks.log_probs import OURS, SAMPLED, USUAL, measure_ways, ways
@@ -13,8 +14,6 @@ def small(world, dtype=torch.float32):
 @pytest.mark.slow
 @ranks(1, 2)
 def test_right_ways_are_timed():
-    import torch.distributed as dist
-
     for dtype in (torch.float32, torch.bfloat16):
         rows, refused = measure_ways(small(dist.get_world_size(), dtype), 0.0)
         assert not refused
@@ -40,8 +39,6 @@ def test_a_wrong_way_has_no_time(wrong):
 @pytest.mark.slow
 @ranks(2)
 def test_what_is_wrong_on_one_rank_has_no_time_on_any():
-    import torch.distributed as dist
-
     right = ways(small(2), dist.group.WORLD)
     worse = 1e-4 * dist.get_rank()
     rows, refused = measure_ways(small(2), 0.0, right | {OURS: lambda z, y: right[OURS](z, y) + worse})

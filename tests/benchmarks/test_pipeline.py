@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +25,14 @@ from megatron_ext.megatron.pipeline.order.pass_order import (
     pass_order,
     simulate,
 )
+from tests.marks import quick_if
+from tests.pages import DOCS
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
     reason="the head's launch plan wants compiled kernels; the ordinary run has them",
 )
+NOTE = DOCS / "pipeline.md"
 SETUPS = list(program.setups(batches_per_stage=2))
 
 
@@ -47,13 +49,12 @@ def tiny(**given):
     return replace(Setup(Model("tiny", 8, 1024, 4096, 8, 8, 32768), 4, 1, 2, 12, LINKS["NVLink"], tokens=1024), **given)
 
 
-def marked(setup):
-    """Slow links are the harder case for ours; with NVLink, and of 80 layers, only the long run compares."""
-    quick = setup.link is LINKS["400 Gb/s"] and setup.model is not program.LLAMA_70B
-    return pytest.param(setup, id=setup.name, marks=() if quick else pytest.mark.slow)
+def harder(setup):
+    """Slow links are, for ours; with NVLink, and of 80 layers, only the long run compares."""
+    return setup.link is LINKS["400 Gb/s"] and setup.model is not program.LLAMA_70B
 
 
-@pytest.mark.parametrize("setup", [marked(setup) for setup in SETUPS])
+@pytest.mark.parametrize("setup", quick_if(harder, SETUPS), ids=lambda setup: setup.name)
 def test_stages_hold_the_same_and_ours_is_as_fast_as_the_best_redistribution(setup):
     """With few micro-batches here; the committed rows say so of a usual number."""
     timeline = ours(setup, 1)
@@ -83,8 +84,7 @@ def test_the_committed_rows_are_what_is_simulated_now():
 
 
 def test_the_note_shows_the_committed_rows():
-    note = Path(__file__).parents[2] / "docs" / "pipeline.md"
-    assert program.summary(program.CSV) in note.read_text()
+    assert program.summary(program.CSV) in NOTE.read_text()
 
 
 def test_the_heads_time_is_the_launch_plans():
@@ -185,13 +185,12 @@ def test_the_training_loops_estimates_find_an_order_that_is_as_good():
     assert length(replayed) <= 1.01 * ours(setup, 1).seconds
 
 
-def quick_to_launch(setup):
-    """The 70B on eight stages has the most to gain from a second micro-batch in flight."""
-    quick = setup.link is LINKS["400 Gb/s"] and (setup.model, setup.stages) == (program.LLAMA_70B, 8)
-    return pytest.param(setup, id=setup.name, marks=() if quick else pytest.mark.slow)
+def gains_most(setup):
+    """The 70B on eight stages does, from a second micro-batch in flight."""
+    return setup.link is LINKS["400 Gb/s"] and (setup.model, setup.stages) == (program.LLAMA_70B, 8)
 
 
-@pytest.mark.parametrize("setup", [quick_to_launch(setup) for setup in program.setups()])
+@pytest.mark.parametrize("setup", quick_if(gains_most, program.setups()), ids=lambda setup: setup.name)
 def test_launching_messages_in_one_order_costs_no_time(setup):
     """Beside messages that go as soon as they can. One hardware queue costs less than 2 %."""
     for chunks in (1, setup.chunks):
@@ -202,9 +201,8 @@ def test_launching_messages_in_one_order_costs_no_time(setup):
 
 @pytest.mark.slow
 def test_the_note_says_what_one_queue_costs():
-    note = Path(__file__).parents[2] / "docs" / "pipeline.md"
     setups = [setup for setup in program.setups() if setup.link is LINKS["400 Gb/s"]]
-    assert launched_table(setups) in note.read_text()
+    assert launched_table(setups) in NOTE.read_text()
 
 
 def test_the_papers_algorithms():

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from benchmarks.fake_cuda import cuda_rank_of
 from benchmarks.launches import LEAST_SECONDS, planned
 from megatron_ext import linear_log_probs
 from megatron_ext.head.row_passes.gpu_properties import DEVICES, epilogue_seconds, product_seconds, waves
+from tests.pages import DOCS, ROOT
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1",
@@ -70,8 +70,7 @@ def test_the_committed_rows_of_fixed_bits_are_what_the_code_launches(case, bits)
 
 
 def test_the_note_shows_the_committed_rows():
-    note = Path(__file__).parents[2] / "docs" / "head.md"
-    assert plan.summary(record.RESULTS / "plan.csv") in note.read_text()
+    assert plan.summary(record.RESULTS / "plan.csv") in (DOCS / "head.md").read_text()
 
 
 # ms, or percent above the floor, at most. Why some are above 8 %: docs/head.md.
@@ -210,4 +209,4 @@ def test_one_label_for_all_tokens_takes_bounded_time():
 @ADDS_IN_FP32
 def test_the_readmes_memory_of_a_head_is_what_the_command_prints():
     """GiB of Megatron's head and ours at 8k and 32k tokens of Llama 3 8B, computed."""
-    assert head_memory.table() in (Path(__file__).parents[2] / "README.md").read_text()
+    assert head_memory.table() in (ROOT / "README.md").read_text()

@@ -1,5 +1,7 @@
 """Groups that are no ProcessGroup, but tell their size and this rank's place, as Megatron takes them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,34 +11,26 @@ from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, param_is_n
 from tests.tensor_parallel.sharded import Config
 
 
-class Place:
+def place(rank, ranks):
     """A rank's place in a group of which nothing else is known."""
-
-    def __init__(self, rank, ranks):
-        self._rank, self._ranks = rank, ranks
-
-    def rank(self):
-        return self._rank
-
-    def size(self):
-        return self._ranks
+    return SimpleNamespace(rank=lambda: rank, size=lambda: ranks)
 
 
 def test_a_group_that_tells_its_size_and_place_is_one():
-    group = Place(rank=2, ranks=4)
+    group = place(rank=2, ranks=4)
     assert check_group(group) is tensor_parallel_group(group) is group
     assert (group_size(group), group_rank(group)) == (4, 2)
 
 
 def test_a_group_without_this_rank_or_without_a_size_is_refused():
     with pytest.raises(ValueError, match="tp_group does not hold this rank"):
-        check_group(Place(rank=-1, ranks=4))
+        check_group(place(rank=-1, ranks=4))
     with pytest.raises(ValueError, match="tp_group is a int: it must be a torch.distributed.ProcessGroup"):
         check_group(3)
 
 
 def test_layers_and_losses_take_one():
-    alone = Place(rank=0, ranks=1)
+    alone = place(rank=0, ranks=1)
     logits, labels = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([4, 0, 2])
     expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(vocab_parallel_cross_entropy(logits, labels, tp_group=alone), expected)
@@ -45,11 +39,8 @@ def test_layers_and_losses_take_one():
 
 
 def test_copies_are_told_apart_by_a_group_that_knows_a_rank_alone():
-    class Rank:
-        def __init__(self, rank):
-            self.rank = lambda: rank
-
+    second, first = (SimpleNamespace(rank=lambda rank=rank: rank) for rank in (1, 0))
     parameter = torch.empty(1)
-    assert not param_is_not_tensor_parallel_duplicate(parameter, Rank(1), Rank(0))
+    assert not param_is_not_tensor_parallel_duplicate(parameter, second, first)
     parameter.allreduce = False
-    assert param_is_not_tensor_parallel_duplicate(parameter, Rank(1), Rank(0))
+    assert param_is_not_tensor_parallel_duplicate(parameter, second, first)

@@ -15,69 +15,56 @@ from megatron_ext.distributed import symmetric_matmul
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.symmetric_matmul import why_unavailable
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.operators import Operators
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, symmetric_memory
+from tests.tensor_parallel.sharded import (
+    Config,
+    assert_as_good,
+    assert_pieces_as_good,
+    build,
+    numbers,
+    piece,
+    symmetric_memory,
+)
 
 S, B, D, N = 8, 3, 16, 24
-
-
 GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 OPERATORS = {"column": [GATHER, SCATTER], "row": [SCATTER, GATHER]}  # forward, backward
 
 
-def build(kind, config, sizes=(D, N), **options):
+def layer_of(kind, config, sizes=(D, N), **options):
     def init(weight):
         weight.copy_(numbers(*weight.shape, seed=7))
 
-    options = {"config": config, "init_method": init, "tp_group": dist.group.WORLD, **options}
-    if kind == "column":
-        return ColumnParallelLinear(*sizes, **options)
-    return RowParallelLinear(*sizes, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
-
-
-def step(layer, x, dy):
-    x = x.clone().requires_grad_()
-    with count_collectives() as forward:
-        y, _ = layer(x)
-    with count_collectives() as backward:
-        y.backward(dy)
-    return (y.detach(), x.grad, layer.weight.grad, layer.bias.grad), (sum(forward.values()), sum(backward.values()))
+    return build(kind, *sizes, config=config, init_method=init, tp_group=dist.group.WORLD, **options)
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("weight", ["trained", "frozen", "into main_grad"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_values_gradients_and_traffic_of_the_plain_way(kind, frozen):
+def test_values_gradients_and_traffic_of_the_plain_way(kind, weight):
     x, dy = numbers(S, B, D, seed=1), numbers(S, B, N, seed=2)
     x, dy = (piece(x, 0), piece(dy, -1)) if kind == "column" else (piece(x, -1), piece(dy, 0))
-    results = []
+    results, sent = [], []
     for overlap in (False, True):
+        fused = weight == "into main_grad"
+        config = Config(sequence_parallel=True, gradient_accumulation_fusion=fused, tp_comm_overlap=overlap)
         with symmetric_memory(), Operators() as asked:
-            layer = build(kind, Config(sequence_parallel=True, tp_comm_overlap=overlap))
-            layer.weight.requires_grad_(not frozen)
-            results.append(step(layer, x, dy))
+            layer = layer_of(kind, config)
+            layer.weight.requires_grad_(weight != "frozen")
+            layer.weight.main_grad = torch.ones_like(layer.weight)
+            own = x.clone().requires_grad_()
+            with count_collectives() as counts:
+                y, _ = layer(own)
+                y.backward(dy)
+        results.append((y.detach(), own.grad, layer.weight.grad, layer.weight.main_grad, layer.bias.grad))
+        sent.append(counts.total() + len(asked.names("symm_mem")))  # each operator stands for one
         assert asked.names("symm_mem") == (OPERATORS[kind] if overlap else [])
+        assert (layer.weight.main_grad == 1).all() != fused
     assert layer.symmetric
     assert "path=symmetric memory" in repr(layer)
-    (plain, sent), (fused, fused_sent) = results
-    assert sum(fused_sent) + len(asked.names("symm_mem")) == sum(sent)  # each operator stands for one
-    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-5)
-
-
-@ranks(2)
-def test_weight_gradients_into_main_grad():
-    x, dy = piece(numbers(S, B, D, seed=1), 0), piece(numbers(S, B, N, seed=2), -1)
-    found = []
-    for overlap in (False, True):
-        config = Config(sequence_parallel=True, gradient_accumulation_fusion=True, tp_comm_overlap=overlap)
-        with symmetric_memory():
-            layer = build("column", config)
-            layer.weight.main_grad = torch.ones_like(layer.weight)
-            step(layer, x, dy)
-        found.append(layer.weight.main_grad)
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
+    assert sent[0] == sent[1]
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("layouts", [("sequence", "sharded"), ("sharded", "sequence")], ids="-".join)
@@ -102,20 +89,20 @@ def test_says_that_it_cannot(kind):
     symmetric_matmul._found.clear()
     for sequence_parallel, reason in ((True, "a rank has no GPU"), (False, "sequence_parallel is off")):
         with pytest.warns(UserWarning, match=rf"tp_comm_overlap is True, but .* \({reason}\).*plain collectives"):
-            layer = build(kind, Config(sequence_parallel=sequence_parallel, tp_comm_overlap=True))
+            layer = layer_of(kind, Config(sequence_parallel=sequence_parallel, tp_comm_overlap=True))
         assert not layer.symmetric
         assert f"path=collectives, not symmetric memory: {reason}" in repr(layer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert repr(build(kind, Config(sequence_parallel=True))).endswith("path=collectives)")
-        build(kind, Config(sequence_parallel=True, tp_comm_overlap=True), is_expert=True)  # sends nothing
+        assert repr(layer_of(kind, Config(sequence_parallel=True))).endswith("path=collectives)")
+        layer_of(kind, Config(sequence_parallel=True, tp_comm_overlap=True), is_expert=True)  # sends nothing
 
 
 @ranks(1)
 def test_one_rank_asks_for_nothing():
     with warnings.catch_warnings(), count_collectives() as counts:
         warnings.simplefilter("error")
-        assert "communication=none" in repr(build("column", Config(sequence_parallel=True, tp_comm_overlap=True)))
+        assert "communication=none" in repr(layer_of("column", Config(sequence_parallel=True, tp_comm_overlap=True)))
     assert not counts
 
 
@@ -183,7 +170,7 @@ def _real_operators(rank, size, store):
         ):
             _operators_of_a_layer(dist.group.WORLD, device, layouts, operators)
         for kind in ("column", "row"):
-            layer = build(kind, Config(sequence_parallel=True, tp_comm_overlap=True), sizes=(64, 128))
+            layer = layer_of(kind, Config(sequence_parallel=True, tp_comm_overlap=True), sizes=(64, 128))
             assert layer.symmetric == (size > 1), repr(layer)
     dist.barrier()
     dist.destroy_process_group()
@@ -214,10 +201,7 @@ def _operators_of_a_layer(group, device, layouts, operators):
     plain, true = (
         (y, *torch.autograd.grad(y, leaves, dy.to(y))) for leaves, y in map(_whole, (x, x.double()), (w, w.double()))
     )
-    for found, dim, expected, exactly in zip(
-        (y, own_x.grad, own_w.grad), (cut_dy, cut_x, cut_w), plain, true, strict=True
-    ):
-        assert_as_good(found, piece(expected, dim), piece(exactly, dim), factor=1.5)
+    assert_pieces_as_good((y, own_x.grad, own_w.grad), (cut_dy, cut_x, cut_w), plain, true, factor=1.5)
 
 
 def _whole(x, w):

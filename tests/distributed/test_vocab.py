@@ -1,10 +1,17 @@
-"""What is no shard of a vocabulary."""
+"""A shard of a vocabulary, and what is none."""
 
 import numpy
 import pytest
 import torch
 
 from megatron_ext.distributed.vocab import VocabShard
+
+
+def test_columns_of_a_shard():
+    shard = VocabShard(64, 128, 100)
+    assert (shard.columns, shard.counted) == (64, 36)
+    assert shard.owns(torch.tensor([63, 64, 99, 100, 127, -100])).tolist() == [False, True, True, False, False, False]
+    assert VocabShard(128, 192, 100).counted == 0
 
 
 @pytest.mark.parametrize(

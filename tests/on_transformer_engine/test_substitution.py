@@ -34,12 +34,34 @@ def test_a_tracker_made_before_goes_on_in_ours_and_is_given_back():
         assert type(tracker).__module__ == "megatron.core.extensions.transformer_engine"
         got = [draw(one)]
         with ours_everywhere():
+            assert isinstance(tensor_parallel.get_cuda_rng_tracker(), type(tracker))
             got.append(tensor_parallel.checkpoint(draw, False, one))
             got[-1].sum().backward()
         assert megatrons._CUDA_RNG_STATE_TRACKER is tracker
         got.append(draw(one))
     assert torch.equal(torch.stack(got), torch.stack(expected))
     assert torch.equal(one.grad, expected[1])
+
+
+@ranks(1)
+def test_a_tracker_made_in_ours_is_one_in_megatrons():
+    from megatron.core import tensor_parallel
+    from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
+
+    def draw():
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
+
+    def seed():
+        tensor_parallel.model_parallel_cuda_manual_seed(5, te_rng_tracker=True, force_reset_rng=True)
+
+    with any_tracker():
+        with ours_everywhere():
+            seed()
+        assert type(tensor_parallel.get_cuda_rng_tracker()) is TECudaRNGStatesTracker
+        found = draw()
+        seed()
+        assert torch.equal(found, draw())
 
 
 @ranks(1)

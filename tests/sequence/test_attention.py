@@ -34,14 +34,19 @@ def inputs(queries, keys, heads="grouped", batch=2, channels=8, dtype=torch.floa
     return [x.requires_grad_() for x in (q, k, v)]
 
 
+def plain_sdpa(q, k, v, visible):
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).permute(2, 0, 1, 3)
+
+
 def assert_same(out, expected, tensors, weight=None):
     """Equal outputs and equal gradients of a weighted sum."""
     weight = torch.randn_like(expected) if weight is None else weight
     torch.testing.assert_close(out, expected)
     got = torch.autograd.grad((out * weight).sum(), tensors)
     want = torch.autograd.grad((expected * weight).sum(), tensors)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got, want)
 
 
 @by_window
@@ -101,25 +106,20 @@ def test_softcap_bends_scores_before_the_mask():
     assert_same(out, torch.einsum("bhst,tbhd->sbhd", probs, v), (q, k, v))
 
 
-LENGTHS = ([5, 1, 0, 7, 1], [5, 1, 0, 7, 1]), ([3, 4], [4, 8]), ([6, 2, 1], [1, 5, 4]), ([0], [0]), ([0, 3], [2, 4])
+PACKS = [  # lengths and places of the documents of queries, and of keys where they are others
+    [Packing((5, 1, 0, 7, 1), (5, 1, 0, 7, 1))],
+    [Packing((3, 4), (4, 8))],
+    [Packing((0,), (0,))],
+    [Packing((0, 3), (2, 4))],
+    [Packing((2, 1, 4), (2, 1, 4)), Packing((5, 3, 2), (5, 4, 2))],
+]
 
 
 @by_window
-@pytest.mark.parametrize(
-    "lengths, places", [(a, b) for a, b in LENGTHS if all(x <= y for x, y in zip(a, b, strict=True))]
-)
-def test_documents_do_not_see_each_other(window, lengths, places):
-    packing = Packing(tuple(lengths), tuple(places))
-    q, k, v = inputs(sum(places), sum(places), batch=1)
-    visible = documents_seen(WINDOWS[window], packing, packing)
-    out = attend(q, k, v, WINDOWS[window], q_packing=packing, kv_packing=packing)
-    assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
-
-
-@by_window
-def test_documents_of_queries_and_of_keys(window):
-    q_packing, kv_packing = Packing((2, 1, 4), (2, 1, 4)), Packing((5, 3, 2), (5, 4, 2))
-    q, k, v = inputs(7, 11, batch=1)
+@pytest.mark.parametrize("packs", PACKS, ids=str)
+def test_documents_do_not_see_each_other(window, packs):
+    q_packing, kv_packing = packs[0], packs[-1]
+    q, k, v = inputs(sum(q_packing.places), sum(kv_packing.places), batch=1)
     visible = documents_seen(WINDOWS[window], q_packing, kv_packing)
     out = attend(q, k, v, WINDOWS[window], q_packing=q_packing, kv_packing=kv_packing)
     assert_same(out, reference.attention(q, k, v, visible), (q, k, v))
@@ -136,10 +136,8 @@ def test_bf16_errs_no_more_than_plain_sdpa(window):
     q, k, v = inputs(64, 64, dtype=torch.bfloat16)
     visible = seen(WINDOWS[window], 64, 64)
     truth = reference.attention(q.double(), k.double(), v.double(), visible)
-    plain = torch.nn.functional.scaled_dot_product_attention(
-        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), attn_mask=visible, enable_gqa=True
-    ).permute(2, 0, 1, 3)
-    error, allowed = ((x.double() - truth).abs().max() for x in (attend(q, k, v, WINDOWS[window]), plain))
+    found, plain = attend(q, k, v, WINDOWS[window]), plain_sdpa(q, k, v, visible)
+    error, allowed = ((x.double() - truth).abs().max() for x in (found, plain))
     assert error <= 2 * allowed
 
 
@@ -159,14 +157,9 @@ def test_on_cuda_errs_no_more_than_plain_sdpa(window, heads, dtype, queries, key
         out = attention(*tensors)
         return out, *torch.autograd.grad((out * weight).sum(), tensors)
 
-    def plain(q, k, v):
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).permute(2, 0, 1, 3)
-
     truth = results(lambda q, k, v: reference.attention(q, k, v, visible), [x.double() for x in tensors])
     ours = results(lambda q, k, v: attend(q, k, v, WINDOWS[window]), tensors)
-    allowed = results(plain, tensors)
+    allowed = results(lambda q, k, v: plain_sdpa(q, k, v, visible), tensors)
     limit = 2 if GPU == "cuda" else 4  # a CPU's kernel sums the gradients of shared keys in bf16
     for a, b, t in zip(ours, allowed, truth, strict=True):
         assert (a - t).abs().max() <= limit * (b - t).abs().max() + torch.finfo(dtype).eps
@@ -186,36 +179,32 @@ def test_dropout_drops_its_share():
 def test_what_does_not_fit_is_refused():
     q, k, v = inputs(4, 4, batch=1)
     packing = Packing((4,), (4,))
-    with pytest.raises(ValueError, match="heads a multiple of groups"):
-        attend(q[:, :, :3], k, v)
-    with pytest.raises(ValueError, match="do not fit"):
-        attend(q, k, v[:3])
-    with pytest.raises(ValueError, match="bool and broadcastable to .* = \\[1, 4, 4, 4\\]"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="attention mask is torch.float32"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4))
-    with pytest.raises(ValueError, match="pass mask=None"):
-        attend(q, k, v, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool), q_packing=packing, kv_packing=packing)
-    with pytest.raises(ValueError, match="as many documents"):
-        attend(q, k, v, q_packing=packing, kv_packing=Packing((2, 2), (2, 2)))
-    with pytest.raises(ValueError, match="take 6 places: these must be 4"):
-        attend(q, k, v, q_packing=Packing((6,), (6,)), kv_packing=packing)
-    with pytest.raises(ValueError, match="batch size 2: it must be 1"):
-        attend(*inputs(4, 4), q_packing=packing, kv_packing=packing)
+    hidden = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    for tensors, options, said in (
+        ((q[:, :, :3], k, v), {}, "heads a multiple of groups"),
+        ((q, k, v[:3]), {}, "do not fit"),
+        ((q, k, v), {"mask": hidden[..., :3]}, r"bool and broadcastable to .* = \[1, 4, 4, 4\]"),
+        ((q, k, v), {"mask": hidden.float()}, "attention mask is torch.float32"),
+        ((q, k, v), {"mask": hidden, "q_packing": packing, "kv_packing": packing}, "pass mask=None"),
+        ((q, k, v), {"q_packing": packing, "kv_packing": Packing((2, 2), (2, 2))}, "as many documents"),
+        ((q, k, v), {"q_packing": Packing((6,), (6,)), "kv_packing": packing}, "take 6 places: these must be 4"),
+        (inputs(4, 4), {"q_packing": packing, "kv_packing": packing}, "batch size 2: it must be 1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            attend(*tensors, **options)
 
 
 def test_cu_seqlens_that_are_none_are_refused():
     assert Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 4, 8])) == Packing((3, 1), (4, 4))
-    with pytest.raises(ValueError, match="begins with 0"):
-        Packing.of(torch.tensor([1, 3]))
-    with pytest.raises(ValueError, match="cu_seqlens is None"):
-        Packing.of(None)
-    with pytest.raises(ValueError, match="cu_seqlens_padded is .* integers"):
-        Packing.of(torch.tensor([0, 3]), torch.tensor([0.0, 4.0]))
-    with pytest.raises(ValueError, match="never fall"):
-        Packing.of(torch.tensor([0, 3, 2]))
-    with pytest.raises(ValueError, match="at least the same lengths"):
-        Packing.of(torch.tensor([0, 3, 4]), torch.tensor([0, 2, 4]))
+    for starts, padded, said in (
+        (torch.tensor([1, 3]), None, "begins with 0"),
+        (None, None, "cu_seqlens is None"),
+        (torch.tensor([0, 3]), torch.tensor([0.0, 4.0]), "cu_seqlens_padded is .* integers"),
+        (torch.tensor([0, 3, 2]), None, "never fall"),
+        (torch.tensor([0, 3, 4]), torch.tensor([0, 2, 4]), "at least the same lengths"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Packing.of(starts, padded)
 
 
 def test_values_are_read_once_and_again_when_they_change():

@@ -1,5 +1,7 @@
 """Packed batches of context-parallel ranks, against what a loop over documents and tokens makes of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,17 +14,9 @@ from tests.sequence.batches import SENTINEL, expected_line, packed_batch
 PER_TOKEN = ("input_ids", "labels", "position_ids", "padding_mask")
 
 
-class Mesh:
+def mesh(ranks, rank):
     """What the functions that communicate nothing ask of a context-parallel mesh."""
-
-    def __init__(self, ranks, rank):
-        self._ranks, self._rank = ranks, rank
-
-    def size(self):
-        return self._ranks
-
-    def get_local_rank(self):
-        return self._rank
+    return SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: rank)
 
 
 @st.composite
@@ -48,7 +42,7 @@ def test_each_rank_gets_its_chunks_of_every_document(size, data):
     batch = packed_batch(rows)
     flat = [document for row in rows for document in row]
     for rank in range(size):
-        part = make_cp_batch_for_te(Mesh(size, rank), batch)
+        part = make_cp_batch_for_te(mesh(size, rank), batch)
         for name, expected in zip(PER_TOKEN, expected_line(rows, size, rank), strict=True):
             torch.testing.assert_close(part[name], expected, rtol=0, atol=0)
         assert part["cu_seqlens"].tolist() == [0, *torch.tensor([n for n, _ in flat]).cumsum(0).tolist()]
@@ -62,10 +56,10 @@ def test_each_rank_gets_its_chunks_of_every_document(size, data):
 def test_chunks_are_lines_of_their_own(size):
     rows = [[(4, 4), (3, 8), (4, 4)], [(16, 16)], [(0, 8), (5, 8)], [(1, 4), (11, 12)]]
     batch = packed_batch(rows)
-    part = make_cp_batch_for_te(Mesh(size, size - 1), batch, num_chunks=2)
+    part = make_cp_batch_for_te(mesh(size, size - 1), batch, num_chunks=2)
     for i in (0, 1):
         chunk = {name: x[2 * i : 2 * i + 2] for name, x in batch.items()}
-        expected = make_cp_batch_for_te(Mesh(size, size - 1), chunk)
+        expected = make_cp_batch_for_te(mesh(size, size - 1), chunk)
         for name, x in expected.items():
             if name == "qkv_format":
                 assert part[name] == x
@@ -91,7 +85,7 @@ def test_given_positions_are_kept_and_the_batch_is_not_touched():
     batch = packed_batch([[(8, 8)], [(4, 4), (4, 4)]])
     batch["position_ids"] = torch.arange(100, 108)[None]
     before = {name: x.clone() for name, x in batch.items()}
-    part = make_cp_batch_for_te(Mesh(2, 1), batch)
+    part = make_cp_batch_for_te(mesh(2, 1), batch)
     assert part["position_ids"].tolist() == [102, 103, 104, 105, 101, 102, 105, 106]
     for name, x in before.items():
         torch.testing.assert_close(batch[name], x, rtol=0, atol=0)
@@ -103,8 +97,8 @@ def test_embeddings_travel_with_their_gradient():
     ids = batch["input_ids"]
     embeddings = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(16, 3, dtype=torch.float64)
-    part = make_cp_batch_for_te(Mesh(2, 0), batch | {"input_ids": embeddings})
-    places = make_cp_batch_for_te(Mesh(2, 0), batch | {"input_ids": torch.arange(32).view(ids.shape)})["input_ids"]
+    part = make_cp_batch_for_te(mesh(2, 0), batch | {"input_ids": embeddings})
+    places = make_cp_batch_for_te(mesh(2, 0), batch | {"input_ids": torch.arange(32).view(ids.shape)})["input_ids"]
     torch.testing.assert_close(part["input_ids"], embeddings.detach().flatten(0, 1)[places], rtol=0, atol=0)
     assert part["padding_mask"].tolist() == expected_line(rows, 2, 0)[3].tolist()
     (part["input_ids"] * weights).sum().backward()
@@ -129,7 +123,7 @@ def test_embeddings_travel_with_their_gradient():
 )
 def test_batches_that_do_not_fit_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        make_cp_batch_for_te(Mesh(2, 0), packed_batch([[(4, 4), (4, 4)]]) | change)
+        make_cp_batch_for_te(mesh(2, 0), packed_batch([[(4, 4), (4, 4)]]) | change)
 
 
 def test_other_arguments_that_do_not_fit_are_refused():
@@ -151,10 +145,10 @@ def test_a_line_made_elsewhere_is_sharded():
         "position_ids": torch.arange(8),
         "cu_seqlens": torch.tensor([0, 4, 8, SENTINEL, SENTINEL]),
     }
-    part = _shard_thd_chunk_for_te(line, Mesh(2, 1), "thd", SENTINEL, 0)
+    part = _shard_thd_chunk_for_te(line, mesh(2, 1), "thd", SENTINEL, 0)
     assert part["labels"].tolist() == [1, 2, 5, 6]
     assert part["padding_mask"].tolist() == [False, True, False, False]
     assert part["cu_seqlens"].tolist() == part["cu_seqlens_padded"].tolist() == [0, 4, 8, SENTINEL, SENTINEL]
     assert part["max_seqlen"].tolist() == 4
     with pytest.raises(ValueError, match="no cu_seqlens: it is in rows"):
-        _shard_thd_chunk_for_te({"input_ids": torch.zeros(1, 8)}, Mesh(2, 1), "thd", SENTINEL, 0)
+        _shard_thd_chunk_for_te({"input_ids": torch.zeros(1, 8)}, mesh(2, 1), "thd", SENTINEL, 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from megatron_ext.distributed import symmetric_matmul
+from megatron_ext.tensor_parallel import layers
 
 
 @dataclass
@@ -34,9 +35,28 @@ class Config:
     batch_invariant_mode: bool = False
 
 
+CLASSES = {  # of each kind of layer, and what its constructor demands
+    "column": ("ColumnParallelLinear", {}),
+    "row": ("RowParallelLinear", {"bias": True, "input_is_parallel": True, "skip_bias_add": False}),
+    "embedding": ("VocabParallelEmbedding", {}),
+}
+
+
+def build(kind: str, *sizes: int, package: Any = layers, **options: Any) -> Any:
+    """A layer of that kind: ours, or that of Megatron's `layers`. `options` go to its constructor."""
+    name, demanded = CLASSES[kind]
+    given = {"config": Config(), "init_method": torch.nn.init.normal_, **demanded, **options}
+    return getattr(package, name)(*sizes, **given)
+
+
 def world() -> dist.ProcessGroup | None:
     """The group of all ranks, or None in a process that stands alone."""
     return dist.group.WORLD if dist.is_initialized() else None
+
+
+def alone() -> dist.ProcessGroup:
+    """A group of this rank only."""
+    return dist.new_subgroups(1)[0]
 
 
 def piece(full: Tensor, dim: int) -> Tensor:
@@ -65,6 +85,16 @@ def assert_as_good(actual: Tensor, plain: Tensor, truth: Tensor, factor: float =
     allowed = factor * rms(plain - truth) + 0.25 * torch.finfo(plain.dtype).eps * rms(truth)
     error = rms(actual - truth)
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_pieces_as_good(found, dims, plain, truth, factor: float = 2.0) -> None:
+    """Of each in `found` the same, beside this rank's piece of `plain` and `truth` along its dim; None: all of it."""
+    for actual, dim, *wholes in zip(found, dims, plain, truth, strict=True):
+        like, true = (whole if dim is None else piece(whole, dim) for whole in wholes)
+        if actual.numel():
+            assert_as_good(actual, like, true, factor)
+        else:
+            assert actual.shape == like.shape
 
 
 @contextmanager

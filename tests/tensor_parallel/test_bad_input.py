@@ -7,26 +7,17 @@ import torch
 from torch.nn.init import zeros_
 
 from megatron_ext.tensor_parallel._layers.vocab_parallel_embedding import padded_vocab_size
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-
-OF_ROWS = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
-LAYERS = {
-    "column": (ColumnParallelLinear, {}, ("input_size", "output_size")),
-    "row": (RowParallelLinear, OF_ROWS, ("input_size", "output_size")),
-    "embedding": (VocabParallelEmbedding, {}, ("num_embeddings", "embedding_dim")),
-}
+from tests.tensor_parallel.sharded import CLASSES, build
 
 
 def make(kind, *sizes, **options):
-    layer, more, _ = LAYERS[kind]
-    sizes = sizes or (4, 6)
-    return layer(*sizes, **{"config": SimpleNamespace(), "init_method": zeros_} | more | options)
+    return build(kind, *(sizes or (4, 6)), **{"config": SimpleNamespace(), "init_method": zeros_, **options})
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("place", [0, 1])
 def test_sizes(kind, place):
-    name = LAYERS[kind][2][place]
+    name = (("num_embeddings", "embedding_dim") if kind == "embedding" else ("input_size", "output_size"))[place]
     for wrong, said in (
         (None, "is None, a NoneType: it must be a whole number; pass an int"),
         ("12", "is '12', a str: it must be a whole number"),
@@ -37,7 +28,7 @@ def test_sizes(kind, place):
             make(kind, *((wrong, 6) if place == 0 else (4, wrong)))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", CLASSES)
 def test_first_values_and_configs(kind):
     for wrong in (None, "normal"):
         with pytest.raises(ValueError, match=f"init_method is {wrong!r}: it must be a function that fills a tensor"):

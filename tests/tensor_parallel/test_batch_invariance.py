@@ -14,11 +14,8 @@ from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.head import batch_invariance
 from megatron_ext.head.fixed_bits import products
 from megatron_ext.tensor_parallel import (
-    ColumnParallelLinear,
     InferenceLayerNormColumnParallelLinear,
     InferenceRowParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
@@ -26,12 +23,11 @@ from tests.batch_invariant_mode import switch, switched_on
 from tests.marks import quick_if, slow
 from tests.operators import Operators
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, world
+from tests.tensor_parallel.sharded import Config, assert_as_good, build, numbers, piece, plain_linear, world
+from tests.tensor_parallel.test_linear import DIM, LAYOUTS, cut
 
 S, D, N = 72, 96, 40
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-LAYOUTS = [("replicated", "sharded"), ("sequence", "sharded"), ("sharded", "replicated"), ("sharded", "sequence")]
-DIM = {"replicated": None, "sequence": 0, "sharded": -1}
 
 
 @pytest.fixture(autouse=True)
@@ -41,29 +37,21 @@ def unsaid():
         yield
 
 
-def cut(full, layout):
-    return full.detach().clone() if DIM[layout] is None else piece(full, DIM[layout])
-
-
 def whole(y, layout):
     """What all ranks have of `y` together."""
     return y if DIM[layout] is None else all_gather(y, world(), dim=y.dim() - 1 if DIM[layout] else 0)
 
 
-def layer_of(layouts, dtype, config=None, kinds=(ColumnParallelLinear, RowParallelLinear)):
+def layer_of(layouts, dtype, config=None):
     """A layer with the weight and bias that all ranks' layers are cut from."""
-    target = layouts[1]
+    column = layouts[1] == "sharded"
     config = config or Config(batch_invariant_mode=True)
     config.params_dtype, config.sequence_parallel = dtype, "sequence" in layouts
-    common = {"config": config, "init_method": lambda w: None, "tp_group": world(), "bias": True}
-    if target == "sharded":
-        layer = kinds[0](D, N, gather_output=False, **common)
-    else:
-        layer = kinds[1](D, N, input_is_parallel=True, skip_bias_add=False, **common)
+    layer = build("column" if column else "row", D, N, config=config, tp_group=world())
     weight, bias = numbers(N, D, seed=1, dtype=dtype), numbers(N, seed=2, dtype=dtype)
     with torch.no_grad():
-        layer.weight.copy_(piece(weight, 0 if target == "sharded" else 1))
-        layer.bias.copy_(piece(bias, 0) if target == "sharded" else bias)
+        layer.weight.copy_(piece(weight, 0 if column else 1))
+        layer.bias.copy_(piece(bias, 0) if column else bias)
     return layer, weight, bias
 
 
@@ -91,15 +79,13 @@ def test_a_tokens_output_does_not_depend_on_other_tokens(layouts, dtype):
 def test_gradients_are_those_of_the_whole_layer(layouts):
     layer, weight, bias = layer_of(layouts, torch.float64)
     x, dy = numbers(8, 2, D, seed=0, dtype=torch.float64), numbers(8, 2, N, seed=4, dtype=torch.float64)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    F.linear(*leaves).backward(dy)
+    _, dx, whole_dw, _ = plain_linear(torch.float64, x, weight, bias, dy)
     own = cut(x, layouts[0]).requires_grad_()
     with count_collectives() as counts:
         y = layer(own)[0]
     y.backward(cut(dy, layouts[1]))
-    torch.testing.assert_close(own.grad, cut(leaves[0].grad, layouts[0]))
-    dw = piece(leaves[1].grad, 0 if layouts[1] == "sharded" else 1)
-    torch.testing.assert_close(layer.weight.grad, dw)
+    torch.testing.assert_close(own.grad, cut(dx, layouts[0]))
+    torch.testing.assert_close(layer.weight.grad, piece(whole_dw, 0 if layouts[1] == "sharded" else 1))
     ordered = layouts[0] == "sharded" and dist.get_world_size() > 2
     names = {"all_to_all" if "alltoall" in name else name for name in counts}
     assert any("alltoall" in name for name in counts) == ordered, counts
@@ -167,22 +153,6 @@ def test_layers_for_decoding(dtype):
     together = output(x)
     for some in (slice(0, 4), slice(8, 12), slice(0, 68)):
         assert torch.equal(output(x[some]), together[some])
-
-
-@ranks(2, 4)
-@pytest.mark.parametrize("scatter", [False, True])
-def test_embeddings_are_rows_of_the_table(scatter):
-    """Sums of one row and zeros, which have no order."""
-    config = Config(batch_invariant_mode=True, sequence_parallel=scatter)
-    table = numbers(N, 24, seed=1)
-    layer = VocabParallelEmbedding(
-        N, 24, init_method=lambda w: None, reduce_scatter_embeddings=scatter, config=config, tp_group=world()
-    )
-    with torch.no_grad():
-        layer.weight.copy_(piece(table, 0))
-    ids = torch.randint(N, (3, 8), generator=torch.Generator().manual_seed(0))
-    found = layer(ids).detach()
-    assert torch.equal(found, piece(table[ids].transpose(0, 1), 0) if scatter else table[ids])
 
 
 def test_attention_on_cuda_takes_no_flash_kernel():

@@ -18,11 +18,13 @@ import torch.nn.functional as F
 
 from megatron_ext.head.lm_head import LmHead
 from megatron_ext.tensor_parallel import layers
+from megatron_ext.tensor_parallel.inference_layers import InferenceLinear
 from tests.ranks import ranks
-from tests.tensor_parallel.test_newer_surface import COLUMN, CONFIG, LINEAR, ROW, alone
+from tests.tensor_parallel.sharded import CLASSES, Config, alone, build
+from tests.tensor_parallel.test_newer_surface import WHOLE
 
 MODULE = "megatron.core.tensor_parallel.gtp_api"
-SEQUENCE = types.SimpleNamespace(**vars(CONFIG) | {"sequence_parallel": True, "tensor_model_parallel_size": 2})
+KINDS = [*CLASSES, "whole"]
 
 
 class Piece(torch.nn.Parameter):
@@ -95,26 +97,12 @@ def with_megatrons_module(test):
     return run
 
 
-LAYERS = {
-    "column": lambda **groups: layers.ColumnParallelLinear(6, 10, **COLUMN, **groups),
-    "row": lambda **groups: layers.RowParallelLinear(6, 10, **ROW, **groups),
-    "embedding": lambda **groups: layers.VocabParallelEmbedding(
-        10, 6, init_method=torch.nn.init.normal_, config=CONFIG, **groups
-    ),
-    "whole": lambda **groups: _whole(**groups),
-}
-
-
-def _whole(**groups):
-    from megatron_ext.tensor_parallel.inference_layers import InferenceLinear
-
-    options = LINEAR | {"config": CONFIG, "bias": True, "skip_weight_param_allocation": False}
-    return InferenceLinear(6, 10, parallel_mode="duplicated", **options, **groups)
-
-
-def build(kind, tp_group, gtp, **groups):
+def layer_of(kind, tp_group, gtp, **groups):
     torch.manual_seed(3)
-    return LAYERS[kind](tp_group=tp_group, pg_collection=types.SimpleNamespace(gtp_remat=gtp, **groups))
+    given = {"tp_group": tp_group, "pg_collection": types.SimpleNamespace(gtp_remat=gtp, **groups)}
+    if kind == "whole":
+        return InferenceLinear(6, 10, parallel_mode="duplicated", **WHOLE, **given)
+    return build(kind, *((10, 6) if kind == "embedding" else (6, 10)), **given)
 
 
 def batch_of(kind, rank):
@@ -124,13 +112,13 @@ def batch_of(kind, rank):
     return torch.randn(3, 2, 6, generator=generator)
 
 
-@pytest.mark.parametrize("kind", list(LAYERS))
+@pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
 @with_megatrons_module
 def test_a_layer_in_pieces_computes_what_the_whole_one_does(kind):
     """Ranks have tokens of their own, as data-parallel ranks do: the gradients of both add up in the pieces."""
     rank, own = dist.get_rank(), alone()
-    layer, whole = build(kind, own, dist.group.WORLD), build(kind, own, own)
+    layer, whole = layer_of(kind, own, dist.group.WORLD), layer_of(kind, own, own)
     assert (layer.gtp_remat_size, whole.gtp_remat_size) == (2, 1)
     assert layer.weight.shape == (8, 6)  # of 10 rows, padded to 16
     assert layer.weight._need_weight_prefetch == (kind != "embedding")  # which no product is before
@@ -160,7 +148,7 @@ def test_a_layer_in_pieces_computes_what_the_whole_one_does(kind):
 @with_megatrons_module
 def test_a_frozen_weight_in_pieces_is_gathered_again_for_the_input():
     own = alone()
-    layer, whole = build("column", own, dist.group.WORLD), build("column", own, own)
+    layer, whole = layer_of("column", own, dist.group.WORLD), layer_of("column", own, own)
     layer.weight.requires_grad_(False)
     found, expected = (batch_of("column", 0).requires_grad_() for _ in range(2))
     layer(found)[0].square().sum().backward()
@@ -173,7 +161,7 @@ def test_a_frozen_weight_in_pieces_is_gathered_again_for_the_input():
 @with_megatrons_module
 def test_a_gradient_of_16_bit_products_is_summed_and_sent_in_the_dtype_of_main_grad():
     rank, own = dist.get_rank(), alone()
-    layer = build("column", own, dist.group.WORLD).bfloat16()
+    layer = layer_of("column", own, dist.group.WORLD).bfloat16()
     layer.weight.main_grad = torch.zeros(8, 6)
     xs = [batch_of("column", other).bfloat16() for other in range(2)]
     dy = torch.randn(3, 2, 10, generator=torch.Generator().manual_seed(9)).bfloat16()
@@ -192,12 +180,10 @@ def test_pieces_of_tensor_parallel_shards():
     gtp_groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     tp, gtp, own = tp_groups[rank // 2], gtp_groups[rank % 2], alone()
     torch.manual_seed(3)
-    options = COLUMN | {"config": SEQUENCE, "bias": False}
-    layer = layers.ColumnParallelLinear(
-        6, 16, **options, tp_group=tp, pg_collection=types.SimpleNamespace(gtp_remat=gtp)
-    )
+    given = {"config": Config(sequence_parallel=True), "pg_collection": types.SimpleNamespace(gtp_remat=gtp)}
+    layer = build("column", 6, 16, bias=False, tp_group=tp, **given)
     torch.manual_seed(3)
-    whole = layers.ColumnParallelLinear(6, 16, **COLUMN | {"bias": False}, tp_group=own)
+    whole = build("column", 6, 16, bias=False, tp_group=own)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(9))  # the same for both pairs of ranks
     mine = x.chunk(2)[rank % 2].clone().requires_grad_()
     all_tokens = x.clone().requires_grad_()
@@ -216,7 +202,7 @@ def test_checkpoints_know_the_pieces():
     from megatron.core.dist_checkpointing import mapping  # noqa: F401
 
     rank, own = dist.get_rank(), alone()
-    layer, table = (build(kind, own, dist.group.WORLD, dp_cp=own) for kind in ("column", "embedding"))
+    layer, table = (layer_of(kind, own, dist.group.WORLD, dp_cp=own) for kind in ("column", "embedding"))
     shards = layer.sharded_state_dict("fc.", metadata={"dp_cp_group": own})
     shards |= table.sharded_state_dict("table.", metadata={"dp_cp_group": own})
     for key in ("fc.weight", "table.weight"):
@@ -232,12 +218,11 @@ def test_checkpoints_know_the_pieces():
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 2), (2, 1)], ids=str)
 def test_experts_in_more_or_fewer_pieces_than_dense_layers_have_their_own_data_parallel_group(sizes):
     names = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-    config = types.SimpleNamespace(**vars(CONFIG), **dict(zip(names, sizes, strict=True)))
+    config = types.SimpleNamespace(**dict(zip(names, sizes, strict=True)))
     own = alone()
     pieces = dist.group.WORLD if sizes[1] > 1 else own
     groups = types.SimpleNamespace(gtp_remat=own, expt_gtp_remat=pieces, dp_cp=None, expt_dp=own)
-    options = COLUMN | {"config": config, "is_expert": True}
-    layer = layers.ColumnParallelLinear(6, 10, **options, tp_group=own, pg_collection=groups)
+    layer = build("column", 6, 10, config=config, is_expert=True, tp_group=own, pg_collection=groups)
     assert layer.gtp_remat_size == sizes[1]
     assert getattr(layer.weight, "gtp_replica_group", own) is own
     assert [parameter.allreduce for parameter in layer.parameters()] == [sizes[0] == sizes[1]] * 2
@@ -247,7 +232,7 @@ def test_experts_in_more_or_fewer_pieces_than_dense_layers_have_their_own_data_p
 @with_megatrons_module
 def test_what_does_not_fit_is_refused():
     own = alone()
-    layer = build("column", own, dist.group.WORLD)
+    layer = layer_of("column", own, dist.group.WORLD)
     x = torch.randn(3, 6)
     for function in (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight):
         with pytest.raises(ValueError, match=r"gtp_remat_size is 1, .* cut the weight into 2 pieces: pass 2"):
@@ -270,18 +255,18 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"weight.main_grad is missing.*DistributedDataParallel"):
         output.backward()
     sys.modules[MODULE].HAVE_GTP = False
-    for kind in LAYERS:
+    for kind in KINDS:
         with pytest.raises(ValueError, match=r"over 2 ranks, which takes Megatron-Core 0.19 or newer"):
-            build(kind, own, dist.group.WORLD)
-        assert build(kind, own, own).gtp_remat_size == 1  # the advice
-    assert copy.deepcopy(build("column", own, own)).gtp_remat_size == 1
+            layer_of(kind, own, dist.group.WORLD)
+        assert layer_of(kind, own, own).gtp_remat_size == 1  # the advice
+    assert copy.deepcopy(layer_of("column", own, own)).gtp_remat_size == 1
 
 
 @ranks(2)
 @with_megatrons_module
 def test_what_would_be_silently_wrong_is_refused():
     own = alone()
-    layer, other = build("column", own, dist.group.WORLD), build("embedding", own, dist.group.WORLD)
+    layer, other = (layer_of(kind, own, dist.group.WORLD) for kind in ("column", "embedding"))
     x = torch.randn(3, 6)
     with pytest.raises(ValueError, match=r"weight is a piece \(8, 6\) .*share_embeddings_and_output_weights=False"):
         layer(x, weight=other.weight)
@@ -292,5 +277,5 @@ def test_what_would_be_silently_wrong_is_refused():
     with pytest.raises(ValueError, match="pg_collection has gtp_remat and neither dp_cp nor"):
         layer.sharded_state_dict(metadata={"dp_cp_group": own})
     for kind in ("column", "row", "whole"):
-        names = [name for name, _ in build(kind, own, dist.group.WORLD).named_parameters()]
+        names = [name for name, _ in layer_of(kind, own, dist.group.WORLD).named_parameters()]
         assert names == ["weight", "bias"], "an optimizer's state goes by the order"

@@ -1,5 +1,7 @@
 """The inference layers in Megatron's GPTModel, which hands residuals and norms from layer to layer."""
 
+import copy
+
 import pytest
 import torch
 
@@ -13,33 +15,20 @@ LAYERS = 2
 
 def inference_spec(config, vp_stage=None):
     """Our spec with the norms inside the linear layers that follow them."""
-    from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_ext.megatron.layer_specs import gpt_block_spec
     from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear as Column
     from megatron_ext.tensor_parallel import InferenceRowParallelLinear as Row
 
-    block = gpt_block_spec(config, vp_stage)
-    plain = block.layer_specs[0]
-    attention = plain.submodules.self_attention
-    own = SelfAttentionSubmodules(
-        linear_qkv=Column,
-        core_attention=attention.submodules.core_attention,
-        linear_proj=Row,
-        q_layernorm=IdentityOp,
-        k_layernorm=IdentityOp,
-    )
-    submodules = type(plain.submodules)(
-        self_attention=ModuleSpec(module=attention.module, params=attention.params, submodules=own),
-        self_attn_bda=plain.submodules.self_attn_bda,
-        mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=Column, linear_fc2=Row)),
-        mlp_bda=plain.submodules.mlp_bda,
-    )
-    layer = ModuleSpec(module=plain.module, submodules=submodules)
-    return type(block)(layer_specs=[layer] * len(block.layer_specs), layer_norm=block.layer_norm)
+    block = copy.deepcopy(gpt_block_spec(config, vp_stage))
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        attention.linear_qkv, attention.linear_proj = Column, Row
+        mlp.linear_fc1, mlp.linear_fc2 = Column, Row
+    return block
 
 
 @torch.no_grad()

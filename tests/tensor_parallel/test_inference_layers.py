@@ -3,11 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import rms_norm
+from torch.nn.init import zeros_
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.tensor_parallel import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
 from tests.ranks import ranks
+from tests.tensor_parallel.sharded import alone, numbers, piece
 
 S, B, H, F = 8, 2, 16, 32
 EPS = 1e-3
@@ -24,47 +27,30 @@ def config(**overrides):
     return SimpleNamespace(**settings | overrides)
 
 
-def build(config, bias=False, group=None):
+def build(config, group=None):
     """A row-parallel layer [F -> H] and the column-parallel one [H -> F] after it, with the same weights everywhere."""
-    g = torch.Generator().manual_seed(0)
 
     def init(weight):
-        weight.copy_(torch.randn(weight.shape, generator=g, dtype=torch.float64) / 4)
+        weight.copy_(numbers(*weight.shape, seed=0))
 
-    common = {
-        "config": config, "init_method": init, "bias": bias, "skip_bias_add": False, "is_expert": False,
-        "tp_group": group or dist.group.WORLD,
-    }  # fmt: skip
-    row = InferenceRowParallelLinear(F, H, input_is_parallel=True, **common)
-    column = InferenceLayerNormColumnParallelLinear(H, F, gather_output=False, **common)
+    common = {"config": config, "init_method": init, "bias": False, "tp_group": group or dist.group.WORLD}
+    row = InferenceRowParallelLinear(F, H, input_is_parallel=True, skip_bias_add=False, **common)
+    column = InferenceLayerNormColumnParallelLinear(H, F, gather_output=False, skip_bias_add=False, **common)
     with torch.no_grad():
-        column.layer_norm_weight.copy_(1 + torch.rand(H, generator=g, dtype=torch.float64))
+        column.layer_norm_weight.copy_(numbers(H, seed=1))
     return row, column
 
 
 def inputs():
-    g = torch.Generator().manual_seed(1)
-    return [torch.randn(S, B, n, generator=g, dtype=torch.float64) for n in (F, H)]
-
-
-def norm(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    return [numbers(S, B, n, seed=2, dtype=torch.float64) for n in (F, H)]
 
 
 def unsharded(column):
     """What both layers compute, in one process: the residual stream and the column layer's output."""
     x, residual = inputs()
-    g = torch.Generator().manual_seed(0)
-    row_weight, column_weight = (
-        (torch.randn(shape, generator=g, dtype=torch.float64) / 4).float().double()  # weights are drawn in fp32
-        for shape in ((H, F), (F, H))
-    )
+    row_weight, column_weight = (numbers(*shape, seed=0).double() for shape in ((H, F), (F, H)))
     stream = residual + x @ row_weight.t()
-    return stream, norm(stream, column.layer_norm_weight) @ column_weight.t()
-
-
-def own(x, dim):
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return stream, rms_norm(stream, (H,), column.layer_norm_weight, EPS) @ column_weight.t()
 
 
 def close(a, b):
@@ -76,7 +62,7 @@ def close(a, b):
 def test_row_then_column(fused):
     """Told of the next layer's norm, the row layer adds the residual, else its caller does: with the same results."""
     row, column = (layer.eval() for layer in build(config()))
-    x, residual = (own(t, dim) for t, dim in zip(inputs(), (-1, 0), strict=True))
+    x, residual = (piece(t, dim) for t, dim in zip(inputs(), (-1, 0), strict=True))
     stream, output = unsharded(column)
     if fused:
         row._set_next_layer_norm_weights(column.layer_norm_weight.data)
@@ -86,8 +72,8 @@ def test_row_then_column(fused):
         got, bias = row(x)
         got = got if fused else got + residual
         got_output, _ = column(got)
-    close(got, own(stream, 0))
-    close(got_output, own(output, -1))
+    close(got, piece(stream, 0))
+    close(got_output, piece(output, -1))
     assert bias is None
     assert not got_output.requires_grad
     one = {"reduce_scatter_base": 1, "allgather_base": 1}
@@ -95,7 +81,7 @@ def test_row_then_column(fused):
     if fused:
         with pytest.raises(ValueError, match="residual is None.*call _set_residual"):
             row(x)
-    close(row(x, residual)[0], own(stream, 0))
+    close(row(x, residual)[0], piece(stream, 0))
 
 
 @ranks(2)
@@ -104,10 +90,10 @@ def test_replicated_tokens():
     x, residual = inputs()
     stream, output = unsharded(column)
     with count_collectives() as counts:
-        got, _ = row(own(x, -1), residual)
+        got, _ = row(piece(x, -1), residual)
         got_output, _ = column(got)
     close(got, stream)
-    close(got_output, own(output, -1))
+    close(got_output, piece(output, -1))
     assert counts == {"allreduce": 1}
 
 
@@ -116,18 +102,18 @@ def test_in_training_mode_gradients_flow():
     row, column = build(config())
     row._set_next_layer_norm_weights(column.layer_norm_weight)
     _, output = unsharded(column)
-    x, residual = (own(t, dim).clone().requires_grad_() for t, dim in zip(inputs(), (-1, 0), strict=True))
+    x, residual = (piece(t, dim).requires_grad_() for t, dim in zip(inputs(), (-1, 0), strict=True))
     got = column(row(x, residual)[0])[0]
-    close(got, own(output, -1))
+    close(got, piece(output, -1))
     got.square().sum().backward()
 
-    whole_row, whole_column = build(config(), group=dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    whole_row, whole_column = build(config(), group=alone())
     whole_x, whole_residual = (t.requires_grad_() for t in inputs())
     whole_column(whole_row(whole_x, whole_residual)[0])[0].square().sum().backward()
-    close(x.grad, own(whole_x.grad, -1))
-    close(residual.grad, own(whole_residual.grad, 0))
-    close(row.weight.grad, own(whole_row.weight.grad, 1))
-    close(column.weight.grad, own(whole_column.weight.grad, 0))
+    close(x.grad, piece(whole_x.grad, -1))
+    close(residual.grad, piece(whole_residual.grad, 0))
+    close(row.weight.grad, piece(whole_row.weight.grad, 1))
+    close(column.weight.grad, piece(whole_column.weight.grad, 0))
     assert column.layer_norm_weight.sequence_parallel == (dist.get_world_size() > 1), "summed over ranks by Megatron"
     summed = collectives.all_reduce(column.layer_norm_weight.grad, dist.group.WORLD)
     close(summed, whole_column.layer_norm_weight.grad)
@@ -136,13 +122,8 @@ def test_in_training_mode_gradients_flow():
 def test_what_is_refused():
     for bad in ({"normalization": "LayerNorm"}, {"layernorm_zero_centered_gamma": True}):
         with pytest.raises(ValueError, match=r"config.normalization is .* the inference layers have an RMSNorm"):
-            InferenceLayerNormColumnParallelLinear(
-                H, F, config=config(**bad), init_method=torch.nn.init.zeros_, gather_output=False, bias=False,
-                skip_bias_add=False, is_expert=False,
-            )  # fmt: skip
-    row = InferenceRowParallelLinear(
-        F, H, config=config(), init_method=torch.nn.init.zeros_, bias=True, input_is_parallel=True, skip_bias_add=False,
-        is_expert=False,
-    )  # fmt: skip
+            InferenceLayerNormColumnParallelLinear(H, F, config=config(**bad), init_method=zeros_)
+    options = {"bias": True, "input_is_parallel": True, "skip_bias_add": False}
+    row = InferenceRowParallelLinear(F, H, config=config(), init_method=zeros_, **options)
     with pytest.raises(ValueError, match="weights cannot be set: the layer has a bias"):
         row._set_next_layer_norm_weights(torch.ones(H))

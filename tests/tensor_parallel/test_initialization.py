@@ -7,31 +7,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.distributed.collectives import all_gather
+from megatron_ext.tensor_parallel import layers as ours
 from megatron_ext.tensor_parallel._layers.initialization import (
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
     piece_of,
 )
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron_ext.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from tests.gpt import model_parallel
+from tests.gpt import model_parallel, tiny_config
 from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker
-from tests.tensor_parallel.sharded import Config, world
+from tests.tensor_parallel.sharded import Config, alone, build, world
 
 D, N = 16, 24
 
 
-def layers(config, group, kinds=None, stride=1):
+def layers(config, group, package=ours, stride=1):
     """One of each kind; the initialisation looks at the shape of the full weight (fan in and fan out)."""
-    column, row, embedding = kinds or (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-    common = {"config": config, "init_method": torch.nn.init.xavier_normal_, "tp_group": group}
-    return [
-        column(D, N, stride=stride, **common),
-        row(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, stride=stride, **common),
-        embedding(N, D, **common),
-    ]
+    common = {"package": package, "config": config, "init_method": torch.nn.init.xavier_normal_, "tp_group": group}
+    linear = [build(kind, D, N, stride=stride, **common) for kind in ("column", "row")]
+    return [*linear, build("embedding", N, D, **common)]
 
 
 def whole(layer, group):
@@ -44,8 +40,8 @@ def whole(layer, group):
     return torch.cat([rank[i] for i in range(stride) for rank in blocks], dim)
 
 
-def seed_tracker(rank, seed=11):
-    model_parallel_cuda_manual_seed(seed, tp_rank=rank, ep_rank=0, etp_rank=rank, tp_size=dist.get_world_size())
+def seed_tracker(rank):
+    model_parallel_cuda_manual_seed(11, tp_rank=rank, ep_rank=0, etp_rank=rank, tp_size=dist.get_world_size())
 
 
 @ranks(1, 2, 4)
@@ -56,48 +52,29 @@ def test_the_same_full_weight_at_every_size(where, dtype, stride):
     """Each rank also builds the layers for itself alone: that is TP 1."""
     config = Config(use_cpu_initialization=where == "cpu", params_dtype=dtype)
 
-    def build(group):
+    def weights(group):
         with no_tracker():
             torch.manual_seed(5)
             return [whole(layer, group) for layer in layers(config, group, stride=stride)]
 
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    try:
-        for shared, single in zip(build(world()), build(alone[dist.get_rank()]), strict=True):
-            assert shared.dtype == dtype
-            assert torch.equal(shared, single)
-            assert not torch.isnan(shared).any()
-    finally:
-        for group in alone:
-            dist.destroy_process_group(group)
-
-
-@ranks(2)
-def test_weights_are_all_different_and_follow_the_seed():
-    with no_tracker():
-        drawn = []
-        for seed in (1, 1, 2):
-            seed_tracker(dist.get_rank(), seed)
-            drawn.append([whole(layer, world()) for layer in layers(Config(use_cpu_initialization=False), world())])
-    first, again, other = drawn
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    assert len(torch.cat([w.flatten() for w in first]).unique()) == sum(w.numel() for w in first)
+    for shared, single in zip(weights(world()), weights(alone()), strict=True):
+        assert shared.dtype == dtype
+        assert torch.equal(shared, single)
+        assert not torch.isnan(shared).any()
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize("whose", ["ours", "Megatron's"])
 @pytest.mark.parametrize("is_expert", [False, True], ids=["dense", "expert"])
-def test_the_tracker_of_megatron_where_only_that_was_seeded(is_expert):
-    """Our layers in a program that seeds by Megatron's own function: each rank draws from its own stream."""
+def test_each_rank_draws_from_its_own_stream(is_expert, whose):
+    """In a program that seeds by Megatron's own function too."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with model_parallel(tp=size, expert_tensor_parallel_size=size), no_tracker():
-        from megatron.core.tensor_parallel import random as megatron_random
+        from megatron.core.tensor_parallel import random as megatrons
 
-        if not megatron_random.__name__.startswith("megatron.core"):
-            return
-        megatron_random.model_parallel_cuda_manual_seed(3)
-        options = {"config": Config(use_cpu_initialization=False), "init_method": torch.nn.init.normal_}
-        layer = ColumnParallelLinear(D, N, is_expert=is_expert, **options)
+        seed = model_parallel_cuda_manual_seed if whose == "ours" else megatrons.model_parallel_cuda_manual_seed
+        seed(3)
+        layer = build("column", D, N, is_expert=is_expert, config=Config(use_cpu_initialization=False))
         generator = torch.Generator().manual_seed(3 + (1024 if is_expert else 2718) + rank)
         assert torch.equal(layer.weight, torch.randn(N // size, D, generator=generator))
 
@@ -108,39 +85,30 @@ def test_the_tracker_of_megatron_where_only_that_was_seeded(is_expert):
 def test_megatrons_own_weights(stride, on_cpu):
     """To the bit; and random numbers go on alike, each rank's own and those of all."""
     with model_parallel(tp=dist.get_world_size()), no_tracker():
-        from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.tensor_parallel import layers as stock
         from megatron.core.tensor_parallel import random as stock_random
 
-        kinds = (stock.ColumnParallelLinear, stock.RowParallelLinear, stock.VocabParallelEmbedding)
-        config = ModelParallelConfig(
-            tensor_model_parallel_size=dist.get_world_size(), use_cpu_initialization=on_cpu, params_dtype=torch.bfloat16
-        )
-        built = []
-        for classes in (None, kinds):
+        config = tiny_config(use_cpu_initialization=on_cpu, params_dtype=torch.bfloat16)
+        results = []
+        for package in (ours, stock):
             torch.manual_seed(3)
             stock_random.model_parallel_cuda_manual_seed(3)
-            built.append(layers(config, world(), classes, stride))
+            weights = [layer.weight for layer in layers(config, world(), package, stride)]
             with stock_random.get_cuda_rng_tracker().fork():
                 own = torch.rand(5, device="cuda")
-            built[-1] += [own, torch.rand(5, device="cuda"), torch.rand(5)]
-        *ours, own_ours, shared_ours, next_ours = built[0]
-        *theirs, own_theirs, shared_theirs, next_theirs = built[1]
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a.weight, b.weight)
+            results.append((weights, [own, torch.rand(5, device="cuda"), torch.rand(5)]))
+        (mine, mine_next), (theirs, theirs_next) = results
+        for a, b in zip(mine + mine_next, theirs + theirs_next, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(mine, theirs, strict=True):
             marks = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce")
-            assert [getattr(a.weight, m, None) for m in marks] == [getattr(b.weight, m, None) for m in marks]
-        assert torch.equal(own_ours, own_theirs)
-        assert torch.equal(shared_ours, shared_theirs)
-        assert torch.equal(next_ours, next_theirs)
+            assert [getattr(a, m, None) for m in marks] == [getattr(b, m, None) for m in marks]
 
 
 @ranks(1, 2)
 def test_master_weight_for_tests():
     torch.manual_seed(5)
-    layer = ColumnParallelLinear(
-        *(D, N), config=Config(), init_method=torch.nn.init.normal_, keep_master_weight_for_test=True, tp_group=world()
-    )
+    layer = build("column", D, N, keep_master_weight_for_test=True, tp_group=world())
     assert torch.equal(layer.master_weight, whole(layer, world()))
     other = layers(Config(), world())[0]
     assert other.master_weight is None

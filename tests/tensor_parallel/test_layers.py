@@ -9,12 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, assert_as_good, numbers, piece, plain_linear, world
+from tests.tensor_parallel.sharded import Config, assert_pieces_as_good, build, numbers, piece, plain_linear, world
 
 S, B, D, N = 8, 3, 16, 24
 
@@ -25,14 +21,11 @@ def init(weight):
 
 
 def column(**options):
-    config = options.pop("config", Config())
-    return ColumnParallelLinear(D, N, config=config, init_method=init, **{"tp_group": world(), **options})
+    return build("column", D, N, init_method=init, **{"tp_group": world(), **options})
 
 
 def row(**options):
-    config = options.pop("config", Config())
-    defaults = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, "tp_group": world()}
-    return RowParallelLinear(D, N, config=config, init_method=init, **{**defaults, **options})
+    return build("row", D, N, init_method=init, **{"tp_group": world(), **options})
 
 
 def set_bias(layer, dim=None):
@@ -42,32 +35,29 @@ def set_bias(layer, dim=None):
     return full
 
 
-def check(results, cuts, like, truth):
-    for actual, dim, l, t in zip(results, cuts, like, truth, strict=True):
-        assert_as_good(actual, l if dim is None else piece(l, dim), t if dim is None else piece(t, dim))
-
-
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("built, asked", [(False, None), (True, None), (True, False), (False, True)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_column(sequence_parallel, gather, dtype):
-    layer = column(gather_output=gather, config=Config(sequence_parallel=sequence_parallel, params_dtype=dtype))
+def test_column(sequence_parallel, built, asked, dtype):
+    gather = built if asked is None else asked
+    layer = column(gather_output=built, config=Config(sequence_parallel=sequence_parallel, params_dtype=dtype))
     b = set_bias(layer, 0)
     w, full, dy = (numbers(*s, seed=i, dtype=dtype) for s, i in (((N, D), 7), ((S, B, D), 1), ((S, B, N), 2)))
     x = (piece(full, 0) if sequence_parallel else full.clone()).requires_grad_()
     with count_collectives() as counts:
-        y, bias = layer(x)
+        y, bias = layer(x, runtime_gather_output=asked)
     y.backward(dy if gather else piece(dy, -1))
     assert bias is None
     alone = dist.get_world_size() == 1
     assert sum(counts.values()) == (0 if alone else sequence_parallel + gather)
     cuts = (None if gather else -1, 0 if sequence_parallel else None, 0, 0)
     results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
-    check(results, cuts, plain_linear(dtype, full, w, b, dy), plain_linear(torch.float64, full, w, b, dy))
+    plain, truth = (plain_linear(kind, full, w, b, dy) for kind in (dtype, torch.float64))
+    assert_pieces_as_good(results, cuts, plain, truth)
 
 
 @ranks(1, 2, 4)
@@ -88,17 +78,8 @@ def test_row(kind, dtype):
         dist.all_reduce(db)  # as Megatron does for parameters with that mark
     cuts = (0 if kind == "sequence" else None, None if kind == "whole" else -1, 1, None)
     results = (y.detach(), x.grad, layer.weight.grad, db)
-    check(results, cuts, plain_linear(dtype, full, w, b, dy), plain_linear(torch.float64, full, w, b, dy))
-
-
-@ranks(1, 2)
-def test_runtime_gather_output():
-    w, x = numbers(N, D, seed=7), numbers(S, D, seed=1)
-    for built, asked in [(False, None), (True, None), (True, False), (False, True)]:
-        layer = column(gather_output=built, bias=False)
-        y, _ = layer(x, runtime_gather_output=asked)
-        whole = F.linear(x, w)
-        torch.testing.assert_close(y, whole if (built if asked is None else asked) else piece(whole, -1))
+    plain, truth = (plain_linear(kind, full, w, b, dy) for kind in (dtype, torch.float64))
+    assert_pieces_as_good(results, cuts, plain, truth)
 
 
 @ranks(2)
@@ -147,7 +128,7 @@ def test_sequence_parallel_alone_is_nothing():
 
 
 def test_in_a_process_without_process_group():
-    layer = ColumnParallelLinear(D, N, config=SimpleNamespace(), init_method=torch.nn.init.normal_)
+    layer = build("column", D, N, config=SimpleNamespace())
     x = torch.randn(S, D)
     torch.testing.assert_close(layer(x)[0], F.linear(x, layer.weight, layer.bias))
 
@@ -156,18 +137,13 @@ def test_in_a_process_without_process_group():
 def test_group_of_some_of_the_ranks():
     """Two groups of two ranks, no parallel_state: each pair is a world of its own, sequence parallelism too."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[dist.get_rank() // 2]
-    try:
-        layer = column(tp_group=mine, config=Config(sequence_parallel=True), bias=False)
-        full = numbers(S, D, seed=dist.get_rank() // 2)
-        x = full.chunk(2)[dist.get_rank() % 2].clone().requires_grad_()
-        y, _ = layer(x)
-        torch.testing.assert_close(y, F.linear(full, numbers(N, D, seed=7).chunk(2)[dist.get_rank() % 2]))
-        with pytest.raises(ValueError, match="tp_group does not hold this rank"):
-            column(tp_group=pairs[1 - dist.get_rank() // 2])
-    finally:
-        for group in pairs:
-            dist.destroy_process_group(group)
+    pair, place = divmod(dist.get_rank(), 2)
+    layer = column(tp_group=pairs[pair], config=Config(sequence_parallel=True), bias=False)
+    full = numbers(S, D, seed=pair)
+    y, _ = layer(full.chunk(2)[place])
+    torch.testing.assert_close(y, F.linear(full, numbers(N, D, seed=7).chunk(2)[place]))
+    with pytest.raises(ValueError, match="tp_group does not hold this rank"):
+        column(tp_group=pairs[1 - pair])
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -176,17 +152,9 @@ def test_group_of_some_of_the_ranks():
 @ranks(4)
 def test_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="output_size is 10: it must divide by the 4 .*; pad it to 12"):
-        ColumnParallelLinear(D, 10, config=Config(), init_method=init, tp_group=world())
+        build("column", D, 10, tp_group=world())
     with pytest.raises(ValueError, match="input_size is 18: .*pad it to 20"):
-        RowParallelLinear(
-            *(18, N),
-            config=Config(),
-            init_method=init,
-            bias=True,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=world(),
-        )
+        build("row", 18, N, tp_group=world())
 
 
 @ranks(2)

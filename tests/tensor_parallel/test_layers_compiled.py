@@ -1,5 +1,7 @@
 """torch.compile takes every layer whole, collectives and all: no graph breaks, and the numbers of the plain run."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,25 +10,20 @@ from megatron_ext.tensor_parallel._layers.megatron_linear_functions import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
 )
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, symmetric_memory, world
+from tests.tensor_parallel.sharded import Config, build, symmetric_memory, world
 
 pytestmark = pytest.mark.slow
 
 D, N, V = 8, 16, 12
 
 
-def build(kind, sequence_parallel, config=None):
-    config = config or Config(sequence_parallel=sequence_parallel)
-    options = {"config": config, "init_method": torch.nn.init.normal_, "tp_group": world()}
+def layer_of(kind, **settings):
+    more = {"gathered column": {"gather_output": True}, "whole row": {"input_is_parallel": False}}.get(kind, {})
     if kind == "embedding":
-        return VocabParallelEmbedding(V, D, reduce_scatter_embeddings=sequence_parallel, **options)
-    if kind == "row":
-        return RowParallelLinear(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
-    if kind == "whole row":
-        return RowParallelLinear(D, N, bias=True, input_is_parallel=False, skip_bias_add=False, **options)
-    return ColumnParallelLinear(D, N, gather_output=kind == "gathered column", **options)
+        more["reduce_scatter_embeddings"] = settings["sequence_parallel"]
+    sizes = (V, D) if kind == "embedding" else (D, N)
+    return build(kind.split()[-1], *sizes, config=Config(**settings), tp_group=world(), **more)
 
 
 def input_of(kind):
@@ -46,18 +43,21 @@ def run(function, layer, x):
 
 CASES = [(k, sp) for k in ("column", "gathered column", "row", "whole row", "embedding") for sp in (False, True)]
 CASES.remove(("whole row", True))  # the layer refuses it
+CASES = [(*case, False) for case in CASES] + [("column", True, True), ("row", True, True)]
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("kind,sequence_parallel", CASES)
-def test_whole_graph(kind, sequence_parallel):
-    torch._dynamo.reset()
-    layer, x = build(kind, sequence_parallel), input_of(kind)
-    explained = torch._dynamo.explain(layer)(x)
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(run(compiled, layer, x), run(layer, layer, x), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("kind,sequence_parallel,symmetric", CASES)
+def test_whole_graph(kind, sequence_parallel, symmetric):
+    with symmetric_memory() if symmetric else nullcontext():
+        torch._dynamo.reset()
+        layer, x = layer_of(kind, sequence_parallel=sequence_parallel, tp_comm_overlap=symmetric), input_of(kind)
+        assert kind == "embedding" or layer.symmetric == (symmetric and dist.get_world_size() > 1)
+        explained = torch._dynamo.explain(layer)(x)
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(run(compiled, layer, x), run(layer, layer, x), rtol=1e-6, atol=1e-6)
 
 
 @ranks(1, 2)
@@ -66,7 +66,7 @@ def test_whole_graph(kind, sequence_parallel):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_whole_graph_into_main_grad(kind, frozen, autocast):
     torch._dynamo.reset()
-    layer = build(kind, False, Config(gradient_accumulation_fusion=True))
+    layer = layer_of(kind, gradient_accumulation_fusion=True)
     layer.weight.requires_grad_(not frozen)
     x = input_of(kind)
     results = []
@@ -113,7 +113,7 @@ def test_deferred_weight_gradients_take_a_graph_break():
         inputs, grads = [], []
         config = Config(defer_embedding_wgrad_compute=True)
         buffers = {"embedding_activation_buffer": inputs, "grad_output_buffer": grads, "bias": False}
-        layer = ColumnParallelLinear(D, N, config=config, init_method=torch.nn.init.normal_, **buffers)
+        layer = build("column", D, N, config=config, **buffers)
         x = input_of("column")
         for _ in range(2):
             y, dx, dw = run(torch.compile(layer, backend="aot_eager") if compiled else layer, layer, x)
@@ -125,15 +125,3 @@ def test_deferred_weight_gradients_take_a_graph_break():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Mutating a variable|side effect"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_whole_graph_through_symmetric_memory(kind):
-    torch._dynamo.reset()
-    with symmetric_memory():
-        layer = build(kind, True, Config(sequence_parallel=True, tp_comm_overlap=True))
-        assert layer.symmetric
-        x = input_of(kind)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(run(compiled, layer, x), run(layer, layer, x), rtol=1e-6, atol=1e-6)

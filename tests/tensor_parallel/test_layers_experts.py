@@ -4,28 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.emulation import megatron_on_cpu
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests.gpt import model_parallel
+from tests.gpt import model_parallel, tiny_config
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, numbers
+from tests.tensor_parallel.sharded import Config, build, numbers
 from tests.tensor_parallel.test_layers import D, N, S, init
 
 
 def expert_layers(config, **options):
-    up = ColumnParallelLinear(D, N, config=config, init_method=init, is_expert=True, bias=False)
-    down = RowParallelLinear(
-        *(N, D),
-        config=config,
-        init_method=init,
-        is_expert=True,
-        input_is_parallel=True,
-        **{"bias": False, "skip_bias_add": True, **options},
-    )
-    return up, down
+    shared = {"config": config, "init_method": init, "is_expert": True, "bias": False}
+    return build("column", D, N, **shared), build("row", N, D, **{**shared, "skip_bias_add": True, **options})
 
 
 @ranks(2)
@@ -62,7 +51,7 @@ def test_experts_of_expert_parallelism():
         up, down = expert_layers(Config(expert_model_parallel_size=2), bias=True)
         assert up.weight.shape == (N, D)
         assert [p.allreduce for layer in (up, down) for p in layer.parameters()] == [False] * 3
-        dense = ColumnParallelLinear(D, N, config=Config(expert_model_parallel_size=2), init_method=init)
+        dense = build("column", D, N, config=Config(expert_model_parallel_size=2))
         assert dense.weight.shape == (N // 2, D)
         assert dense.weight.allreduce is True
         assert not dense.explicit_expert_comm
@@ -86,12 +75,11 @@ def test_experts_that_are_cut_otherwise_than_dense_layers_have_their_own_data_pa
     """Tensor parallel size 2 for dense layers and 1 for experts: both ranks hold whole experts."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    with megatron_on_cpu(), model_parallel(tp=2, expert_tensor_parallel_size=1):
-        sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-        config = TransformerConfig(num_layers=1, hidden_size=D, num_attention_heads=2, **sizes)
+    with model_parallel(tp=2, expert_tensor_parallel_size=1):
+        config = tiny_config(expert_tensor_parallel_size=1)
         experts = torch.nn.ModuleList(expert_layers(config, bias=True, skip_bias_add=False))
         assert [p.allreduce for p in experts.parameters()] == [False] * 3
-        assert ColumnParallelLinear(D, N, config=config, init_method=init).weight.allreduce is True
+        assert build("column", D, N, config=config).weight.allreduce is True
         model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), experts)
         up, down = experts
         x = [numbers(S, D, seed=rank) for rank in range(2)]

@@ -1,7 +1,6 @@
 """What Megatron and others ask of the layers beside the product: marks, copies, states, buffers, other methods."""
 
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,11 @@ from megatron_ext.tensor_parallel.layers import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from tests.gpt import model_parallel
+from tests.gpt import model_parallel, tiny_config
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, numbers, piece, world
+from tests.tensor_parallel.sharded import CLASSES, Config, build, numbers, piece, world
 from tests.tensor_parallel.test_layers import B, D, N, S, column, init, row
+from tests.tensor_parallel.test_recompute import saved_tensors
 
 
 @ranks(1, 2)
@@ -68,14 +68,15 @@ def test_repr_is_true():
     tp = dist.get_world_size()
     for bias in (False, True):
         for config in (Config(), Config(sequence_parallel=True)):
-            text = repr(column(bias=bias, config=config))
-            assert text.startswith(f"ColumnParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, ")
-            sent = "forward all-gather" if config.sequence_parallel else "backward all-reduce"
-            assert f"communication={'none' if tp == 1 else sent}" in text
-            text = repr(row(bias=bias, config=config))
-            assert text.startswith(f"RowParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, ")
-            sent = "forward reduce-scatter" if config.sequence_parallel else "forward all-reduce"
-            assert f"communication={'none' if tp == 1 else sent}" in text
+            for layer, name, *sent in (
+                (column, "Column", "backward all-reduce", "forward all-gather"),
+                (row, "Row", "forward all-reduce", "forward reduce-scatter"),
+            ):
+                text = repr(layer(bias=bias, config=config))
+                assert text.startswith(
+                    f"{name}ParallelLinear(in_features={D}, out_features={N}, bias={bias}, TP={tp}, "
+                )
+                assert f"communication={'none' if tp == 1 else sent[config.sequence_parallel]}" in text
 
 
 @ranks(1, 2)
@@ -105,34 +106,17 @@ def test_state_dict_has_the_extra_state_of_transformer_engines_layers():
     with torch.no_grad():
         layer.weight.add_(1)
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items() if tensor is not None}
-    assert set(state) == {"weight", "bias"}
     other.load_state_dict(state, strict=True)  # a checkpoint of plain linear layers
     torch.testing.assert_close(other.weight, layer.weight)
     other.load_state_dict({**state, "_extra_state": torch.zeros(3)}, strict=True)
     assert set(state) == {"weight", "bias"}
 
 
-@ranks(1)
-def test_no_warnings_in_a_step():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            row()(column(config=Config())(torch.randn(S, D, requires_grad=True))[0][..., :D])[0].sum().backward()
-
-
-@ranks(1)
-def test_gradient_accumulation_fusion_without_apex():
-    config = Config(gradient_accumulation_fusion=True)
-    for layer in (column(config=config), row(config=config)):
-        layer.weight.main_grad = torch.ones(N, D)
-        x, dy = numbers(S, D, seed=1), numbers(S, N, seed=2)
-        layer(x)[0].backward(dy)
-        torch.testing.assert_close(layer.weight.main_grad, 1 + dy.t() @ x, rtol=1e-5, atol=1e-5)
-
-
 @ranks(1, 2)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_deferred_weight_gradient_of_the_output_layer(sequence_parallel):
+@pytest.mark.parametrize(
+    "shape, sequence_parallel", [((D,), False), ((S, D), False), ((S, B, D), False), ((S, B, D), True)], ids=str
+)
+def test_deferred_weight_gradient_of_the_output_layer(shape, sequence_parallel):
     """The buffers of GPTModel, an evaluation in between, and the layer's own way to finish."""
     config = Config(sequence_parallel=sequence_parallel, gradient_accumulation_fusion=True)
     config.defer_embedding_wgrad_compute, config.wgrad_deferral_limit = True, 2
@@ -141,7 +125,7 @@ def test_deferred_weight_gradient_of_the_output_layer(sequence_parallel):
     other = column(config=config, bias=False)  # a layer without buffers defers nothing
     layer.weight.main_grad, other.weight.main_grad = torch.zeros(layer.weight.shape), torch.zeros(layer.weight.shape)
     for step in range(3):
-        full, dy = numbers(S, B, D, seed=step), numbers(S, B, N, seed=10 + step)
+        full, dy = numbers(*shape, seed=step), numbers(*shape[:-1], N, seed=10 + step)
         x = piece(full, 0) if sequence_parallel else full
         with torch.no_grad():
             layer(x)
@@ -155,32 +139,16 @@ def test_deferred_weight_gradient_of_the_output_layer(sequence_parallel):
     layer.backward_dw()  # nothing left to do
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("shape", [(D,), (S, D), (2, 3, 4, D)], ids=len)
-def test_deferred_weight_gradient_of_any_shape(shape):
-    """One token without a dim of tokens too."""
-    config = Config(gradient_accumulation_fusion=True, defer_embedding_wgrad_compute=True, wgrad_deferral_limit=0)
-    layer = column(config=config, bias=False, embedding_activation_buffer=[], grad_output_buffer=[])
-    layer.weight.main_grad = torch.zeros(layer.weight.shape)
-    x, dy = numbers(*shape, seed=1), numbers(*shape[:-1], N, seed=2)
-    layer(x.requires_grad_())[0].backward(piece(dy, -1))
-    layer.backward_dw()
-    want = piece(dy, -1).reshape(-1, len(layer.weight)).t() @ x.detach().reshape(-1, D)
-    torch.testing.assert_close(layer.weight.main_grad, want, rtol=1e-5, atol=1e-5)
-
-
 @ranks(1)
 def test_marks_what_is_saved_for_an_offloading_context():
     """Megatron's CPU offloading decides by an attribute of the saved tensor; Transformer Engine is not needed."""
-    saved = []
     config = Config(_cpu_offloading_context=SimpleNamespace(inside_context=True), cpu_offloading_activations=True)
     for layer in (column(config=config), row(config=config)):
         x = torch.randn(S, D)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with saved_tensors() as saved:
             layer(x)
         assert saved[0] is x
         assert saved[0].activation_offloading is True
-        saved.clear()
     config._cpu_offloading_context.inside_context = False
     x = torch.randn(S, D)
     column(config=config)(x)
@@ -215,8 +183,7 @@ def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
             return super()._forward_impl(input, 2 * weight, *args, **kwargs)
 
     config = Config(sequence_parallel=sequence_parallel)
-    more = {} if kind == "column" else {"input_is_parallel": True, "skip_bias_add": False}
-    options = {"config": config, "init_method": init, "bias": True, "tp_group": world(), **more}
+    options = {"config": config, "init_method": init, "bias": True, "tp_group": world(), **CLASSES[kind][1]}
     x = numbers(S, B, D, seed=1)
     if kind == "row" or sequence_parallel:
         x = piece(x, -1 if kind == "row" else 0)
@@ -257,21 +224,13 @@ def test_a_subclass_with_a_matmul_of_its_own(kind, sequence_parallel):
 def test_attributes_of_megatrons_layers():
     """Whatever an object of Megatron's layers carries, ours carries too, with the same value."""
     with model_parallel(tp=2):
-        from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.tensor_parallel import layers as stock
 
         from megatron_ext.tensor_parallel import layers as ours
 
-        config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
-        builders = {
-            "ColumnParallelLinear": lambda kind: kind(D, N, config=config, init_method=init),
-            "RowParallelLinear": lambda kind: kind(
-                D, N, config=config, init_method=init, bias=True, input_is_parallel=True, skip_bias_add=False
-            ),
-            "VocabParallelEmbedding": lambda kind: kind(N, D, config=config, init_method=init),
-        }
-        for name, build in builders.items():
-            theirs, mine = build(getattr(stock, name)), build(getattr(ours, name))
+        config = tiny_config()
+        for name in CLASSES:
+            theirs, mine = (build(name, N, N, package=package, config=config) for package in (stock, ours))
             own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
             assert own
             for key, value in own.items():

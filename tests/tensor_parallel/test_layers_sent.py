@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.gpt import model_parallel
+from tests.gpt import model_parallel, tiny_config
 from tests.ranks import ranks
+from tests.tensor_parallel.sharded import build
 
 pytestmark = pytest.mark.slow
 
@@ -40,20 +41,6 @@ def traffic(layer, x):
     return (forward.calls, forward.bytes), (backward.calls, backward.bytes)
 
 
-def build(module, kind, sequence_parallel):
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, use_cpu_initialization=True
-    )
-    options = {"config": config, "init_method": torch.nn.init.normal_}
-    if kind == "column":
-        return module.ColumnParallelLinear(D, N, **options)
-    if kind == "row":
-        return module.RowParallelLinear(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, **options)
-    return module.VocabParallelEmbedding(N, D, reduce_scatter_embeddings=sequence_parallel, **options)
-
-
 # Bytes that one rank gives: an all-gather's are its slice, a reduce-scatter's and an all-reduce's the whole tensor.
 X, Y = S * B * D * FLOAT, S * B * N * FLOAT
 EXPECTED = {
@@ -78,8 +65,11 @@ def test_collectives_and_bytes(kind, sequence_parallel, wanted):
         from megatron_ext.tensor_parallel import layers as ours
 
         results = []
-        for module in (ours, stock):
-            layer = build(module, kind, sequence_parallel)
+        scattered = {"reduce_scatter_embeddings": sequence_parallel} if kind == "embedding" else {}
+        sizes = (N, D) if kind == "embedding" else (D, N)
+        config = tiny_config(sequence_parallel=sequence_parallel)
+        for package in (ours, stock):
+            layer = build(kind, *sizes, package=package, config=config, **scattered)
             layer.weight.requires_grad_(wanted != "frozen weight")
             if kind == "embedding":
                 x = torch.randint(N, (B, S))

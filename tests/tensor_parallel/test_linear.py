@@ -19,7 +19,8 @@ from megatron_ext.tensor_parallel.layers import (
 )
 from tests.operators import Operators
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, plain_linear, world
+from tests.tensor_parallel.sharded import assert_pieces_as_good, numbers, piece, plain_linear, world
+from tests.tensor_parallel.test_recompute import saved_tensors
 
 S, B, D, N = 8, 3, 20, 12  # sequence, batch, input features, output features, over all ranks
 DIM = {"replicated": None, "sequence": 0, "sharded": -1}  # the dimension of x and y that a layout cuts
@@ -65,51 +66,39 @@ def test_no_work_for_gradients_that_nobody_wants(layouts, wanted):
 @ranks(2)
 @pytest.mark.parametrize("source", ["replicated", "sequence"])
 def test_saves_its_slice_of_the_input_and_nothing_for_a_frozen_weight(source):
-    saved = []
     x = torch.randn(4, 2, 6, requires_grad=True)
     for frozen in (False, True):
         w = torch.randn(4, 6, requires_grad=not frozen)
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        with saved_tensors() as saved:
             parallel_linear(x, w, None, Plan(world(), source, "sharded"))
         assert [tuple(t.shape) for t in saved] == ([(4, 6)] if frozen else [(4, 2, 6), (4, 6)])
         assert saved[0] is (w if frozen else x)
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("shape", [(20,), (5, 20), (4, 2, 3, 20), (2, 2, 2, 2, 20), (0, 20)], ids=str)
-@pytest.mark.parametrize("function", [linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight])
-def test_any_leading_dimensions(shape, function):
-    x, w, b = numbers(*shape, seed=0), numbers(N, D, seed=1), numbers(N, seed=2)
-    dy = numbers(*shape[:-1], N, seed=3)
-    frozen = function is linear_with_frozen_weight
-    inputs = [x.requires_grad_(), piece(w, 0).requires_grad_(not frozen), piece(b, 0).requires_grad_()]
-    y = function(*inputs, False, True, False, tp_group=world())
-    y.backward(piece(dy, -1))
-    truth, plain = (plain_linear(dtype, x.detach(), w, b, dy) for dtype in (torch.float64, torch.float32))
-    grads = [t.grad for t in inputs]
-    for i, (actual, dim) in enumerate(zip([y.detach(), *grads], [-1, None, 0, 0], strict=True)):
-        if frozen and i == 2:
-            assert actual is None
-        elif actual.numel():
-            like, true = (t[i] if dim is None else piece(t[i], dim) for t in (plain, truth))
-            assert_as_good(actual, like, true)
-        else:
-            assert actual.shape == (0, N // dist.get_world_size() if i == 0 else D)
-
-
-@ranks(2)
-@pytest.mark.parametrize("layouts", [("sequence", "sharded"), ("sharded", "sequence")], ids="-".join)
-def test_any_leading_dimensions_behind_the_sequence(layouts):
-    w, column = numbers(N, D, seed=1), layouts[0] == "sequence"
-    for lead in ((4,), (4, 3, 2), (2, 1, 2, 3)):
-        x, dy = numbers(*lead, D, seed=0), numbers(*lead, N, seed=3)
-        own_x, own_w = cut(x, layouts[0]).requires_grad_(), piece(w, 0 if column else 1).requires_grad_()
-        y = parallel_linear(own_x, own_w, None, Plan(world(), *layouts))
-        y.backward(cut(dy, layouts[1]))
-        _, dx, dw, _ = plain_linear(torch.float32, x, w, torch.zeros(N), dy)
-        expected = cut(F.linear(x, w), layouts[1]), cut(dx, layouts[0]), piece(dw, 0 if column else 1)
-        torch.testing.assert_close((y.detach(), own_x.grad, own_w.grad), expected, rtol=1e-5, atol=1e-4)
+@pytest.mark.parametrize("lead", [(), (4,), (4, 2, 3), (2, 1, 2, 3), (0,)], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+def test_any_leading_dimensions(layouts, frozen, lead):
+    if not lead and "sequence" in layouts:
+        return
+    x, w, b, dy = (numbers(*shape, seed=i) for i, shape in enumerate([(*lead, D), (N, D), (N,), (*lead, N)]))
+    column = layouts[1] == "sharded"
+    leaves = cut(x, layouts[0]), piece(w, 0 if column else 1), piece(b, 0) if column else b.clone()
+    for leaf, wanted in zip(leaves, (True, not frozen, True), strict=True):
+        leaf.requires_grad_(wanted)
+    y = parallel_linear(*leaves, Plan(world(), *layouts))
+    y.backward(cut(dy, layouts[1]))
+    if layouts[1] == "sequence":
+        dist.all_reduce(leaves[2].grad)  # as Megatron does
+    plain, truth = (list(plain_linear(dtype, x, w, b, dy)) for dtype in (torch.float32, torch.float64))
+    assert (leaves[1].grad is None) == frozen
+    results = [y.detach(), *(leaf.grad for leaf in leaves)]
+    cuts = [DIM[layouts[1]], DIM[layouts[0]], 0 if column else 1, 0 if column else None]
+    if frozen:
+        for each in results, cuts, plain, truth:
+            del each[2]
+    assert_pieces_as_good(results, cuts, plain, truth)
 
 
 def test_without_torch_distributed():

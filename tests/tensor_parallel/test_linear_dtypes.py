@@ -11,7 +11,7 @@ from megatron_ext.tensor_parallel.layers import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import assert_as_good, numbers, piece, world
+from tests.tensor_parallel.sharded import Config, assert_as_good, build, numbers, piece, world
 from tests.tensor_parallel.test_linear import D, N, S, cut
 
 
@@ -66,16 +66,8 @@ def test_output_dtype_keeps_what_the_matmul_accumulated(sequence_parallel):
     source = "sequence" if sequence_parallel else "replicated"
     for function in (linear_with_grad_accumulation_and_async_allreduce, linear_with_frozen_weight):
         x, shard, bias = cut(full, source).requires_grad_(), piece(w, 0).requires_grad_(), piece(b, 0).requires_grad_()
-        y = function(
-            x,
-            shard,
-            bias,
-            False,
-            not sequence_parallel,
-            sequence_parallel,
-            tp_group=world(),
-            output_dtype=torch.float32,
-        )
+        flags = False, not sequence_parallel, sequence_parallel
+        y = function(x, shard, bias, *flags, tp_group=world(), output_dtype=torch.float32)
         wide = F.linear(full.float(), piece(w, 0).float(), piece(b, 0).float())
         assert_as_good(y.detach(), wide, F.linear(full.double(), piece(w, 0).double(), piece(b, 0).double()))
         dy = numbers(S, N, seed=9)
@@ -86,3 +78,20 @@ def test_output_dtype_keeps_what_the_matmul_accumulated(sequence_parallel):
             for d, e in ((torch.float32, torch.bfloat16), (torch.float64,) * 2)
         ]
         assert_as_good(x.grad, cut(dx[0], source), cut(dx[1], source))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("gather", [False, True])
+def test_output_dtype_of_a_column_parallel_layer(gather):
+    config = Config(params_dtype=torch.bfloat16)
+    layer = build("column", 512, N, config=config, gather_output=gather, output_dtype=torch.float32, tp_group=world())
+    x, w = numbers(S, 512, seed=0, dtype=torch.bfloat16), numbers(N, 512, seed=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.weight.copy_(piece(w, 0))
+    y = layer(x)[0]
+    wide, true = (F.linear(x.to(kind), w.to(kind)) for kind in (torch.float32, torch.float64))
+    assert_as_good(y.detach(), *((wide, true) if gather else (piece(wide, -1), piece(true, -1))))
+    dy = numbers(S, N, seed=2)
+    y.backward(dy if gather else piece(dy, -1))
+    assert layer.weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.weight.grad.float(), piece(dy.t() @ x.float(), 0), rtol=2e-2, atol=5e-2)

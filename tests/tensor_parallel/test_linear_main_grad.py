@@ -48,18 +48,15 @@ def test_weight_gradient_goes_into_main_grad(layouts, dtype):
     assert w.grad.dtype == dtype
 
 
-@ranks(1)
-def test_the_dummy_gradient_is_zero_where_megatron_adds_it():
-    w = with_main_grad(torch.randn(N, D), zero_out_wgrad=True)
+@pytest.mark.parametrize(
+    "marks, dummy",
+    [({"zero_out_wgrad": True}, torch.zeros(N, D)), ({"listened": False}, None)],
+    ids=["zero where Megatron adds it", "none where nobody listens"],
+)
+def test_the_dummy_gradient(marks, dummy):
+    w = with_main_grad(torch.randn(N, D), **marks)
     parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
-    assert torch.equal(w.grad, torch.zeros_like(w))
-
-
-@ranks(1)
-def test_no_dummy_gradient_where_nobody_listens():
-    w = with_main_grad(torch.randn(N, D), listened=False)
-    parallel_linear(torch.randn(4, D), w, None, Plan(fuse_main_grad=True)).sum().backward()
-    assert w.grad is None
+    assert torch.equal(w.grad, dummy) if dummy is not None else w.grad is None
 
 
 @ranks(1)

@@ -9,46 +9,27 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import tensor_parallel as tp
-from megatron_ext.tensor_parallel import inference_layers, layers, random
+from megatron_ext.tensor_parallel import inference_layers, random
 from tests.ranks import ranks
+from tests.tensor_parallel.sharded import Config, alone, build
+from tests.tensor_parallel.test_recompute import assert_as_without
 
-CONFIG = types.SimpleNamespace(params_dtype=torch.float32, use_cpu_initialization=True, perform_initialization=True,
-                               sequence_parallel=False)  # fmt: skip
-LINEAR = {"init_method": torch.nn.init.normal_, "skip_bias_add": False, "is_expert": False}
-COLUMN = LINEAR | {"config": CONFIG, "bias": True, "gather_output": False}
-ROW = LINEAR | {"config": CONFIG, "bias": True, "input_is_parallel": True}
+WHOLE = {
+    "config": Config(),
+    "init_method": torch.nn.init.normal_,
+    "bias": True,
+    "skip_bias_add": False,
+    "skip_weight_param_allocation": False,
+    "is_expert": False,
+}
 
 
-def alone():
-    """A group of this rank only."""
-    return dist.new_subgroups(1)[0]
-
-
-@ranks(2)
 def test_a_layer_keeps_its_name():
-    assert layers.ColumnParallelLinear(8, 4, **COLUMN, tp_group=alone(), name="fc1").name == "fc1"
-
-
-@pytest.mark.parametrize("gather", [False, True])
-def test_output_dtype_of_a_column_parallel_layer(gather):
-    config = types.SimpleNamespace(**vars(CONFIG) | {"params_dtype": torch.bfloat16})
-    options = COLUMN | {"config": config, "bias": False, "gather_output": gather}
-    layer = layers.ColumnParallelLinear(64, 8, **options, output_dtype=torch.float32)
-    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    out, _ = layer(x)
-    truth = x.detach().double() @ layer.weight.detach().double().T
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)  # the sums in fp32, not rounded to bf16
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    assert (x.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
-    torch.testing.assert_close(x.grad.float(), grad @ layer.weight.detach().float(), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(layer.weight.grad.float(), grad.T @ x.detach().float(), rtol=2e-2, atol=5e-2)
+    assert build("column", 8, 4, name="fc1").name == "fc1"
 
 
 def test_a_layer_with_all_the_weight_for_decoding():
-    options = LINEAR | {"config": CONFIG, "bias": True, "skip_weight_param_allocation": False}
-    layer = inference_layers.InferenceLinear(4, 3, parallel_mode="duplicated", **options, name="down")
+    layer = inference_layers.InferenceLinear(4, 3, parallel_mode="duplicated", **WHOLE, name="down")
     x = torch.randn(2, 4, requires_grad=True)
     torch.nn.init.normal_(layer.bias)
     out, bias = layer(x)
@@ -61,7 +42,7 @@ def test_a_layer_with_all_the_weight_for_decoding():
     assert not layer(x)[0].requires_grad
     for wrong in ({"parallel_mode": "column"}, {"is_expert": True}, {"skip_weight_param_allocation": True}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            inference_layers.InferenceLinear(4, 3, **{"parallel_mode": None} | options | wrong)
+            inference_layers.InferenceLinear(4, 3, **{"parallel_mode": None} | WHOLE | wrong)
 
 
 @ranks(2)
@@ -69,9 +50,8 @@ def test_a_layer_with_all_the_weight_for_decoding():
 def test_column_parallel_layer_and_regions_of_decoding(sequence):
     group = dist.group.WORLD
     rank = dist.get_rank()
-    config = types.SimpleNamespace(**vars(CONFIG) | {"sequence_parallel": sequence})
-    torch.manual_seed(0)
-    layer = tp.InferenceColumnParallelLinear(6, 4, **COLUMN | {"config": config}, tp_group=group)
+    config = Config(sequence_parallel=sequence)
+    layer = tp.InferenceColumnParallelLinear(6, 4, config=config, init_method=torch.nn.init.normal_, tp_group=group)
     assert inference_layers.is_inference_column_parallel_linear(layer)
     assert not inference_layers.is_inference_column_parallel_linear(None)
     layer.set_barrier_before_all_gather()
@@ -178,12 +158,7 @@ def test_outputs_of_a_chain_are_discarded_and_recomputed_together():
         assert manager.checkpoints == []
         return out
 
-    grads = []
-    for recompute in (False, True):
-        x.grad = weight.grad = None
-        run(recompute).sum().backward()
-        grads.append((x.grad.clone(), weight.grad.clone()))
-    torch.testing.assert_close(grads[1], grads[0])
+    assert_as_without(run, x, weight)
     assert calls == ["first", "second"] * 3
 
 

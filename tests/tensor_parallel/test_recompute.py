@@ -4,7 +4,7 @@ import functools
 import gc
 import weakref
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -35,9 +35,12 @@ def assert_equal(actual, expected):
 
 
 def assert_as_without(run, *leaves):
-    """`run(recompute)` gives the same results and gradients with recomputation."""
-    plain, recomputed = (grads_of(functools.partial(run, recompute), *leaves) for recompute in (False, True))
-    assert_equal(recomputed, plain)
+    """`run(recompute)` gives the same results and gradients with recomputation, from the same seed."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        results.append(grads_of(functools.partial(run, recompute), *leaves))
+    assert_equal(*results)
 
 
 @contextmanager
@@ -80,38 +83,40 @@ class Block(torch.nn.Module):
 def test_bitwise_as_without_with_dropout_and_forks(sequence_parallel):
     """Layer after layer, as a transformer block runs them: under sequence parallelism all inside a fork, which each
     layer forks again. A recomputation must know which stream was in use, or it draws an older state of it."""
-    rank = torch.distributed.get_rank()
-    layers = [Block(sequence_parallel) for _ in range(3)]
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    layers = torch.nn.ModuleList(Block(sequence_parallel) for _ in range(3))
+
+    def stack(recompute, hidden):
+        for layer in layers:
+            hidden = checkpoint(layer, False, hidden) if recompute else layer(hidden)
+        return hidden
+
+    out = assert_bitwise_as_without(stack, layers, sequence_parallel)
+    assert 0.5 < out.count_nonzero() / out.numel() < 0.98, "dropout was on"
+
+
+def assert_bitwise_as_without(stack, layers, sequence_parallel):
+    """`stack(recompute, x)`, under sequence parallelism inside a fork: results, gradients and what is drawn next."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = numbers(32, 8, seed=3)
     if sequence_parallel:
-        x = x.chunk(torch.distributed.get_world_size())[rank].clone()
+        x = x.chunk(size)[rank].clone()
     x.requires_grad_()
 
     def run(recompute):
         with seeded(7, tp_rank=rank, ep_rank=0, etp_rank=0) as tracker:
 
-            def stack():
-                hidden = x
-                for layer in layers:
-                    hidden = checkpoint(layer, False, hidden) if recompute else layer(hidden)
-                return hidden
-
             def forward():
-                if sequence_parallel:
-                    with tracker.fork():
-                        return stack()
-                return stack()
+                with tracker.fork() if sequence_parallel else nullcontext():
+                    return stack(recompute, x)
 
-            grads = grads_of(forward, x, *parameters)
+            grads = grads_of(forward, x, *layers.parameters())
             with tracker.fork():
                 return [*grads, torch.rand(3), tracker.get_states()["expert-parallel-rng"]]
 
     plain, recomputed = run(False), run(True)
     assert_equal(recomputed, plain)
     assert not random.is_checkpointing()
-    kept = plain[0].count_nonzero() / plain[0].numel()
-    assert 0.5 < kept < 0.98, "dropout was on"
+    return plain[0]
 
 
 def test_autocast_is_entered_again():
@@ -153,14 +158,13 @@ def test_gradients_reach_parameters_behind_frozen_inputs():
     def function(x):
         return base(x) + adapter(F.dropout(x, 0.5)), base(x)
 
-    results = []
-    for run in (lambda: function(x), lambda: checkpoint(function, False, x)):
-        torch.manual_seed(0)
-        out, frozen = run()
+    def run(recompute):
+        out, frozen = checkpoint(function, False, x) if recompute else function(x)
         assert out.requires_grad
         assert not frozen.requires_grad
-        results.append(grads_of(lambda: out + frozen, adapter.weight, adapter.bias))  # noqa: B023
-    assert_equal(results[1], results[0])
+        return out + frozen
+
+    assert_as_without(run, adapter.weight, adapter.bias)
     assert base.weight.grad is None
 
 
@@ -215,7 +219,6 @@ def test_containers_and_other_objects_go_in_and_come_out():
         return {"h": h, "more": [h * number, (point.b, "text", None)], "point": Point(h.sin(), marker)}
 
     def run(recompute):
-        torch.manual_seed(0)
         arguments = ([x, torch.arange(3)], Point(y, torch.tensor([1, 2])), 5)
         keywords = {"options": {"z": (z,), "marker": marker}}
         out = checkpoint(function, False, *arguments, **keywords) if recompute else function(*arguments, **keywords)
@@ -298,7 +301,6 @@ def test_nested_checkpoints_recompute_and_count_themselves():
         return F.dropout(h * x, 0.5)
 
     def run(recompute):
-        torch.manual_seed(0)
         return checkpoint(outer, False, x) if recompute else F.dropout((F.dropout(x.sin(), 0.5)) * x, 0.5)
 
     assert_as_without(run, x)
@@ -336,19 +338,15 @@ def test_exceptions_leave_nothing_behind():
 def test_a_second_backward_recomputes_again():
     x, weight = numbers(3, seed=0).requires_grad_(), torch.nn.Parameter(numbers(3, seed=1))
 
-    def twice(out):
-        x.grad = weight.grad = None
-        out.sum().backward(retain_graph=True)
-        out.sum().backward()
-        return [x.grad, weight.grad]
-
     def function(x):
         return F.dropout(x.sin() * weight, 0.5)
 
-    torch.manual_seed(0)
-    plain = twice(function(x))
-    torch.manual_seed(0)
-    assert_equal(twice(checkpoint(function, False, x)), plain)
+    def run(recompute):
+        out = checkpoint(function, False, x) if recompute else function(x)
+        out.sum().backward(retain_graph=True)
+        return out
+
+    assert_as_without(run, x, weight)
 
 
 def test_what_recomputation_cannot_do_is_said():

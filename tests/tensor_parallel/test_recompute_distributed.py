@@ -11,7 +11,8 @@ from tests.marks import slow
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import seeded
 from tests.tensor_parallel.sharded import numbers, world
-from tests.tensor_parallel.test_recompute import assert_equal, grads_of, saved_tensors
+from tests.tensor_parallel.test_gpt_parity import FULL, check
+from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
 
 
 @ranks(1, 2, 4)
@@ -23,16 +24,13 @@ def test_distributed_activations_of_any_shape():
             x, scale = numbers(*shape, seed=2).requires_grad_(), numbers(5, seed=4).requires_grad_()
             original = x.detach().clone()
 
-            def run(distribute, x=x, scale=scale):
-                if distribute is None:
-                    return F.dropout(torch.tanh(x @ weight), 0.3) * scale
-                return checkpoint(lambda x, s: F.dropout(torch.tanh(x @ weight), 0.3) * s, distribute, x, scale)
+            def function(x, scale):
+                return F.dropout(torch.tanh(x @ weight), 0.3) * scale
 
-            results = []
-            for distribute in (None, True):
-                torch.manual_seed(5)
-                results.append(grads_of(lambda: run(distribute), x, scale, weight))  # noqa: B023
-            assert_equal(results[1], results[0])
+            def run(recompute, x=x, scale=scale):
+                return checkpoint(function, True, x, scale) if recompute else function(x, scale)
+
+            assert_as_without(run, x, scale, weight)
             assert torch.equal(x, original), "the caller's tensor is the caller's"
 
             with count_collectives() as forward, saved_tensors() as saved:
@@ -53,34 +51,26 @@ def test_what_cannot_be_distributed_is_refused():
         checkpoint(lambda x: x, True, [torch.ones(2)])
 
 
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("leaf", [True, *slow(False)])
 def test_a_distributed_argument_becomes_this_ranks_part_of_it(leaf):
-    """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole."""
-    with model_parallel(tp=2):
+    """The caller's tensor itself, so that the memory of the rest is free; its gradient has the shape of the whole.
+
+    With one rank it becomes flat.
+    """
+    size = torch.distributed.get_world_size()
+    with model_parallel(tp=size):
         given = numbers(3, 4, seed=1).requires_grad_()
         other = numbers(3, 4, seed=2).requires_grad_()
         expected = grads_of(lambda: (given if leaf else given.exp()).sin() * other, given, other)
         given.grad = other.grad = None
         x = given if leaf else given.exp()
-        part = x.detach().flatten().chunk(2)[world().rank()].clone()
+        part = x.detach().flatten().chunk(size)[world().rank()].clone()
         out = checkpoint(lambda x, y: x.sin() * y, True, x, other)
         assert torch.equal(x.detach(), part)
         assert x.untyped_storage().nbytes() == part.nbytes
         out.sum().backward()
         assert_equal([out.detach(), given.grad, other.grad], expected)
-
-
-@ranks(1)
-def test_a_distributed_argument_of_one_rank_becomes_flat():
-    with model_parallel():
-        x = numbers(3, 4, seed=1).requires_grad_()
-        expected = grads_of(x.sin, x)
-        x.grad = None
-        out = checkpoint(torch.sin, True, x)
-        assert x.shape == (12,)
-        out.sum().backward()
-        assert_equal([out.detach(), x.grad], expected)
 
 
 @ranks(2)
@@ -95,3 +85,9 @@ def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
         expected = 2 * whole.detach()
         expected[:2] += 1
         assert torch.equal(whole.grad, expected)
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_in_megatrons_model():
+    check({"tp": 2}, **FULL, distribute_saved_activations=True)

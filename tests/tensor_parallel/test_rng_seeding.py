@@ -81,23 +81,12 @@ def test_a_size_that_is_given_makes_replicas_agree():
     assert expert(tp_rank=1, tp_size=4) == 5 + 2724
 
 
-def pipeline_stages(**options):
-    """Every rank's seeds, with the base that Megatron's training gives each pipeline stage."""
-    for pp in range(PP):
-        for at in grid():
-            at = at._replace(pp_rank=pp)
-            yield at, stream_seeds(100 * pp, at, **options)
-
-
-def test_by_default_pipeline_stages_share_expert_streams_as_in_megatron():
-    seeds = {(at.pp_rank, at.ep_rank, at.etp_rank): s.expert for at, s in pipeline_stages() if at.tp_rank == 0}
-    assert seeds[0, 1, 0] == seeds[1, 0, 0] == 1124
-
-
 def test_unique_streams_are_unique():
+    """With the base that Megatron's training gives each pipeline stage."""
     experts, others = {}, set()
-    for at, seeds in pipeline_stages(unique_streams=True):
-        experts.setdefault(seeds.expert, set()).add((at.pp_rank, at.ep_rank, at.etp_rank))
+    for pp, at in itertools.product(range(PP), grid()):
+        seeds = stream_seeds(100 * pp, at._replace(pp_rank=pp), unique_streams=True)
+        experts.setdefault(seeds.expert, set()).add((pp, at.ep_rank, at.etp_rank))
         others |= {seeds.data, seeds.model}
     assert len(experts) == PP * EP * ETP
     assert all(len(places) == 1 for places in experts.values())
@@ -106,6 +95,8 @@ def test_unique_streams_are_unique():
 
 
 def test_unique_streams_draw_differently():
+    """By default pipeline stages share streams of experts, as in Megatron."""
+
     def expert_numbers(pp, ep, **options):
         with seeded(100 * pp, tp_rank=0, ep_rank=ep, etp_rank=0, pp_rank=pp, **options) as tracker:
             with tracker.fork(random.get_expert_parallel_rng_tracker_name()):

@@ -6,35 +6,24 @@ import pytest
 import torch
 
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
-from megatron_ext.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tests.gpt import child_processes, model_parallel
+from tests.gpt import child_processes, model_parallel, tiny_config
 from tests.ranks import ranks
-from tests.tensor_parallel.sharded import Config, numbers
+from tests.tensor_parallel.sharded import build, numbers
 
 D, N = 16, 24
 FULL = {"column.weight": (N, D), "column.bias": (N,), "row.weight": (N, D), "row.bias": (N,), "table.weight": (N, D)}
 AXES = {"column.weight": 0, "column.bias": 0, "row.weight": 1, "table.weight": 0}
 
 
-def build(kind):
+def one_of_each(kind):
     """A module of one layer of each kind."""
-    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as stock
 
-    classes = {
-        "ours": (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding),
-        "stock": (stock.ColumnParallelLinear, stock.RowParallelLinear, stock.VocabParallelEmbedding),
-    }[kind]
-    config = ModelParallelConfig(use_cpu_initialization=True)
-    options = {"config": config, "init_method": torch.nn.init.zeros_}
-    column, row, table = classes
-    return torch.nn.ModuleDict(
-        {
-            "column": column(D, N, **options),
-            "row": row(D, N, bias=True, input_is_parallel=True, skip_bias_add=False, **options),
-            "table": table(N, D, **options),
-        }
-    )
+    from megatron_ext.tensor_parallel import layers as ours
+
+    options = {"package": {"ours": ours, "stock": stock}[kind], "config": tiny_config()}
+    kinds = {"column": ("column", D, N), "row": ("row", D, N), "table": ("embedding", N, D)}
+    return torch.nn.ModuleDict({name: build(*given, **options) for name, given in kinds.items()})
 
 
 def expected(name):
@@ -69,7 +58,7 @@ def test_written_at_one_size_read_at_another(tmp_path):
 
         state = {}
         for writer in ("ours", "stock"):
-            model = build(writer)
+            model = one_of_each(writer)
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(expected(name))
@@ -78,7 +67,7 @@ def test_written_at_one_size_read_at_another(tmp_path):
             dist_checkpointing.save(state, str(tmp_path))
 
         # A table of 26 rows, padded otherwise than the 24 that were written: those are read.
-        table = VocabParallelEmbedding(N + 2, D, config=Config(), init_method=torch.nn.init.zeros_)
+        table = build("embedding", N + 2, D)
         read = dist_checkpointing.load(table.sharded_state_dict("ours.table."), str(tmp_path))["ours.table.weight"]
         full = numbers(N, D, seed=sum(map(ord, "table.weight")))
         start = table.vocab_start_index
@@ -87,7 +76,7 @@ def test_written_at_one_size_read_at_another(tmp_path):
     for size in (4, 1):
         with model_parallel(tp=size):
             for writer, reader in (("ours", "ours"), ("ours", "stock"), ("stock", "ours")):
-                model = build(reader)
+                model = one_of_each(reader)
                 read = dist_checkpointing.load(sharded(model, reader, writer), str(tmp_path))
                 model.load_state_dict({key.removeprefix(f"{writer}."): value for key, value in read.items()})
                 for name, parameter in model.named_parameters():
@@ -101,7 +90,7 @@ def test_the_same_objects_as_megatrons_layers(offsets):
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-        ours, stock = (sharded(build(kind), kind, "any", sharded_offsets=offsets) for kind in ("ours", "stock"))
+        ours, stock = (sharded(one_of_each(kind), kind, "any", sharded_offsets=offsets) for kind in ("ours", "stock"))
         assert ours.keys() == stock.keys()
         for key, a in ours.items():
             b = stock[key]
@@ -114,7 +103,7 @@ def test_the_same_objects_as_megatrons_layers(offsets):
             for name in names.split():
                 assert getattr(a, name) == getattr(b, name), (key, name)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        layer = build("ours")["row"]
+        layer = one_of_each("ours")["row"]
         for metadata in (None, {}, {"dp_cp_group": group}):
             assert layer.sharded_state_dict(metadata=metadata)["bias"].replica_id == (
                 0,
@@ -144,6 +133,6 @@ def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
 
 def test_without_megatron(monkeypatch):
     monkeypatch.delitem(sys.modules, "megatron.core.dist_checkpointing.mapping", raising=False)
-    layer = ColumnParallelLinear(D, N, config=Config(), init_method=torch.nn.init.zeros_)
+    layer = build("column", D, N)
     with pytest.raises(ValueError, match="megatron.core.dist_checkpointing is not imported"):
         layer.sharded_state_dict()

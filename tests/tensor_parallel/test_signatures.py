@@ -16,10 +16,11 @@ import torch
 
 from megatron_ext import tensor_parallel
 from megatron_ext.megatron.versions import TESTED, megatron_version
+from tests.pages import DOCS
 from tests.tensor_parallel.signatures import MODULES, recorded, signatures
 
 SOURCE = Path(find_spec("megatron.core").submodule_search_locations[0]) / "tensor_parallel"
-PAGE = Path(__file__).parents[2] / "docs" / "tensor_parallel_api.md"
+PAGE = DOCS / "tensor_parallel_api.md"
 GENERALIZED = ["generalized_tensor_parallelism", "gtp_api", "gtp_cuda_graphs", "gtp_symmetric_memory"]
 RECORDED = recorded()
 

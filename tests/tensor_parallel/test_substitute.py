@@ -4,19 +4,14 @@ import gc
 import importlib
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
-from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_ext.emulation import megatron_on_cpu
 from tests.gpt import model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt, train_steps
 from tests.ranks import TIMEOUT_S, ranks
-from tests.tensor_parallel.rng import drawn, no_tracker
-
-LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
+from tests.tensor_parallel.test_gpt_parity import FULL
 
 
 def references():
@@ -30,35 +25,21 @@ def references():
     }
 
 
-def losses(substituted, **overrides):
-    with ours_everywhere() if substituted else nullcontext():
-        chunks = tiny_gpt(stock_spec, hidden_dropout=0.1, attention_dropout=0.1, **overrides)
-        layers = {type(m) for m in chunks[0].modules() if type(m).__name__ in LAYERS}
-        homes = {layer.__module__.split(".")[0] for layer in layers}
-        assert homes == {"megatron_ext" if substituted else "megatron"}
-        assert {layer.__name__ for layer in layers} == LAYERS
-        return train_steps(chunks, tiny_batches(steps=3))
-
-
 @ranks(1, 2)
-def test_a_stock_model_trains_alike_and_everything_is_put_back():
+def test_a_model_trains_in_ours_and_everything_is_put_back():
+    """How it trains: `test_gpt_parity.py` and `tests/megatron/test_pretraining_parity.py`."""
     size = torch.distributed.get_world_size()
-    overrides = {"sequence_parallel": size > 1, "recompute_granularity": "full",
-                 "recompute_method": "uniform", "recompute_num_layers": 1}  # fmt: skip
     with model_parallel(tp=size):
-        stock = losses(False, **overrides)
-    with model_parallel(tp=size):
-        before = references()  # in the same emulation, which has functions of its own
-        ours = losses(True, **overrides)
+        before = references()
+        with ours_everywhere():
+            train_steps(tiny_gpt(stock_spec, sequence_parallel=size > 1, **FULL), tiny_batches(steps=3))
         after = references()
-    torch.testing.assert_close(torch.tensor(ours), torch.tensor(stock), rtol=1e-6, atol=0)
     changed = [place for place, value in before.items() if after.get(place) is not value]
     assert not changed, changed
 
 
 @ranks(1)
 def test_streams_go_on_where_they_are():
-
     with model_parallel():
         from megatron.core import tensor_parallel
 
@@ -114,20 +95,13 @@ def test_models_that_cannot_run_again_are_not_in_use():
     assert chunks
 
 
-def in_a_new_process(code):
-    """Imports stay imported: what matters before and after an import needs an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_modules_imported_before_and_after():
-    """Globals, layer specs in globals and in local variables, base classes, default arguments."""
-    in_a_new_process(
-        """
+    """Globals, layer specs in globals and in local variables, base classes, default arguments.
+
+    Imports stay imported: what matters before and after one needs an interpreter of its own.
+    """
+    code = """
 import sys, types
 import megatron.core.tensor_parallel as tp
 from megatron.core.tensor_parallel import layers
@@ -184,112 +158,11 @@ assert ours.ColumnParallelLinear.__module__.startswith("megatron_ext.")
 assert our_specs.gpt_layer_spec.submodules.mlp.submodules.linear_fc1 is ours.ColumnParallelLinear
 assert megatron_ext.restore_tensor_parallel() is None
 """
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
-def test_lives_with_torch_alone_until_it_is_asked_for():
-    in_a_new_process(
-        """
-import sys, megatron_ext
-assert not any(name.startswith("megatron.") for name in sys.modules)
-assert "substitute_tensor_parallel" in megatron_ext.__all__
-"""
-    )
+def test_other_names_are_none_of_the_package():
     with pytest.raises(AttributeError, match="module 'megatron_ext' has no attribute 'nothing'"):
         importlib.import_module("megatron_ext").nothing  # noqa: B018
-
-
-@pytest.fixture
-def engine(monkeypatch):
-    """Transformer Engine's RNG tracker, and Megatron's class around it, over the CPU's generator."""
-
-    class Tracker:
-        def __init__(self):
-            self.reset()
-
-        def reset(self):
-            self.states_, self.seeds_ = {}, set()
-
-        def get_states(self):
-            return dict(self.states_)
-
-        def set_states(self, states):
-            self.states_ = states
-
-        def add(self, name, seed):
-            self.seeds_.add(seed)
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextmanager
-        def fork(self, name="model-parallel-rng"):
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
-
-    class TECudaRNGStatesTracker(Tracker):
-        is_inference_rng_tracker = False
-
-        def __init__(self, is_inference_rng_tracker=False):
-            super().__init__()
-
-        def is_initialized(self):
-            return bool(self.states_)
-
-    # Megatron, and what of it ours need, is imported without the stand-ins.
-    megatrons = importlib.import_module("megatron.core.extensions.transformer_engine")
-    importlib.import_module("megatron_ext.megatron.substitute")
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["transformer_engine.pytorch.distributed"].CudaRNGStatesTracker = Tracker
-    monkeypatch.setattr(megatrons, "TECudaRNGStatesTracker", TECudaRNGStatesTracker, raising=False)
-    return TECudaRNGStatesTracker
-
-
-def test_the_tracker_of_transformer_engine_goes_on_in_ours_and_stays_megatrons(engine, monkeypatch):
-
-    with megatron_on_cpu(), no_tracker():
-        from megatron.core import tensor_parallel
-        from megatron.core.tensor_parallel import random as theirs
-
-        def draw(x):
-            with tensor_parallel.get_cuda_rng_tracker().fork():
-                return x * torch.rand(4)
-
-        tracker = engine()
-        tracker.add("model-parallel-rng", 5)
-        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER", tracker)
-        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
-        expected = drawn(5, 4, 4, 4)
-        one = torch.ones(4, requires_grad=True)
-        got = [draw(one)]
-        with ours_everywhere():
-            assert isinstance(tensor_parallel.get_cuda_rng_tracker(), engine)
-            got.append(tensor_parallel.checkpoint(draw, False, one))
-            got[-1].sum().backward()
-        assert theirs._CUDA_RNG_STATE_TRACKER is tracker
-        got.append(draw(one))
-    torch.testing.assert_close(torch.stack(got), torch.stack(expected), rtol=0, atol=0)
-    assert torch.equal(one.grad, expected[1])
-
-
-def test_a_tracker_of_transformer_engine_that_was_made_in_ours_is_one_in_megatrons(engine, monkeypatch):
-
-    with megatron_on_cpu(), no_tracker():
-        from megatron.core import tensor_parallel
-        from megatron.core.tensor_parallel import random as theirs
-
-        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER", None)
-        monkeypatch.setattr(theirs, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-        monkeypatch.setattr(theirs, "HAVE_TE", True)
-        monkeypatch.setattr(theirs, "is_te_min_version", lambda *args: True, raising=False)
-        with ours_everywhere():
-            tensor_parallel.get_cuda_rng_tracker(use_te_rng_tracker=True).add("model-parallel-rng", 5)
-        found = tensor_parallel.get_cuda_rng_tracker()
-        assert type(found) is engine
-        with found.fork():
-            assert torch.equal(torch.rand(4), drawn(5, 4)[0])
