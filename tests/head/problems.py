@@ -157,6 +157,14 @@ class Problem:
         grads = torch.autograd.grad(results[:2], wanted, [self.grad, self.grad_entropy])
         return tuple(x.detach() for x in results), list(grads)
 
+    def beside_plain(
+        self, what: str, group, layout: str = "replicated", **more: Any
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each result but the hits, then of each gradient: ours, the truth, and what `plain` has."""
+        every = self.ours(what, group, layout, **more), self.truth(what), self.plain(what, group_size(group))
+        grads = every[0][1], *(self.pieces(whole, group, layout) for _, whole in every[1:])
+        return list(zip(*([*of[0][:2], *own] for of, own in zip(every, grads, strict=True)), strict=True))
+
 
 def error(got: Tensor, truth: Tensor) -> float:
     """Relative to the truth's norm."""
