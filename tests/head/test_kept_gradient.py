@@ -92,17 +92,6 @@ def test_gradients_are_those_of_nothing_kept(kind, facts):
                 torch.testing.assert_close(x, y, equal_nan=True)
 
 
-def test_against_the_unsharded_reference_in_fp64():
-    (hidden, weight, _), teacher = sides()
-    upstream = torch.randn(T).double()
-    want = reference.kl_divergence(reference.logits(teacher.hidden, teacher.head.weight), hidden @ weight.t())
-    wanted = torch.autograd.grad(want, (hidden, weight), upstream)
-    found = LmHead(weight).read(hidden, KL(teacher))
-    torch.testing.assert_close(found, want)
-    for x, y in zip(torch.autograd.grad(found, (hidden, weight), upstream), wanted, strict=True):
-        torch.testing.assert_close(x, y)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_as_exact_as_with_nothing_kept(dtype):
     (hidden, weight, bias), teacher = sides(dtype)
