@@ -30,6 +30,18 @@ def costs(call, layout="replicated", sizes=SMALL, frozen=False, grad=True):
         return found
 
 
+def costs_on_logits(call, tokens, columns, ranks):
+    """Of `call(logits, labels, tp_group=group)`, and of its backward pass."""
+    with one_rank_of(ranks) as group:
+        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        held = logits + 0  # not a leaf, as in a model
+        with measure() as forward:
+            found = call(held, torch.zeros(tokens, dtype=torch.int64), tp_group=group)
+        with measure() as backward:
+            torch.autograd.grad(found, held, torch.ones(tokens))
+        return forward, backward
+
+
 def allowed_bytes(layout, tokens):
     """dx and dW at 4 bytes an element; with the sequence layout the gathered x and the full-length dx at 2."""
     full = tokens * D
@@ -127,14 +139,8 @@ def test_without_gradients_one_matmul_and_nothing_kept():
 def test_on_logits_nothing_of_their_size_is_saved(into_logits):
     """Beyond the caller's own logits: small statistics after forward, after backward one gradient in their dtype."""
     tokens, columns = 4096, 8192
-    with one_rank_of(4) as group:
-        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-        held = logits + 0  # not a leaf, as in a model
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as forward:
-            loss = vocab_parallel_cross_entropy(held, labels, group, gradient_into_logits=into_logits)
-        with measure() as backward:
-            loss.backward(torch.randn(tokens))
+    call = partial(vocab_parallel_cross_entropy, gradient_into_logits=into_logits)
+    forward, backward = costs_on_logits(call, tokens, columns, 4)
     assert forward.collectives.total() == 1
     assert backward.collectives.total() == 0
     assert forward.peak_bytes < 0.6 * tokens * columns, "no fp32 copy, not even for a moment"

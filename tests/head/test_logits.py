@@ -48,13 +48,8 @@ def test_values_and_gradients(options):
         same(got[0], log_probs, problem.grad)
         same(got[1], entropy, problem.grad_entropy)
         assert torch.equal(got[2], hits)
-        everywhere = reference.entropy(bent(problem, whole), problem.size)
+        everywhere = reference.entropy(problem.bent(whole), problem.size)
         same(token_entropy(mine, **chosen, **more), everywhere, problem.grad_entropy)
-
-
-def bent(problem, z):
-    softcap, temperature = problem.arguments.get("softcap"), problem.arguments.get("temperature", 1.0)
-    return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
 
 
 @ranks(2)

@@ -1,5 +1,7 @@
 """Mistakes that everyone makes once, each told in a sentence that names it, and right calls that were refused."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -206,5 +208,10 @@ def test_what_one_rank_has_of_two():
         ValueError, match="on one rank: it must be the whole; pass the tp_group whose ranks hold the rest"
     ):
         linear_cross_entropy(hidden, own, labels, vocab=vocab)
-    with pytest.raises(ValueError, match=f"every rank of tp_group passed the same {V} columns"):
-        linear_cross_entropy(hidden, weight, labels, dist.group.WORLD)
+    calls = [partial(linear_cross_entropy, hidden, weight, labels)]
+    for top_k, top_p, chunk_tokens in itertools.product((None, 3), (1.0, 0.9), (None, 1)):
+        options = {"top_k": top_k, "top_p": top_p, "chunk_tokens": chunk_tokens}
+        calls.append(partial(head.sampled_log_probs, hidden @ weight.t(), labels, **options))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"every rank of tp_group passed the same {V} columns"):
+            call(tp_group=dist.group.WORLD)

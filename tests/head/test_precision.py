@@ -28,12 +28,10 @@ def over_ranks(got, truth, group):
 
 
 def check(problem, group, layouts=("replicated",)):
-    whole = problem.truth("loss")[1], problem.plain("loss", group_size(group))[1]
     for layout in layouts:
-        truth, plain = (problem.pieces(grads, group, layout) for grads in whole)
         for cache in (0, 0.5, 1):
-            grads = problem.ours("loss", group, layout, cache=cache)[1]
-            for name, ours, same, theirs in zip(("dx", "dW"), grads, truth, plain, strict=True):
+            _, *grads = problem.beside_plain("loss", group, layout, cache=cache)
+            for name, (ours, same, theirs) in zip(("dx", "dW"), grads, strict=True):
                 found, limit = over_ranks(ours, same, group), LIMIT * over_ranks(theirs, same, group)
                 assert found <= limit, f"{name}, cache {cache}: {LIMIT * found / limit:.3f} x plain PyTorch's error"
 

@@ -1,13 +1,13 @@
 """Log-probabilities under the distribution that tokens were sampled from: top-k, top-p, both, with temperature."""
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.meter import measure, one_rank_of
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
@@ -24,6 +24,7 @@ from megatron_ext.head import (
 from megatron_ext.head.readouts import top_k_filter, top_p_filter
 from megatron_ext.head.row_passes import selection
 from tests.head.problems import error
+from tests.head.test_costs import costs, costs_on_logits
 from tests.marks import slow
 from tests.ranks import ranks
 
@@ -171,13 +172,8 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
 def test_bytes():
     """Beyond logits and gradient at most a tenth of the logits, in chunks. Each filter alone: tests/model_utils."""
     tokens, columns = 512, 32768
-    with one_rank_of(1) as group:
-        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as forward:
-            found = sampled_log_probs(logits, labels, 50, 0.9, 0.7, group, chunk_tokens=8)
-        with measure() as backward:
-            torch.autograd.grad(found, logits, torch.ones(tokens))
+    call = partial(sampled_log_probs, top_k=50, top_p=0.9, temperature=0.7, chunk_tokens=8)
+    forward, backward = costs_on_logits(call, tokens, columns, 1)
     assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
     assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
 
@@ -187,16 +183,14 @@ def test_bytes():
 def test_from_hidden_states_only_a_chunk_of_logits(top_k):
     """As on a GPU, where nothing waits to see whether logits tie."""
     tokens, width, columns = 1024, 256, 8192
-    with one_rank_of(2) as group:
-        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(columns, width, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as costs:
-            found = linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
-            found.backward(torch.ones(tokens))
-    assert costs.flops == 8 * tokens * width * columns
+
+    def call(hidden, weight, labels, group, layout):
+        return linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
+
+    found = costs(call, sizes=(tokens, width, 2 * columns, 2))
+    assert found.flops == 8 * tokens * width * columns
     gradients = 2 * tokens * width + 2 * columns * width + 4 * columns * width  # dx, dW, and dW's sum in fp32
-    assert costs.peak_bytes <= gradients + 0.35 * 2 * tokens * columns
+    assert found.peak_bytes <= gradients + 0.35 * 2 * tokens * columns
 
 
 @pytest.mark.parametrize(
@@ -318,20 +312,6 @@ def test_a_prefix_of_exactly_top_p_is_enough(top_k):
     z, labels = torch.tensor([0.0, -1, -2, -2, -torch.inf], dtype=torch.float64).expand(4, 5), torch.arange(4)
     found = sampled_log_probs(z, labels, top_k, 0.75, 1 / math.log(2))
     torch.testing.assert_close(found.exp(), torch.tensor([2 / 3, 1 / 3, 0, 0], dtype=torch.float64))
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("chunk_tokens", [None, 1])
-def test_gathered_logits_are_refused(chunk_tokens):
-    """The whole vocabulary on every rank, with a group: by top-p alone as by any other call."""
-    group = dist.group.WORLD
-    z, labels = torch.randn(4, 10), torch.zeros(4).long()
-    for top_k, top_p in ((None, 1.0), (3, 1.0), (3, 0.9), (None, 0.9)):
-        if group_size(group) == 1:
-            assert sampled_log_probs(z, labels, top_k, top_p, 1.0, group).shape == (4,)
-            continue
-        with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
-            sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
 
 
 def test_top_p_beside_another_read_out_writes_no_padding_column():
