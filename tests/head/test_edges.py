@@ -24,12 +24,11 @@ def test_backward_twice(cache):
     problem = Problem(dtype=torch.bfloat16, options={"bias": True})
     hidden, weight, bias = problem.mine(None)
     loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache)
-    first = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad, retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight, bias), 2 * problem.grad, retain_graph=True)
-    third = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, c)
-        assert torch.equal(2 * a, b)
+    leaves = hidden, weight, bias
+    grads = [torch.autograd.grad(loss, leaves, n * problem.grad, retain_graph=True) for n in (1, 2, 1)]
+    for first, double, again in zip(*grads, strict=True):
+        assert torch.equal(first, again)
+        assert torch.equal(2 * first, double)
 
 
 def test_backward_twice_on_logits():
@@ -212,34 +211,22 @@ def test_any_memory(cache):
     torch.testing.assert_close(got, torch.autograd.grad(plain, (one, leaf), torch.tensor(0.5).double().expand(5, 4)))
 
 
-def test_the_masks_dtype_is_not_the_losss():
-    problem = Problem(dtype=torch.float32)
-    hidden, weight, _ = problem.mine(None)
-    want = problem.truth("loss")[0][0].float()
-    for dtype in (torch.float64, torch.float16, torch.bool, torch.int64):
-        for reduction in ("none", "sum", "mean"):
-            mask = torch.ones(problem.shape, dtype=dtype)
-            loss = linear_cross_entropy(hidden, weight, problem.labels, loss_mask=mask, reduction=reduction)
-            total = {"none": want, "sum": want.sum(), "mean": want.sum() / (problem.labels != -100).sum()}
-            torch.testing.assert_close(loss, total[reduction])
-
-
-def test_reductions_and_loss_mask():
-    problem = Problem()
-    (loss,), _ = problem.truth("loss")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_reductions_and_loss_mask(dtype):
+    """The mask's dtype is not the loss's."""
+    problem = Problem(dtype=dtype)
+    loss = problem.truth("loss")[0][0].to(dtype)
     kept = problem.labels != -100
     hidden, weight, _ = problem.mine(None)
     mask = torch.rand(problem.shape).round()
     for skip_ignored in (False, True):
-        call = {"skip_ignored": skip_ignored}
-        total = linear_cross_entropy(hidden, weight, problem.labels, reduction="sum", **call)
-        mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
-        torch.testing.assert_close(total, loss.sum())
-        torch.testing.assert_close(mean, loss.sum() / kept.sum())
-        for weights in (mask, mask.bool(), mask * 0.25):
-            call["loss_mask"] = weights
+        for weights in (None, mask, mask.bool(), mask.long(), mask.half(), mask.double() * 0.25):
+            call = {"loss_mask": weights, "skip_ignored": skip_ignored}
+            weights = torch.ones(problem.shape) if weights is None else weights.to(dtype)
             masked = linear_cross_entropy(hidden, weight, problem.labels, **call)
             torch.testing.assert_close(masked, loss * weights)
+            total = linear_cross_entropy(hidden, weight, problem.labels, reduction="sum", **call)
+            torch.testing.assert_close(total, (loss * weights).sum())
             mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
             torch.testing.assert_close(mean, (loss * weights).sum() / (kept * weights).sum())
             log_probs = linear_log_probs(hidden, weight, problem.labels, **call)

@@ -91,18 +91,6 @@ def test_no_less_exact_than_log_softmax(dtype):
     assert error(token_log_probs(mine, ids[:, 0], group), truth[:, 0]) <= error(plain[:, 0], truth[:, 0])
 
 
-def test_other_strides_and_no_tokens():
-    z = torch.randn(6, 4, 10, dtype=torch.float64).transpose(0, 1).requires_grad_()
-    ids = torch.randint(10, (4, 6, 3))
-    torch.testing.assert_close(gather_log_probs(z, ids), z.log_softmax(-1).gather(-1, ids))
-    assert torch.equal(vocab_topk(z, 3)[1], z.topk(3).indices)
-    empty = torch.zeros(0, 10, requires_grad=True)
-    assert gather_log_probs(empty, torch.zeros(0, 3).long()).shape == (0, 3)
-    assert vocab_topk(empty, 3)[1].shape == (0, 3)
-    (grad,) = grads_of(vocab_topk(empty, 3)[0].sum(), empty, torch.ones(()))
-    assert grad.shape == (0, 10)
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -196,9 +184,11 @@ def test_a_shard_that_is_masked_whole_has_no_gradient():
     mine = whole[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
     ids = torch.tensor([[5, 6], [7, 4], [5, 5]])
     leaf = whole.clone().requires_grad_()
-    leaf.log_softmax(-1).gather(1, ids).sum().backward()
-    for found in (gather_log_probs(mine, ids, group).sum(), token_log_probs(mine, ids[:, 0], group).sum()):
-        (grad,) = torch.autograd.grad(found, mine)
-        assert grad.isfinite().all()
-    (grad,) = torch.autograd.grad(gather_log_probs(mine, ids, group).sum(), mine)
-    torch.testing.assert_close(grad, leaf.grad[:, 4 * rank : 4 * rank + 4])
+    true = leaf.log_softmax(-1).gather(1, ids)
+    for found, want in (
+        (gather_log_probs(mine, ids, group), true),
+        (token_log_probs(mine, ids[:, 0], group), true[:, 0]),
+    ):
+        (want_grad,) = torch.autograd.grad(want.sum(), leaf, retain_graph=True)
+        (grad,) = torch.autograd.grad(found.sum(), mine)
+        torch.testing.assert_close(grad, want_grad[:, 4 * rank : 4 * rank + 4])
