@@ -33,8 +33,8 @@ def compare(what, options, layout, cases):
     for cache, chunk_tokens, skip_ignored in cases:
         case = {"cache": cache, "chunk_tokens": chunk_tokens, "skip_ignored": skip_ignored}
         got_results, got_grads = problem.ours(what, group, layout, **case)
-        for got, want in zip([*got_results, *got_grads], [*results, *pieces], strict=True):
-            torch.testing.assert_close(got, want, msg=lambda m, case=case: f"{case}: {m}")
+        got, want = [*got_results, *got_grads], [*results, *pieces]
+        torch.testing.assert_close(got, want, msg=lambda m, case=case: f"{case}: {m}")
 
 
 @ranks(1, 2)
