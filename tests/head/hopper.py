@@ -63,6 +63,12 @@ class Launch:
         else:
             assert used["STACK"] == used["LOCAL"] == 0, (self.name, used)
 
+    def check_programs(self) -> None:
+        """Fails where something is spilled, or an SM has not the registers of two programs."""
+        self.check_spills()
+        used = self.resources()
+        assert 2 * 32 * self.arguments.get("num_warps", 4) * used["REG"] <= 65536, (self.name, used)
+
     def loads(self) -> list[int]:
         """Bytes of each load of a thread from global memory."""
         widths = [re.search(r"LDG\.E(?:\.\w+)*?\.(64|128)\b", text) for _, text in self.instructions() if "LDG" in text]

@@ -20,16 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded": {"size": 37},
     "empty shard": {"size": 9},
     "other ignore_index": {"ignore_index": 3},
-    "all": {
-        "label_smoothing": 0.1,
-        "z_loss": 0.01,
-        "softcap": 2.0,
-        "temperature": 0.7,
-        "bias": True,
-        "size": 37,
-        "ignore_index": 3,
-    },
 }
+OPTIONS["all"] = {name: value for each in OPTIONS.values() for name, value in each.items()} | {"size": 37}
 
 
 @dataclass
@@ -88,12 +80,15 @@ class Problem:
             dx = dx.chunk(group_size(group))[group_rank(group)]
         return [dx, *(x[shard.start : shard.stop] for x in rest)]
 
-    def from_logits(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, log-probs, entropy and hits of raw logits without bias, in their dtype."""
-        kept = self.labels != self.ignore_index
+    def bent(self, z: Tensor) -> Tensor:
+        """Raw logits without bias as they count."""
         z = z if self.bias is None else z + self.bias.to(z.dtype)
         softcap, temperature = self.arguments.get("softcap"), self.arguments.get("temperature", 1.0)
-        z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+        return (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+
+    def from_logits(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Loss, log-probs, entropy and hits of raw logits without bias, in their dtype."""
+        kept, z = self.labels != self.ignore_index, self.bent(z)
         loss = reference.cross_entropy(
             z,
             self.labels,
@@ -156,6 +151,14 @@ class Problem:
         )
         grads = torch.autograd.grad(results[:2], wanted, [self.grad, self.grad_entropy])
         return tuple(x.detach() for x in results), list(grads)
+
+    def beside_plain(
+        self, what: str, group, layout: str = "replicated", **more: Any
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each result but the hits, then of each gradient: ours, the truth, and what `plain` has."""
+        every = self.ours(what, group, layout, **more), self.truth(what), self.plain(what, group_size(group))
+        grads = every[0][1], *(self.pieces(whole, group, layout) for _, whole in every[1:])
+        return list(zip(*([*of[0][:2], *own] for of, own in zip(every, grads, strict=True)), strict=True))
 
 
 def error(got: Tensor, truth: Tensor) -> float:

@@ -5,11 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_ext import (
-    linear_cross_entropy,
-    reference,
-    vocab_parallel_cross_entropy,
-)
+from megatron_ext import linear_cross_entropy, reference, vocab_parallel_cross_entropy
 from megatron_ext.head import gather_log_probs, linear_gather_log_probs
 from tests.head.problems import Problem, error, loss_and_grads
 from tests.ranks import ranks
@@ -98,33 +94,22 @@ def test_no_grad_and_inference_mode():
         torch.testing.assert_close(loss, want)
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
-def test_one_gradient_alone(wanted, cache):
-    """Frozen tensors get no gradient, the other one its right one, also a bias beside a frozen weight."""
-    problem = Problem(options={"bias": True, "label_smoothing": 0.1})
-    leaves = dict(zip(("hidden", "weight", "bias"), problem.mine(None), strict=True))
-    for name, x in leaves.items():
-        x.requires_grad_(name == wanted)
-    loss = linear_cross_entropy(**leaves, labels=problem.labels, label_smoothing=0.1, cache=cache, chunk_tokens=6)
-    loss.backward(problem.grad)
-    want = dict(zip(leaves, problem.truth("loss")[1], strict=True))
-    torch.testing.assert_close(leaves[wanted].grad, want[wanted])
-    assert all(x.grad is None for name, x in leaves.items() if name != wanted)
-
-
-@ranks(2)
+@ranks(1, 2)
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 @pytest.mark.parametrize("cache", [*CACHES, 1024.0])
-def test_frozen_weight_at_any_layout(layout, cache):
-    group, problem = dist.group.WORLD, Problem()
-    hidden, weight, _ = problem.mine(group, layout, grads=(True, False))
-    loss = linear_cross_entropy(
-        hidden, weight, problem.labels, group, layout, vocab=problem.shard(group), cache=cache, chunk_tokens=6
-    )
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+def test_one_gradient_alone(wanted, cache, layout):
+    """Frozen tensors get no gradient, the other one its right one, also a bias beside a frozen weight."""
+    group, problem = dist.group.WORLD, Problem(options={"bias": True, "label_smoothing": 0.1})
+    leaves = dict(zip(("hidden", "weight", "bias"), problem.mine(group, layout), strict=True))
+    for name, x in leaves.items():
+        x.requires_grad_(name == wanted)
+    of = {"tp_group": group, "hidden_layout": layout, "vocab": problem.shard(group), "label_smoothing": 0.1}
+    loss = linear_cross_entropy(**leaves, labels=problem.labels, cache=cache, chunk_tokens=6, **of)
     loss.backward(problem.grad)
-    torch.testing.assert_close(hidden.grad, problem.pieces(problem.truth("loss")[1], group, layout)[0])
-    assert weight.grad is None
+    want = dict(zip(leaves, problem.pieces(problem.truth("loss")[1], group, layout), strict=True))
+    torch.testing.assert_close(leaves[wanted].grad, want[wanted])
+    assert all(x.grad is None for name, x in leaves.items() if name != wanted)
 
 
 def test_tied_weight():

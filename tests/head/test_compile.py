@@ -58,23 +58,8 @@ def check(name, layout, dtype, backend, group):
     torch.testing.assert_close(found, run(function, leaves), **close)
 
 
-# Few here, each takes seconds; all below, among the slow ones.
-@ranks(2)
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        pytest.param("linear_cross_entropy", "sequence", marks=pytest.mark.slow),
-        ("token_log_probs", "replicated"),
-    ],
-    ids=lambda x: x,
-)
-def test_whole_graph(name, layout):
-    check(name, layout, torch.float32, "aot_eager", dist.group.WORLD)
-
-
 # One rank compiles what two do, without the collectives; both layouts are one there. Each function once, as inductor
 # takes up to half a minute of two cores for one: both layouts and types are met.
-@pytest.mark.slow
 @ranks(2)
 @pytest.mark.parametrize(
     "name, layout, dtype",
@@ -90,7 +75,6 @@ def test_compiled_code(name, layout, dtype):
     check(name, layout, dtype, "inductor", dist.group.WORLD)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_each_pass_is_one_operator_of_the_graph():
     """What is compiled runs the passes that fit the device, as the plain run does: Triton's on CUDA."""

@@ -1,5 +1,7 @@
 """Exact FLOPs, peak bytes and collectives of one call, on fake tensors: the same numbers on every machine."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,21 +15,31 @@ T, D, V, R = 16384, 8192, 152064, 8
 SMALL = (1024, 512, 8192, 4)
 
 
-def costs(cache, layout="replicated", sizes=(T, D, V, R), call="loss", frozen=False, grad=True, **options):
+def costs(call, layout="replicated", sizes=SMALL, frozen=False, grad=True):
+    """Of `call(hidden, weight, labels, group, layout)`, and of backward if anything has a gradient."""
     tokens, width, vocabulary, ranks = sizes
     with one_rank_of(ranks) as group:
         rows = tokens // ranks if layout == "sequence" else tokens
         hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=grad)
         weight = torch.empty(vocabulary // ranks, width, dtype=torch.bfloat16, requires_grad=grad and not frozen)
-        labels, upstream = torch.zeros(tokens, dtype=torch.int64), torch.randn(tokens)
+        labels = torch.zeros(tokens, dtype=torch.int64)
         with measure() as found:
-            if call == "loss":
-                loss = linear_cross_entropy(hidden, weight, labels, group, layout, cache=cache, **options)
-            else:
-                loss = sum(linear_log_probs(hidden, weight, labels, group, layout, cache=cache, return_entropy=True))
+            loss = call(hidden, weight, labels, group, layout)
             if grad:
-                loss.backward(upstream)
+                loss.sum().backward()
         return found
+
+
+def costs_on_logits(call, tokens, columns, ranks):
+    """Of `call(logits, labels, tp_group=group)`, and of its backward pass."""
+    with one_rank_of(ranks) as group:
+        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
+        held = logits + 0  # not a leaf, as in a model
+        with measure() as forward:
+            found = call(held, torch.zeros(tokens, dtype=torch.int64), tp_group=group)
+        with measure() as backward:
+            torch.autograd.grad(found, held, torch.ones(tokens))
+        return forward, backward
 
 
 def allowed_bytes(layout, tokens):
@@ -50,7 +62,7 @@ def allowed_bytes(layout, tokens):
 )
 def test_full_width(tokens, cache, layout, flops, logits_bytes):
     logits = tokens * V // R
-    found = costs(cache, layout, (tokens, D, V, R))
+    found = costs(partial(linear_cross_entropy, cache=cache), layout, (tokens, D, V, R))
     assert found.flops == flops * logits * D
     assert found.peak_bytes <= allowed_bytes(layout, tokens) + logits_bytes * logits
     assert found.collectives.total() == (2 if layout == "replicated" else 4)
@@ -59,20 +71,23 @@ def test_full_width(tokens, cache, layout, flops, logits_bytes):
     assert found.largest["torch.bfloat16", (V // R, D)] == 1, "dW, and no copy of the weight"
 
 
+def log_probs_and_entropy(*given, cache):
+    return sum(linear_log_probs(*given, cache=cache, return_entropy=True))
+
+
 @pytest.mark.parametrize(
-    "options",
+    "call",
     [
-        {"label_smoothing": 0.1},
-        {"z_loss": 0.01, "temperature": 0.5},
-        {"softcap": 30.0, "label_smoothing": 0.1},
-        {"call": "log_probs"},  # with entropy
+        partial(linear_cross_entropy, label_smoothing=0.1),
+        partial(linear_cross_entropy, z_loss=0.01, temperature=0.5),
+        partial(linear_cross_entropy, softcap=30.0, label_smoothing=0.1),
+        log_probs_and_entropy,
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("cache", [0, pytest.param(0.25, marks=pytest.mark.slow), 1])
-def test_no_option_costs_flops(options, cache):
+@pytest.mark.parametrize("cache", [0, *slow(0.25), 1])
+def test_no_option_costs_flops(call, cache):
     tokens, width, vocabulary, ranks = SMALL
-    found = costs(cache, sizes=SMALL, **options)
+    found = costs(partial(call, cache=cache))
     assert found.flops == (8 - 2 * cache) * tokens * width * vocabulary // ranks
     assert found.collectives.total() == 2
 
@@ -91,16 +106,12 @@ def test_three_read_outs_together_cost_the_products_and_messages_of_one(kind, la
     make, products = THREE[kind]
 
     def read(makers):
-        with one_rank_of(ranks) as group:
-            rows = tokens // ranks if layout == "sequence" else tokens
-            hidden = torch.empty(rows, width, dtype=torch.bfloat16, requires_grad=True)
-            weight = torch.empty(vocabulary // ranks, width, dtype=torch.bfloat16, requires_grad=True)
-            labels = torch.zeros(tokens, dtype=torch.int64)
-            readouts = [maker(labels) for maker in makers]
-            with measure() as found:
-                results = LmHead(weight, group, layout, cache=1).read(hidden, *readouts)
-                results = results if len(makers) > 1 else [results]
-                sum((x[0] if isinstance(x, tuple) else x).sum() for x in results).backward()
+        def call(hidden, weight, labels, group, layout):
+            results = LmHead(weight, group, layout, cache=1).read(hidden, *(maker(labels) for maker in makers))
+            results = results if len(makers) > 1 else [results]
+            return sum((x[0] if isinstance(x, tuple) else x).sum() for x in results)
+
+        found = costs(call, layout)
         return found.flops, found.collectives.total()
 
     together = read(make)
@@ -111,13 +122,13 @@ def test_three_read_outs_together_cost_the_products_and_messages_of_one(kind, la
 @pytest.mark.parametrize("cache, flops", [(0, 6), (1, 4)])
 def test_frozen_weight_pays_no_weight_gradient(cache, flops):
     tokens, width, vocabulary, ranks = SMALL
-    found = costs(cache, sizes=SMALL, frozen=True)
+    found = costs(partial(linear_cross_entropy, cache=cache), frozen=True)
     assert found.flops == flops * tokens * width * vocabulary // ranks
 
 
 def test_without_gradients_one_matmul_and_nothing_kept():
     tokens, width, vocabulary, ranks = SMALL
-    found = costs(1, sizes=SMALL, grad=False)
+    found = costs(partial(linear_cross_entropy, cache=1), grad=False)
     assert found.flops == 2 * tokens * width * vocabulary // ranks
     assert found.collectives.total() == 1
     assert ("torch.float32", (tokens, vocabulary // ranks)) not in found.largest
@@ -128,14 +139,8 @@ def test_without_gradients_one_matmul_and_nothing_kept():
 def test_on_logits_nothing_of_their_size_is_saved(into_logits):
     """Beyond the caller's own logits: small statistics after forward, after backward one gradient in their dtype."""
     tokens, columns = 4096, 8192
-    with one_rank_of(4) as group:
-        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-        held = logits + 0  # not a leaf, as in a model
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as forward:
-            loss = vocab_parallel_cross_entropy(held, labels, group, gradient_into_logits=into_logits)
-        with measure() as backward:
-            loss.backward(torch.randn(tokens))
+    call = partial(vocab_parallel_cross_entropy, gradient_into_logits=into_logits)
+    forward, backward = costs_on_logits(call, tokens, columns, 4)
     assert forward.collectives.total() == 1
     assert backward.collectives.total() == 0
     assert forward.peak_bytes < 0.6 * tokens * columns, "no fp32 copy, not even for a moment"

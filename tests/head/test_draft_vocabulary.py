@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from megatron_ext import VocabShard
+from megatron_ext import VocabShard, reference
 from megatron_ext.head import (
     KL,
     CrossEntropy,
@@ -90,24 +89,21 @@ def test_eagles_losses_over_shards_of_the_target(layout):
     grads = torch.autograd.grad(loss, [hidden, weight])
 
     leaves = [x.clone().requires_grad_() for x in (student, draft)]
-    q = (leaves[0] @ leaves[1].t()).log_softmax(-1)
-    full = target_hidden @ target.t()
-    p = full[:, KEPT].log_softmax(-1)
-    place = torch.tensor([KEPT.index(x) if x in KEPT else -1 for x in labels.tolist()])
+    z, full = reference.logits(*leaves), reference.logits(target_hidden, target)
+    place = torch.tensor([KEPT.index(x) if x in KEPT else -100 for x in labels.tolist()])
     inside = place >= 0
-    true_nll = F.nll_loss(q, place.clamp(min=0), reduction="none").where(inside, 0.0)
-    true_soft = -(p.exp() * q).sum(-1)
+    true_nll, true_soft = reference.cross_entropy(z, place), reference.soft_cross_entropy(z, full[:, KEPT])
     true_kept = torch.tensor([x in KEPT for x in full.argmax(-1).tolist()])
-    true_entropy = -(q.exp() * q).sum(-1).where(inside, 0.0)
-    m = torch.logaddexp(q + torch.tensor(0.7).log(), p + torch.tensor(0.3).log())
-    true_apart = 0.7 * (q.exp() * (q - m)).sum(-1) + 0.3 * (p.exp() * (p - m)).sum(-1)
+    true_entropy = reference.entropy(z).where(inside, 0.0)
+    m = (0.7 * z.softmax(-1) + 0.3 * full[:, KEPT].softmax(-1)).log()
+    true_apart = 0.7 * reference.kl_divergence(z, m) + 0.3 * reference.kl_divergence(full[:, KEPT], m)
     true = true_nll.sum() + 0.5 * (true_soft * true_kept).sum() + 0.3 * true_entropy.sum() + 0.2 * true_apart.sum()
     dx, dw = torch.autograd.grad(true, leaves)
 
     assert torch.equal(kept, true_kept)
     assert 0 < kept.sum() < T
     assert torch.equal(outside, (labels != -100) & ~inside)
-    assert torch.equal(hits, (q.argmax(-1) == place) & inside)
+    assert torch.equal(hits, (z.argmax(-1) == place) & inside)
     for got, wanted in ((nll, true_nll), (soft, true_soft), (entropy, true_entropy), (apart, true_apart)):
         assert error(got, wanted) < 1e-7  # fp32's logarithms of the weights of the mixture
     assert error(grads[0], cut(dx)) < 1e-7

@@ -24,12 +24,11 @@ def test_backward_twice(cache):
     problem = Problem(dtype=torch.bfloat16, options={"bias": True})
     hidden, weight, bias = problem.mine(None)
     loss = linear_cross_entropy(hidden, weight, problem.labels, bias=bias, cache=cache)
-    first = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad, retain_graph=True)
-    second = torch.autograd.grad(loss, (hidden, weight, bias), 2 * problem.grad, retain_graph=True)
-    third = torch.autograd.grad(loss, (hidden, weight, bias), problem.grad)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, c)
-        assert torch.equal(2 * a, b)
+    leaves = hidden, weight, bias
+    grads = [torch.autograd.grad(loss, leaves, n * problem.grad, retain_graph=True) for n in (1, 2, 1)]
+    for first, double, again in zip(*grads, strict=True):
+        assert torch.equal(first, again)
+        assert torch.equal(2 * first, double)
 
 
 def test_backward_twice_on_logits():
@@ -109,27 +108,23 @@ def test_no_tokens_and_none_that_count(layout):
         hidden, weight, problem.labels, group, layout, vocab=problem.shard(group), reduction="mean"
     )
     assert mean == 0
+    logits = torch.randn(*problem.shape, len(weight), requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, problem.labels, group, problem.shard(group))
+    assert not loss.any()
+    assert not torch.autograd.grad(loss.sum(), logits)[0].any()
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("what", ["loss", "log_probs"])
 def test_one_column_a_rank_and_ranks_without_any(what):
     group = dist.group.WORLD
-    problem = Problem(columns=group_size(group))
-    results, grads = problem.truth(what)
-    for cache in CACHES:
-        got_results, got_grads = problem.ours(what, group, cache=cache)
-        torch.testing.assert_close([*got_results, *got_grads], [*results, *problem.pieces(grads, group, "replicated")])
-    # all columns on the first rank
-    problem = Problem()
-    results, grads = problem.truth(what)
-    shard = VocabShard(0, 41, 41) if group_rank(group) == 0 else VocabShard(41, 41, 41)
-    hidden, weight, _ = problem.mine(None)
-    weight = weight[shard.start : shard.stop].detach().requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, problem.labels, group, vocab=shard)
-    dx, dw = torch.autograd.grad(loss, (hidden, weight), problem.grad)
-    truth, (want_dx, want_dw) = problem.truth("loss")
-    torch.testing.assert_close([loss, dx, dw], [truth[0], want_dx, want_dw[shard.start : shard.stop]])
+    on_the_first = Problem(cuts=[41] * (group_size(group) - 1))
+    for problem in (Problem(columns=group_size(group)), on_the_first):
+        results, grads = problem.truth(what)
+        pieces = problem.pieces(grads, group, "replicated")
+        for cache in CACHES:
+            got_results, got_grads = problem.ours(what, group, cache=cache)
+            torch.testing.assert_close([*got_results, *got_grads], [*results, *pieces])
 
 
 @ranks(1, 2, 4)
@@ -143,21 +138,10 @@ def test_huge_logits_and_far_shards(size, dtype):
     group = dist.group.WORLD
     problem = Problem(dtype=dtype, logit_size=size)
     for what in ("loss", "log_probs"):
-        results, grads = problem.truth(what)
-        plain_results, plain_grads = problem.plain(what, group_size(group))
         for cache in CACHES:
-            got_results, got_grads = problem.ours(what, group, cache=cache)
             last_bit = size * 2**-21 if cache == 0.5 and dtype == torch.float32 else 0
-            for got, truth, plain, more in (
-                *zip(got_results[:2], results[:2], plain_results[:2], [0] * len(results[:2]), strict=True),
-                *zip(
-                    got_grads,
-                    problem.pieces(grads, group, "replicated"),
-                    problem.pieces(plain_grads, group, "replicated"),
-                    [last_bit] * len(grads),
-                    strict=True,
-                ),
-            ):
+            for got, truth, plain in problem.beside_plain(what, group, cache=cache):
+                more = 0 if got.shape == problem.shape else last_bit
                 assert got.isfinite().all()
                 assert error(got, truth) <= 1.1 * error(plain, truth) + 1e-6 + more
 
@@ -227,34 +211,22 @@ def test_any_memory(cache):
     torch.testing.assert_close(got, torch.autograd.grad(plain, (one, leaf), torch.tensor(0.5).double().expand(5, 4)))
 
 
-def test_the_masks_dtype_is_not_the_losss():
-    problem = Problem(dtype=torch.float32)
-    hidden, weight, _ = problem.mine(None)
-    want = problem.truth("loss")[0][0].float()
-    for dtype in (torch.float64, torch.float16, torch.bool, torch.int64):
-        for reduction in ("none", "sum", "mean"):
-            mask = torch.ones(problem.shape, dtype=dtype)
-            loss = linear_cross_entropy(hidden, weight, problem.labels, loss_mask=mask, reduction=reduction)
-            total = {"none": want, "sum": want.sum(), "mean": want.sum() / (problem.labels != -100).sum()}
-            torch.testing.assert_close(loss, total[reduction])
-
-
-def test_reductions_and_loss_mask():
-    problem = Problem()
-    (loss,), _ = problem.truth("loss")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_reductions_and_loss_mask(dtype):
+    """The mask's dtype is not the loss's."""
+    problem = Problem(dtype=dtype)
+    loss = problem.truth("loss")[0][0].to(dtype)
     kept = problem.labels != -100
     hidden, weight, _ = problem.mine(None)
     mask = torch.rand(problem.shape).round()
     for skip_ignored in (False, True):
-        call = {"skip_ignored": skip_ignored}
-        total = linear_cross_entropy(hidden, weight, problem.labels, reduction="sum", **call)
-        mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
-        torch.testing.assert_close(total, loss.sum())
-        torch.testing.assert_close(mean, loss.sum() / kept.sum())
-        for weights in (mask, mask.bool(), mask * 0.25):
-            call["loss_mask"] = weights
+        for weights in (None, mask, mask.bool(), mask.long(), mask.half(), mask.double() * 0.25):
+            call = {"loss_mask": weights, "skip_ignored": skip_ignored}
+            weights = torch.ones(problem.shape) if weights is None else weights.to(dtype)
             masked = linear_cross_entropy(hidden, weight, problem.labels, **call)
             torch.testing.assert_close(masked, loss * weights)
+            total = linear_cross_entropy(hidden, weight, problem.labels, reduction="sum", **call)
+            torch.testing.assert_close(total, (loss * weights).sum())
             mean = linear_cross_entropy(hidden, weight, problem.labels, reduction="mean", **call)
             torch.testing.assert_close(mean, (loss * weights).sum() / (kept * weights).sum())
             log_probs = linear_log_probs(hidden, weight, problem.labels, **call)
@@ -345,33 +317,20 @@ def test_hits_are_the_callers_to_write(ignored):
     torch.testing.assert_close(logits.grad, twin.grad)
 
 
-def test_hits_take_the_lowest_id_among_equals():
-    z = torch.tensor([[1.0, 3.0, 3.0], [3.0, 3.0, 3.0], [0.0, 1.0, 2.0]])
-    _, hits = token_log_probs(z, torch.tensor([1, 1, 2]), return_hits=True)
-    assert hits.tolist() == [True, False, True]
-
-
-@ranks(2)
-def test_hits_take_the_lowest_id_among_ranks():
-    z = torch.tensor([[3.0, 1.0], [3.0, 3.0]])[dist.get_rank()].expand(3, 2)
-    _, hits = token_log_probs(z, torch.tensor([0, 2, 3]), dist.group.WORLD, return_hits=True)
-    assert hits.tolist() == [True, False, False]
-
-
-@ranks(2, 4)
-def test_shards_in_any_order():
-    """The last rank holds the first columns: among equal logits the lowest id wins, not the lowest rank."""
-    group = dist.group.WORLD
-    width, last = 10, group_size(group) - 1
-    start = width * (last - group_rank(group))
-    shard = VocabShard(start, start + width, width * (last + 1))
-    z = torch.tensor([[0.0, 2, 1, 2], [0, 0, 0, 0], [1, 0, 0, 3]]).repeat(1, width * (last + 1) // 4)
-    z[:, -2:] += 1e-3 * torch.arange(3).unsqueeze(1)
-    labels = torch.tensor([1, 0, width * (last + 1) - 1])
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_shards_in_any_order(backwards):
+    """Also where the last rank holds the first columns: among equal logits the lowest id wins, whatever its rank."""
+    group, width = dist.group.WORLD, 12
+    size, last = group_size(group), group_size(group) - 1
+    start = width * (last - group_rank(group) if backwards else group_rank(group))
+    shard = VocabShard(start, start + width, width * size)
+    z = torch.tensor([[0.0, 2, 1, 2], [0, 0, 0, 0], [1, 0, 0, 3], [0, 2, 1, 2], [0, 2, 1, 2]]).repeat(1, 3 * size)
+    z[1:3, -2:] += torch.tensor([[1e-3], [2e-3]])
+    labels = torch.tensor([1, 0, shard.size - 1, 3, shard.size - 1])
     leaf = z[:, start : shard.stop].clone().requires_grad_()
     log_probs, hits = token_log_probs(leaf, labels, group, shard, return_hits=True)
-    assert hits.tolist() == (z.argmax(1) == labels).tolist()
-    assert hits.tolist() == [True, False, True]
+    assert hits.tolist() == [True, False, True, False, False]
     torch.testing.assert_close(log_probs, reference.log_probs(z, labels))
     (grad,) = torch.autograd.grad(log_probs.sum(), leaf)
     whole = z.requires_grad_()

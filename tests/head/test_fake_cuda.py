@@ -4,6 +4,9 @@ They have shapes, dtypes and devices, and autograd has no engine for them: funct
 backward.
 """
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,27 +25,16 @@ BENDS = {"softcap": 2.0, "temperature": 0.7}
 EVERYTHING = {**BENDS, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
-class Context:
-    """What autograd gives a function."""
-
-    def __init__(self, args):
-        self.needs_input_grad = [isinstance(x, Tensor) and x.is_floating_point() for x in args]
-
-    def save_for_backward(self, *tensors):
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors):
-        pass
-
-    def set_materialize_grads(self, value):
-        pass
-
-
 def apply(function, *args):
     """Forward, and backward with a gradient for every result that can have one."""
     if isinstance(args[0], OfSoftmax):
         args[0].keep = True  # a backward follows
-    ctx = Context(args)
+    ctx = SimpleNamespace(  # what autograd gives a function
+        needs_input_grad=[isinstance(x, Tensor) and x.is_floating_point() for x in args],
+        save_for_backward=lambda *tensors: setattr(ctx, "saved_tensors", tensors),
+        mark_non_differentiable=lambda *tensors: None,
+        set_materialize_grads=lambda value: None,
+    )
     results = function.forward(ctx, *args)
     each = results if isinstance(results, tuple) else (results,)
     grads = [torch.empty_like(x) if x is not None and x.is_floating_point() else None for x in each]
@@ -71,19 +63,15 @@ def linear(function, cache, chunk_tokens, options, with_bias=False, fused=False,
     return call
 
 
-def on_logits(function, *more, **options):
+def on(shapes, function, *more, **options):
     def call(dtype, group, layout):
-        function(empty(T, V, dtype=dtype), *(make(dtype) for make in more), tp_group=group, **options)
+        tensors = [empty(*shape, dtype=dtype) for shape in shapes]
+        function(*tensors, *(make(dtype) for make in more), tp_group=group, **options)
 
     return call
 
 
-def on_hidden(function, *more, **options):
-    def call(dtype, group, layout):
-        hidden, weight = empty(T, D, dtype=dtype), empty(V, D, dtype=dtype)
-        function(hidden, weight, *(make(dtype) for make in more), tp_group=group, **options)
-
-    return call
+on_logits, on_hidden = partial(on, [(T, V)]), partial(on, [(T, D), (V, D)])
 
 
 def labels(dtype):

@@ -8,14 +8,12 @@ from torch.utils._pytree import tree_leaves
 from megatron_ext import VocabShard, head
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead, LoRA
-from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, problem, same, shard_of
+from tests.head.test_fixed_bits import MODES, VOCAB, WIDTH, assert_as_near, problem, same, shard_of
 from tests.marks import quick_if, slow
 from tests.ranks import ranks
 
 TOKENS = 264
-ROUNDED = pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
-)
+ROUNDED = pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)], ids=["fp32", "bf16"])
 BENT = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
 
 
@@ -108,48 +106,38 @@ def test_the_same_bits_for_other_tokens_and_chunks(name, bits, dtype):
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_as_near_the_truth_as_fast_ones(name, bits, dtype):
     given = Problem(dtype)
-    truth = [x for each in given.read(name, "fast", dtype=torch.float64, **BENT, biased=True) for x in each]
-    errors = {}
-    for mode in ("fast", bits):
-        found = [x for each in given.read(name, mode, **BENT, biased=True) for x in each]
-        errors[mode] = [
-            float((a.double() - b).nan_to_num(0.0).norm() / b.nan_to_num(0.0, 0.0, 0.0).norm())
-            for a, b in zip(found, truth, strict=True)
-            if a.is_floating_point()
-        ]
+    truth, found, fast = (
+        [x for each in given.read(name, mode, dtype=wide, **BENT, biased=True) for x in each]
+        for mode, wide in (("fast", torch.float64), (bits, None), ("fast", None))
+    )
     floor = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-3}[dtype]
-    for found, fast in zip(errors[bits], errors["fast"], strict=True):
-        assert found <= 1.2 * fast + floor, errors
+    assert_as_near(found, fast, truth, 1.2, floor)
 
 
-@ranks(2, 4)
+def sharded(layout):
+    """This rank's rows of the weight, without padding, and of hidden states; and what a head is told of them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    width = 26 * 8 // world
+    own = slice(rank * width, min((rank + 1) * width, VOCAB))
+    rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if layout == "sequence" else slice(None)
+    vocab = VocabShard(rank * width, (rank + 1) * width, VOCAB)
+    return own, rows, {"tp_group": dist.group.WORLD, "vocab": vocab, "hidden_layout": layout}
+
+
+@ranks(2, 4, 8)
 @ROUNDED
 @pytest.mark.parametrize("name", quick_if(MANY.__contains__, NAMES))
 def test_the_same_bits_on_any_number_of_ranks(name, dtype):
-    the_same_bits_on_ranks(name, dtype)
-
-
-def the_same_bits_on_ranks(name, dtype, lora=False):
-    given, world, rank = Problem(dtype), dist.get_world_size(), dist.get_rank()
-    width = 26 * 8 // world
-    own = slice(rank * width, min((rank + 1) * width, VOCAB))
-    vocab = VocabShard(rank * width, (rank + 1) * width, VOCAB)
+    given = Problem(dtype)
     for options in ({}, {**BENT, "biased": True}):
         alone, of_weights = given.read(name, "tensor_parallel", tp_group=UNSHARDED, **options)
         for layout in ("replicated", "sequence"):
-            rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if layout == "sequence" else slice(None)
-            sharded = {"tp_group": dist.group.WORLD, "vocab": vocab, "hidden_layout": layout, "width": width}
-            found, of_shard = given.read(name, "tensor_parallel", rows=rows, chunk_tokens=70, **sharded, **options)
+            own, rows, facts = sharded(layout)
+            facts |= {"width": facts["vocab"].columns, "chunk_tokens": 70, **options}
+            found, of_shard = given.read(name, "tensor_parallel", rows=rows, **facts)
             same([*alone[:-1], alone[-1][rows]], found)
             same([g[own] for g in of_weights], [g[: own.stop - own.start] for g in of_shard])
             assert all((g[own.stop - own.start :] == 0).all() for g in of_shard), "padding has no gradient"
-
-
-@pytest.mark.slow
-@ranks(8)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_on_eight_ranks(name):
-    the_same_bits_on_ranks(name, torch.float32)
 
 
 def adapters(dtype, rows=slice(None)):
@@ -184,10 +172,8 @@ def test_lora_has_the_same_bits(name, bits, dtype):
 @pytest.mark.parametrize("layout", ["replicated", "sequence"])
 def test_lora_on_any_number_of_ranks(layout, losses):
     """A's gradient too, but for slices: it is an all-reduce there, whose order nobody promises."""
-    given, world, rank = Problem(torch.float32), dist.get_world_size(), dist.get_rank()
-    width = 208 // world
-    own = slice(rank * width, min((rank + 1) * width, VOCAB))
-    rows = slice(rank * TOKENS // world, (rank + 1) * TOKENS // world) if layout == "sequence" else slice(None)
+    given, (own, rows, facts) = Problem(torch.float32), sharded(layout)
+    width = facts["vocab"].columns
 
     def read(x, w, low, **options):
         x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -199,12 +185,7 @@ def test_lora_on_any_number_of_ranks(layout, losses):
     alone, (dx, dw, db, da) = read(given.hidden, given.weight, adapters(torch.float32), tp_group=UNSHARDED)
     low = adapters(torch.float32, own)
     padded = LoRA(low.A, torch.cat([low.B.detach(), torch.ones(width - len(low.B), 5)]).requires_grad_(), 0.5)
-    sharded = {
-        "tp_group": dist.group.WORLD,
-        "hidden_layout": layout,
-        "vocab": VocabShard(rank * width, (rank + 1) * width, VOCAB),
-    }
-    found, grads = read(given.hidden[rows], shard_of(given.weight, width), padded, **sharded)
+    found, grads = read(given.hidden[rows], shard_of(given.weight, width), padded, **facts)
     same(alone, found)
     here = own.stop - own.start
     same([dx[rows], dw[own], db[own]], [grads[0], grads[1][:here], grads[2][:here]])

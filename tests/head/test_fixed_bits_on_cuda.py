@@ -14,7 +14,7 @@ from megatron_ext.head.batch_invariance import product
 from tests.batch_invariant_mode import switch
 from tests.devices import GPU
 from tests.head import test_fixed_bits, test_fixed_bits_of_read_outs
-from tests.head.test_fixed_bits import same
+from tests.head.test_fixed_bits import assert_as_near, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
 
@@ -113,14 +113,9 @@ def test_values_are_as_near_the_truth_as_fast_ones(bits, dtype):
     wide = [x.double() for x in (hidden, weight)]
     for options in ({"cache": 1}, {"softcap": 5.0, "entropy": True}):
         truth = computed("fast", *wide, labels, slopes.double(), bias.double(), **options)
-        errors = []
-        for mode in (bits, "fast"):
-            found = computed(mode, hidden, weight, labels, slopes, bias, **options)
-            pairs = zip(found[0][:1] + found[1], truth[0][:1] + truth[1], strict=True)
-            errors.append([float((a.double() - b).norm() / b.norm()) for a, b in pairs])
+        found, fast = (computed(mode, hidden, weight, labels, slopes, bias, **options) for mode in (bits, "fast"))
         floor = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2e-4}[dtype]
-        for found, fast in zip(*errors, strict=True):
-            assert found <= 1.1 * fast + floor, errors
+        assert_as_near(*(results + grads for results, grads in (found, fast, truth)), 1.1, floor)
 
 
 @pytest.mark.parametrize("bits", MODES)
@@ -184,13 +179,7 @@ def test_read_outs_have_the_same_bits(name, bits, small):
     same([x[some] for x in found], with_chunks(some)[0])
     truth = [x for each in given.read(name, "fast", dtype=torch.float64, **options) for x in each]
     fast = [x for each in given.read(name, "fast", **options) for x in each]
-    for a, b, c in zip([*found, *of_weights], truth, fast, strict=True):
-        if a.is_floating_point():
-            norm, (a, b, c) = (
-                b.double().nan_to_num(0.0, 0.0, 0.0).norm(),
-                (y.double().nan_to_num(0.0) for y in (a, b, c)),
-            )
-            assert (a - b).norm() <= 1.2 * (c - b).norm() + 2e-3 * norm
+    assert_as_near([*found, *of_weights], fast, truth, 1.2, 2e-3)
 
 
 @pytest.mark.parametrize("bits", MODES)
@@ -206,8 +195,7 @@ def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
         low = test_fixed_bits_of_read_outs.adapters(torch.bfloat16)
         own = head.LoRA(*(x.detach().to(GPU).requires_grad_() for x in low[:2]), 0.5)
         theirs = head.LoRA(torch.ones(3, 24).to(GPU, torch.bfloat16), low.B.detach()[:, :3].to(GPU))
-        found = given.read("all at once", bits, some, lora=[own], theirs={"lora": theirs}, **options)
-        return found
+        return given.read("all at once", bits, some, lora=[own], theirs={"lora": theirs}, **options)
 
     found, of_weights = read()
     again, of_weights_again = read(chunk_tokens=64)
@@ -220,8 +208,7 @@ def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
 def test_a_loss_has_the_same_bits_beside_others(bits, small):
     """Of logits that are rounded: in an engine's order, whatever is read beside them."""
     given = small(torch.bfloat16)
-    alone = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16).read(given.hidden, head.LogProbs(given.labels))
-    beside, _ = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16).read(
-        given.hidden, head.LogProbs(given.labels), head.SumOfSquares()
-    )
+    of, loss = LmHead(given.weight, bits=bits, logit_dtype=torch.bfloat16), head.LogProbs(given.labels)
+    alone = of.read(given.hidden, loss)
+    beside, _ = of.read(given.hidden, loss, head.SumOfSquares())
     same([alone], [beside])

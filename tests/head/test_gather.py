@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext import VocabShard, reference
+from megatron_ext import VocabShard, linear_cross_entropy, reference, vocab_parallel_cross_entropy
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
 from megatron_ext.head import (
@@ -20,6 +20,7 @@ from megatron_ext.head import (
     vocab_topk,
 )
 from tests.head.problems import Problem, error
+from tests.head.test_logits import logits_of
 from tests.ranks import ranks
 
 SIZES = {"plain": {}, "padded": {"size": 37}, "empty shard": {"size": 9}}
@@ -29,18 +30,12 @@ def grads_of(value, leaves, upstream):
     return torch.autograd.grad(value, leaves, upstream.to(value.dtype))
 
 
-def logits_of(problem, group):
-    """The whole logits, and this rank's columns as a leaf; a padding column holds what it likes."""
-    whole = reference.logits(problem.hidden, problem.weight).requires_grad_()
-    shard = problem.shard(group)
-    return whole, whole.detach()[..., shard.start : shard.stop].clone().requires_grad_(), shard
-
-
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("options", SIZES)
 def test_dense(options):
     group, problem = dist.group.WORLD, Problem(options=SIZES[options])
-    whole, mine, shard = logits_of(problem, group)
+    whole, mine, shard = logits_of(problem, group)  # a padding column holds what it likes
+    whole.requires_grad_()
     upstream = torch.randn(whole.shape)
     for ours, plain in ((vocab_parallel_log_softmax, torch.log_softmax), (vocab_parallel_softmax, torch.softmax)):
         with count_collectives() as counts:
@@ -96,18 +91,6 @@ def test_no_less_exact_than_log_softmax(dtype):
     assert error(token_log_probs(mine, ids[:, 0], group), truth[:, 0]) <= error(plain[:, 0], truth[:, 0])
 
 
-def test_other_strides_and_no_tokens():
-    z = torch.randn(6, 4, 10, dtype=torch.float64).transpose(0, 1).requires_grad_()
-    ids = torch.randint(10, (4, 6, 3))
-    torch.testing.assert_close(gather_log_probs(z, ids), z.log_softmax(-1).gather(-1, ids))
-    assert torch.equal(vocab_topk(z, 3)[1], z.topk(3).indices)
-    empty = torch.zeros(0, 10, requires_grad=True)
-    assert gather_log_probs(empty, torch.zeros(0, 3).long()).shape == (0, 3)
-    assert vocab_topk(empty, 3)[1].shape == (0, 3)
-    (grad,) = grads_of(vocab_topk(empty, 3)[0].sum(), empty, torch.ones(()))
-    assert grad.shape == (0, 10)
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -147,6 +130,9 @@ def test_a_fault_of_one_rank_is_raised_on_all():
         lambda: vocab_topk(z, 3, group, wrong),
         lambda: gather_logits(z, ids, group, wrong),
         lambda: vocab_parallel_softmax(z, group, wrong),
+        lambda: vocab_parallel_cross_entropy(z, ids[:, 0], group, wrong),
+        lambda: sampled_log_probs(z, ids[:, 0], 3, 0.5, 1.0, group, wrong),
+        lambda: sampled_log_probs(z, ids[:, 0], None, 0.5, 1.0, group, wrong),
         lambda: linear_gather_log_probs(x, w, ids, group, vocab=wrong),
     ):
         with pytest.raises(ValueError, match=message):
@@ -171,6 +157,10 @@ def test_what_only_one_rank_finds_too_large():
         (lambda: sampled_log_probs(z, labels, 19, 0.9, 1.0, group), r"19"),
         (lambda: sampled_log_probs(z, labels, 3, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
         (lambda: sampled_log_probs(z, labels, None, 0.9, 1.0, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: token_log_probs(z, labels, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: vocab_parallel_cross_entropy(z, labels, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: linear_cross_entropy(x, w, labels, group), r"labels holds \[19\], outside \[0, 18\)"),
+        (lambda: linear_cross_entropy(half, w, labels, group, "sequence"), r"labels holds \[19\], outside \[0, 18\)"),
         (lambda: linear_gather_log_probs(x, w, ids, group), r"indices holds \[19\], outside \[0, 18\)"),
         (lambda: linear_gather_log_probs(half, w, ids, group, "sequence"), r"indices holds \[19\], outside \[0, 18\)"),
         (lambda: linear_topk_log_probs(x, w, 19, group), "k is 19"),
@@ -180,6 +170,8 @@ def test_what_only_one_rank_finds_too_large():
     ):
         with pytest.raises(ValueError, match=said if rank else "another rank of tp_group refused"):
             call()
+    with pytest.raises(ValueError, match=r"labels holds \[20\], outside"):  # what all find is sent too
+        token_log_probs(z[:, :9], labels + 1, group)
     torch.testing.assert_close(vocab_topk(z[:, :9], 2, group)[0], torch.zeros(4, 2))  # all ranks are still in step
 
 
@@ -192,9 +184,11 @@ def test_a_shard_that_is_masked_whole_has_no_gradient():
     mine = whole[:, 4 * rank : 4 * rank + 4].clone().requires_grad_()
     ids = torch.tensor([[5, 6], [7, 4], [5, 5]])
     leaf = whole.clone().requires_grad_()
-    leaf.log_softmax(-1).gather(1, ids).sum().backward()
-    for found in (gather_log_probs(mine, ids, group).sum(), token_log_probs(mine, ids[:, 0], group).sum()):
-        (grad,) = torch.autograd.grad(found, mine)
-        assert grad.isfinite().all()
-    (grad,) = torch.autograd.grad(gather_log_probs(mine, ids, group).sum(), mine)
-    torch.testing.assert_close(grad, leaf.grad[:, 4 * rank : 4 * rank + 4])
+    true = leaf.log_softmax(-1).gather(1, ids)
+    for found, want in (
+        (gather_log_probs(mine, ids, group), true),
+        (token_log_probs(mine, ids[:, 0], group), true[:, 0]),
+    ):
+        (want_grad,) = torch.autograd.grad(want.sum(), leaf, retain_graph=True)
+        (grad,) = torch.autograd.grad(found.sum(), mine)
+        torch.testing.assert_close(grad, want_grad[:, 4 * rank : 4 * rank + 4])

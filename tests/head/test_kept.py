@@ -8,18 +8,18 @@ from benchmarks.meter import measure
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import Kept, KeptEntropy, LmHead, Logits, linear_sampled_log_probs, sampled_log_probs
-from tests.head.test_read import Case
+from tests.fuzz import heads
+from tests.head.test_read import check_read
 from tests.ranks import ranks
 
 
 @ranks(1, 2, 4)
 def test_alone_only_the_kept_columns_are_computed():
     """Of the shard's, where they are few; beside fp64 of the whole, with softcap, bias, slices and left out tokens."""
-    world = dist.get_world_size()
-    for seed in range(24):
+    for number in range(24):
         for names in (["kept"], ["kept entropy", "kept"]):
-            for from_logits in (False, True):
-                Case(seed, world, names).check(from_logits, dist.group.WORLD)
+            for kind in (heads.read, heads.read_logits):
+                check_read(kind, number, names)
 
 
 @pytest.mark.parametrize(

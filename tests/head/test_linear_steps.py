@@ -14,6 +14,7 @@ from megatron_ext.head.engine import linear_steps
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.readouts.labels import CrossEntropy
 from megatron_ext.head.readouts.row_sums import Entropy
+from tests.head.problems import error
 from tests.ranks import ranks
 
 T, D, V = 24, 16, 40
@@ -55,8 +56,7 @@ def test_values_and_gradients(dtype, limit, more):
         ("dx", dx, dx_expected),
         ("dw", dw, dw_expected[vocab.start : vocab.stop]),
     ):
-        error = (found.double() - wanted).norm() / wanted.norm()
-        assert error < limit, f"{name}: {error:.1e}"
+        assert error(found, wanted) < limit, name
     assert loss[3] == 0
     assert not dx[3].any()
 

@@ -13,6 +13,7 @@ from tests.ranks import ranks
 pytestmark = pytest.mark.slow
 
 T, V, K = 1024, 1024, 6
+SIZES = pytest.mark.parametrize("scale, shift", [(0.1, 0), (1, 0), (2, 0), (8, 0), (1, 1000)])
 
 
 def mean_and_max(found, truth, group):
@@ -61,10 +62,7 @@ def our_several(z, ids, group):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "scale, shift",
-    [(2, 0), (1, 1000), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.1, 0), (1, 0), (8, 0)])],
-)
+@SIZES
 def test_log_probs_of_many_tokens(scale, shift, dtype):
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(0)
@@ -111,10 +109,8 @@ def filtered(z, top_k, top_p, temperature):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(
-    "scale, shift", [(2, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0.1, 0), (8, 0), (1, 1000)])]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale, shift", [(0.1, 0), (2, 0), (8, 0), (1, 1000)])
 def test_sampling_filters_over_many_tokens(scale, shift, dtype):
     """Against torch's log_softmax of what is kept. At 1000 a temperature's rounding is all the error of either."""
     group = dist.group.WORLD
@@ -138,7 +134,7 @@ def test_sampling_filters_over_many_tokens(scale, shift, dtype):
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("scale, shift", [(0.1, 0), (1, 0), (2, 0), (8, 0), (1, 1000)])
+@SIZES
 def test_divergences_of_many_tokens(scale, shift):
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ import torch
 from tests.devices import GPU
 from tests.head import engine_bits, engine_kernels
 from tests.head.rounded_logits import BENT, BF16, assert_near, computed, problem, reference
+from tests.head.test_fixed_bits import same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.rehearsed]
 
@@ -28,10 +29,8 @@ def test_bits_do_not_depend_on_other_tokens_cache_or_chunk(bits):
     again = computed(hidden, weight, labels, slopes, bits=bits, cache=0, chunk_tokens=16, logit_dtype=BF16)
     some = [5, 0, 17]
     part = computed(hidden[some], weight, labels[some], slopes[some], bits=bits, logit_dtype=BF16)
-    for a, b in zip(one[0] + one[1], again[0] + again[1], strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip([*one[0], one[1][0]], [*part[0], part[1][0]], strict=True):
-        assert torch.equal(a[some], b)
+    same(one[0] + one[1], again[0] + again[1])
+    same([x[some] for x in (*one[0], one[1][0])], [*part[0], part[1][0]])
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=["bf16", "fp16"])

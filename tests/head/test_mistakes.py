@@ -1,5 +1,7 @@
 """Mistakes that everyone makes once, each told in a sentence that names it, and right calls that were refused."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -196,26 +198,9 @@ def test_gradient_into_the_memory_of_a_leaf():
         assert leaf.grad.data_ptr() != leaf.data_ptr()
 
 
-@pytest.mark.parametrize("z_loss", [-1, -1e-3, float("nan")])
-def test_a_z_loss_below_0(z_loss):
-    with pytest.raises(ValueError, match="z_loss is .*: it must be a number at least 0 and finite"):
-        linear_cross_entropy(*problem(), z_loss=z_loss)
-    with pytest.raises(ValueError, match="z_loss is "):
-        vocab_parallel_cross_entropy(torch.zeros(1, V), torch.zeros(1).long(), z_loss=z_loss)
-
-
-@pytest.mark.parametrize("cache", [2, 1.5, 50, 100, 1023])
-def test_a_cache_that_is_neither_a_fraction_nor_bytes(cache):
-    with pytest.raises(
-        ValueError, match=rf"cache is {cache}: it must be a number in \[0, 1\], .* or at least 1024, bytes"
-    ):
-        linear_cross_entropy(*problem(), cache=cache)
-    linear_cross_entropy(*problem(), cache=1024)
-
-
 @ranks(2)
 def test_what_one_rank_has_of_two():
-    """A vocab that is a part, and no group: named before any label is looked at."""
+    """A vocab that is a part, and no group: named before any label is looked at. A whole weight, and a group."""
     hidden, weight, labels = problem()
     vocab = VocabShard.split(V, dist.group.WORLD)
     own = weight[vocab.start : vocab.stop]
@@ -223,3 +208,10 @@ def test_what_one_rank_has_of_two():
         ValueError, match="on one rank: it must be the whole; pass the tp_group whose ranks hold the rest"
     ):
         linear_cross_entropy(hidden, own, labels, vocab=vocab)
+    calls = [partial(linear_cross_entropy, hidden, weight, labels)]
+    for top_k, top_p, chunk_tokens in itertools.product((None, 3), (1.0, 0.9), (None, 1)):
+        options = {"top_k": top_k, "top_p": top_p, "chunk_tokens": chunk_tokens}
+        calls.append(partial(head.sampled_log_probs, hidden @ weight.t(), labels, **options))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"every rank of tp_group passed the same {V} columns"):
+            call(tp_group=dist.group.WORLD)

@@ -1,5 +1,7 @@
 """A call with nothing in it on one side: no token that counts in 16 bits, or a rank whose vocabulary shard is empty."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,24 +78,31 @@ def shard():
     return VocabShard(start, min(start + width, V), V)
 
 
+def check_an_empty_shard(call, leaves, dims, **near):
+    """Of `leaves` cut along `dims`: backward returns on every rank, with the gradients of one that has it all."""
+
+    def mine(x, dim):
+        return x if dim is None else x.narrow(dim, shard().start, shard().columns)
+
+    found = call(*leaves)
+    want = torch.autograd.grad(found.sum(), leaves)
+    parts = [mine(x.detach(), dim).clone().requires_grad_() for x, dim in zip(leaves, dims, strict=True)]
+    own = call(*parts, tp_group=dist.group.WORLD, vocab=shard())
+    if found.shape == own.shape:
+        torch.testing.assert_close(own, found)
+    grads = torch.autograd.grad(own.sum(), parts)
+    torch.testing.assert_close(grads, tuple(map(mine, want, dims)), **near)
+
+
 @ranks(2, 4)
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_hidden_states_and_an_empty_shard(name, dtype):
-    """Backward returns on every rank, with the gradients of one that has it all."""
-    g = torch.Generator().manual_seed(0)
-    whole = torch.randn(T * dist.get_world_size(), D, generator=g).to(dtype)
-    weight = torch.randn(V, D, generator=g).to(dtype)
-    labels = torch.randint(V, whole.shape[:1], generator=g)
-    leaves = [whole.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found = HIDDEN[name](*leaves, labels)
-    want = torch.autograd.grad(found.sum(), leaves)
-    mine = [whole.clone().requires_grad_(), weight[shard().start : shard().stop].clone().requires_grad_()]
-    own = HIDDEN[name](*mine, labels, tp_group=dist.group.WORLD, vocab=shard())
-    torch.testing.assert_close(own, found)
-    grads = torch.autograd.grad(own.sum(), mine)
-    near = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(grads, (want[0], want[1][shard().start : shard().stop]), **near)
+    g, tokens = torch.Generator().manual_seed(0), T * dist.get_world_size()
+    leaves = [torch.randn(n, D, generator=g).to(dtype).requires_grad_() for n in (tokens, V)]
+    labels = torch.randint(V, (tokens,), generator=g)
+    near = 0.02 if dtype == torch.bfloat16 else 1e-5
+    check_an_empty_shard(partial(HIDDEN[name], labels=labels), leaves, (None, 0), rtol=near, atol=near)
 
 
 @ranks(2, 4)
@@ -101,16 +110,8 @@ def test_hidden_states_and_an_empty_shard(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_and_an_empty_shard(name, dtype):
     g = torch.Generator().manual_seed(0)
-    whole, labels = torch.randn(T, V, generator=g).to(dtype), torch.randint(V, (T,), generator=g)
-    leaf = whole.clone().requires_grad_()
-    found = LOGITS[name](leaf, labels)
-    (want,) = torch.autograd.grad(found.sum(), leaf)
-    mine = whole[:, shard().start : shard().stop].clone().requires_grad_()
-    own = LOGITS[name](mine, labels, tp_group=dist.group.WORLD, vocab=shard())
-    if found.shape == own.shape:
-        torch.testing.assert_close(own, found)
-    (dz,) = torch.autograd.grad(own.sum(), mine)
-    torch.testing.assert_close(dz, want[:, shard().start : shard().stop])
+    leaf, labels = torch.randn(T, V, generator=g).to(dtype).requires_grad_(), torch.randint(V, (T,), generator=g)
+    check_an_empty_shard(partial(LOGITS[name], labels=labels), [leaf], (1,))
 
 
 @ranks(4)

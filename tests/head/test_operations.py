@@ -1,6 +1,7 @@
 """What a small call costs where Python, not arithmetic, takes the time: operations dispatched, functions entered."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -34,17 +35,12 @@ def test_a_forward_and_backward_on_one_rank_on_the_cpu(source, most, functions):
     labels = torch.randint(V, (T,))
     hidden, weight, logits = (torch.randn(*shape, requires_grad=True) for shape in ((T, D), (V, D), (T, V)))
     ones, of_hidden = torch.ones(T), source == "hidden states"
-
-    def call():
-        if of_hidden:
-            return linear_cross_entropy(hidden, weight, labels)
-        return vocab_parallel_cross_entropy(logits, labels)
-
+    call = partial(linear_cross_entropy, hidden, weight) if of_hidden else partial(vocab_parallel_cross_entropy, logits)
     with Operators() as operators:
-        loss = call()
+        loss = call(labels)
         loss.backward(ones)
     assert len(operators.seen) <= most
-    assert _functions_of(lambda: call().backward(ones)) <= functions
+    assert _functions_of(lambda: call(labels).backward(ones)) <= functions
     want = torch.nn.functional.cross_entropy(hidden @ weight.T if of_hidden else logits, labels, reduction="none")
     torch.testing.assert_close(loss, want)
 
@@ -59,16 +55,11 @@ def test_a_forward_and_backward_on_two_ranks_on_the_cpu(source, most):
     own = weight.chunk(2)[rank].clone().requires_grad_()
     logits = (hidden @ weight.T).chunk(2, 1)[rank].contiguous().requires_grad_()
     x, of_hidden = hidden.clone().requires_grad_(), source == "hidden states"
-
-    def call():
-        if of_hidden:
-            return linear_cross_entropy(x, own, labels, dist.group.WORLD)
-        return vocab_parallel_cross_entropy(logits, labels, dist.group.WORLD)
-
-    call().sum().backward()  # what ranks say is looked at once
+    call = partial(linear_cross_entropy, x, own) if of_hidden else partial(vocab_parallel_cross_entropy, logits)
+    call(labels, dist.group.WORLD).sum().backward()  # what ranks say is looked at once
     x.grad = own.grad = logits.grad = None
     with Operators() as operators:
-        loss = call()
+        loss = call(labels, dist.group.WORLD)
         loss.backward(torch.ones(T))
     assert len(operators.seen) <= most, f"{len(operators.seen)} operations"
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()

@@ -28,12 +28,10 @@ def over_ranks(got, truth, group):
 
 
 def check(problem, group, layouts=("replicated",)):
-    whole = problem.truth("loss")[1], problem.plain("loss", group_size(group))[1]
     for layout in layouts:
-        truth, plain = (problem.pieces(grads, group, layout) for grads in whole)
         for cache in (0, 0.5, 1):
-            grads = problem.ours("loss", group, layout, cache=cache)[1]
-            for name, ours, same, theirs in zip(("dx", "dW"), grads, truth, plain, strict=True):
+            _, *grads = problem.beside_plain("loss", group, layout, cache=cache)
+            for name, (ours, same, theirs) in zip(("dx", "dW"), grads, strict=True):
                 found, limit = over_ranks(ours, same, group), LIMIT * over_ranks(theirs, same, group)
                 assert found <= limit, f"{name}, cache {cache}: {LIMIT * found / limit:.3f} x plain PyTorch's error"
 
@@ -86,8 +84,7 @@ def test_a_saturated_softcap(dtype, lowest):
     sizes, signs = lowest + 4 * torch.rand(9, 1, generator=g), torch.randn(9, 1, generator=g).sign()
     problem.hidden, problem.weight = problem.hidden.sign(), (sizes * signs).to(dtype)
     for what in ("loss", "log_probs"):
-        truth, plain = problem.truth(what)[1], problem.plain(what, 1)[1]
         for cache in (0, 0.5, 1):
-            for ours, same, theirs in zip(problem.ours(what, None, cache=cache)[1], truth, plain, strict=True):
+            for ours, same, theirs in problem.beside_plain(what, None, cache=cache)[-2:]:
                 limit = 4 * torch.finfo(dtype).eps if dtype == torch.float32 else 2 * error(theirs, same)
                 assert error(ours, same) <= limit, (what, cache, error(ours, same), error(theirs, same))

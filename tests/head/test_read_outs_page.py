@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import KL, CrossEntropy, Entropy, Gather, IsArgmax, LmHead, Logits, LogProbs
@@ -26,20 +27,22 @@ def page():
     return names
 
 
+def excess_surprise(z, labels):
+    """What the page's own read-out should give."""
+    return (-reference.log_probs(z, labels) - reference.entropy(z)).where(labels != -100, 0.0)
+
+
 def test_the_page_runs_and_its_read_out_is_right():
     names = page()
     torch.testing.assert_close(names["excess"], names["expected"], rtol=1e-5, atol=1e-5)
     x, weight = names["hidden"], names["output_layer"].weight
     found = torch.autograd.grad(names["excess"].sum(), (x, weight))
-    z = 30 * torch.tanh((x.double() @ weight.double().t()) / 30) / 0.7
-    log_p = z.log_softmax(-1)
-    truth = -log_p.gather(-1, names["labels"].unsqueeze(-1)).squeeze(-1) + (log_p.exp() * log_p).sum(-1)
-    for ours, theirs in zip(found, torch.autograd.grad(truth.sum(), (x, weight)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    z = names["student"].detach().log_softmax(-1)
-    q = names["teacher"].log_softmax(-1)
-    torch.testing.assert_close(names["divergence"].detach(), (q.exp() * (q - z)).sum(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(names["squares"].detach(), z.exp().square().sum(-1), rtol=1e-5, atol=1e-6)
+    truth = excess_surprise(reference.logits(x.double(), weight.double(), softcap=30, temperature=0.7), names["labels"])
+    torch.testing.assert_close(found, torch.autograd.grad(truth.sum(), (x, weight)), rtol=1e-4, atol=1e-4)
+    z = names["student"].detach()
+    divergence = reference.kl_divergence(names["teacher"], z)
+    torch.testing.assert_close(names["divergence"].detach(), divergence, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(names["squares"].detach(), z.softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-6)
 
 
 @ranks(2)
@@ -52,9 +55,7 @@ def test_a_read_out_of_ones_own_over_shards():
     x, w = hidden.clone().requires_grad_(), weight[shard.start : shard.stop].clone().requires_grad_()
     found = LmHead(w, dist.group.WORLD, vocab=shard).read(x, own(labels))
     whole = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    log_p = (whole[0] @ whole[1].t()).log_softmax(-1)
-    truth = -log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1) + (log_p.exp() * log_p).sum(-1)
-    truth = truth.where(labels != -100, 0.0)
+    truth = excess_surprise(reference.logits(*whole), labels)
     torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
     dx, dw = torch.autograd.grad(found.sum(), (x, w))
     true_dx, true_dw = torch.autograd.grad(truth.sum(), whole)
@@ -67,8 +68,7 @@ def test_a_head_of_a_dtensor_and_of_a_linear_layer():
     torch.manual_seed(2)
     layer, hidden, labels = torch.nn.Linear(8, 21), torch.randn(6, 8), torch.randint(21, (6,))
     expected = LmHead.of(layer).read(hidden, LogProbs(labels))
-    plain = layer(hidden).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(expected, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected, reference.log_probs(layer(hidden), labels), rtol=1e-5, atol=1e-5)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for name in ("weight", "bias"):
         cut = distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])
@@ -88,8 +88,7 @@ def test_a_head_of_megatrons_output_layer():
         layer = one_gpt(tied=False).output_layer
         hidden, labels = torch.randn(5, 2, layer.weight.shape[1]), torch.randint(layer.weight.shape[0], (5, 2))
         found = LmHead.of(layer).read(hidden, LogProbs(labels))
-        expected = layer(hidden)[0].log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, reference.log_probs(layer(hidden)[0], labels), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_refused():
@@ -130,10 +129,9 @@ def test_two_tensors_of_labels_are_refused_on_every_rank(layout):
     assert not counts
     ids = others.clamp(min=0).unsqueeze(-1)
     found, gathered = head.read(own, LogProbs(labels), Gather(ids))
-    log_p = (hidden @ weight.t()).log_softmax(-1)
-    torch.testing.assert_close(found, log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=1e-5, atol=1e-5)
-    second, truth = (x.squeeze(-1).where(others >= 0, 0.0) for x in (gathered, log_p.gather(-1, ids)))
-    torch.testing.assert_close(second, truth, rtol=1e-5, atol=1e-5)
+    z, second = reference.logits(hidden, weight), gathered.squeeze(-1).where(others >= 0, 0.0)
+    torch.testing.assert_close(found, reference.log_probs(z, labels), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(second, reference.log_probs(z, others), rtol=1e-5, atol=1e-5)
 
 
 def test_a_call_is_freed_without_the_garbage_collector():

@@ -1,13 +1,13 @@
 """Log-probabilities under the distribution that tokens were sampled from: top-k, top-p, both, with temperature."""
 
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.meter import measure, one_rank_of
 from megatron_ext import VocabShard, reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import group_size
@@ -24,6 +24,7 @@ from megatron_ext.head import (
 from megatron_ext.head.readouts import top_k_filter, top_p_filter
 from megatron_ext.head.row_passes import selection
 from tests.head.problems import error
+from tests.head.test_costs import costs, costs_on_logits
 from tests.marks import slow
 from tests.ranks import ranks
 
@@ -44,6 +45,11 @@ def drawn(dtype=torch.float64, columns=40, size=40, tied=False):
     return z.to(dtype), labels
 
 
+def own_columns(columns):
+    shard = VocabShard.split(columns, dist.group.WORLD)
+    return slice(shard.start, shard.stop)
+
+
 def truth(z, labels, top_k, top_p, upstream, size=None):
     """Values, and the gradient; 0 for a label outside, of whose -inf plain autograd makes NaN."""
     z = z.double().requires_grad_()
@@ -55,9 +61,7 @@ def truth(z, labels, top_k, top_p, upstream, size=None):
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("tied", [False, *slow(True)])
 def test_from_logits(tied):
-    group = dist.group.WORLD
-    width = 40 // group_size(group)
-    own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))
+    group, own = dist.group.WORLD, own_columns(40)
     upstream = torch.randn(5, 3)
     for size in (40, 37):
         z, labels = drawn(size=size, tied=tied)
@@ -91,9 +95,7 @@ def test_from_logits(tied):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ties_of_narrow_logits(dtype):
     """bf16 logits tie of themselves: all that equal the last are kept, of the logits' own values."""
-    group = dist.group.WORLD
-    width = 40 // group_size(group)
-    own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))
+    group, own = dist.group.WORLD, own_columns(40)
     z, labels = drawn(dtype, tied=True)
     upstream = torch.randn(5, 3)
     mine = z[..., own].clone().requires_grad_()
@@ -117,9 +119,7 @@ def test_more_equals_than_k(device):
 
 
 def check_more_equals_than_k():
-    group = dist.group.WORLD
-    width = 40 // group_size(group)
-    own = slice(width * dist.get_rank(), width * (dist.get_rank() + 1))
+    group, own = dist.group.WORLD, own_columns(40)
     z = torch.randn(6, 40, dtype=torch.float64).clamp(max=0)  # about half are 0
     z[1] = 1.5
     z[2, :11], z[3, 20:] = 2.0, -torch.inf
@@ -147,9 +147,7 @@ def check_more_equals_than_k():
 @pytest.mark.parametrize("top_k", [41, 5000])
 def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
     """Of a large k the ranks first tell each other their size: one that refuses is heard there."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    width = 40 // group_size(group)
-    own = slice(width * rank, width * (rank + 1))
+    group, rank, own = dist.group.WORLD, dist.get_rank(), own_columns(40)
     z, labels = drawn()
     labels[0, 1] = 1  # at -inf
     mine, upstream = z[..., own].clone().requires_grad_(), torch.randn(5, 3)
@@ -163,7 +161,7 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
         outside = want.isneginf().unsqueeze(-1)
         torch.testing.assert_close(grad, want_grad[..., own].where(~outside, 0.0))
     if group_size(group) == 2:
-        wrong = VocabShard(width * rank, width * (rank + 1), 40 + rank)
+        wrong = VocabShard(own.start, own.stop, 40 + rank)
         with pytest.raises(ValueError, match="vocab"):
             sampled_log_probs(mine, labels, top_k, 1.0, 1.0, group, wrong)
         with pytest.raises(ValueError, match="outside" if rank else "another rank of tp_group refused"):
@@ -174,13 +172,8 @@ def test_k_above_the_vocabulary_keeps_all_of_it(top_k):
 def test_bytes():
     """Beyond logits and gradient at most a tenth of the logits, in chunks. Each filter alone: tests/model_utils."""
     tokens, columns = 512, 32768
-    with one_rank_of(1) as group:
-        logits = torch.empty(tokens, columns, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as forward:
-            found = sampled_log_probs(logits, labels, 50, 0.9, 0.7, group, chunk_tokens=8)
-        with measure() as backward:
-            torch.autograd.grad(found, logits, torch.ones(tokens))
+    call = partial(sampled_log_probs, top_k=50, top_p=0.9, temperature=0.7, chunk_tokens=8)
+    forward, backward = costs_on_logits(call, tokens, columns, 1)
     assert forward.peak_bytes <= 0.1 * 2 * tokens * columns
     assert backward.peak_bytes <= 1.1 * 2 * tokens * columns
 
@@ -190,16 +183,14 @@ def test_bytes():
 def test_from_hidden_states_only_a_chunk_of_logits(top_k):
     """As on a GPU, where nothing waits to see whether logits tie."""
     tokens, width, columns = 1024, 256, 8192
-    with one_rank_of(2) as group:
-        hidden = torch.empty(tokens, width, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.empty(columns, width, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as costs:
-            found = linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
-            found.backward(torch.ones(tokens))
-    assert costs.flops == 8 * tokens * width * columns
+
+    def call(hidden, weight, labels, group, layout):
+        return linear_sampled_log_probs(hidden, weight, labels, top_k, 0.9, 1.0, group, chunk_tokens=32)
+
+    found = costs(call, sizes=(tokens, width, 2 * columns, 2))
+    assert found.flops == 8 * tokens * width * columns
     gradients = 2 * tokens * width + 2 * columns * width + 4 * columns * width  # dx, dW, and dW's sum in fp32
-    assert costs.peak_bytes <= gradients + 0.35 * 2 * tokens * columns
+    assert found.peak_bytes <= gradients + 0.35 * 2 * tokens * columns
 
 
 @pytest.mark.parametrize(
@@ -228,23 +219,15 @@ def test_bad_input(changed, message):
         linear_sampled_log_probs(torch.zeros(4, 3), torch.zeros(10, 3), **(labels | changed))
 
 
-@ranks(2, 4)
-def test_a_fault_of_one_rank_is_raised_on_all():
-    group, rank, size = dist.group.WORLD, dist.get_rank(), group_size(dist.group.WORLD)
-    z, labels = torch.zeros(4, 10), torch.zeros(4).long()
-    shard = VocabShard(10 * rank, 10 * rank + (9 if rank == 1 else 10), 10 * size)
-    for top_k in (3, None):
-        with pytest.raises(ValueError, match="with 9 columns" if rank == 1 else "another rank of tp_group refused"):
-            sampled_log_probs(z, labels, top_k, 0.5, 1.0, group, shard)
-    if size == 4:
-        middle = VocabShard(10 * rank + (rank > 1), 10 * rank + 10 + (rank > 0), 41)
-        for uneven in (VocabShard.split(41, group), middle):  # 11, 10, 10, 10 columns; 10, 11, 10, 10
-            z_uneven = torch.zeros(4, uneven.columns)
-            with pytest.raises(ValueError, match="needs shards of equal width"):
-                sampled_log_probs(z_uneven, labels, None, 0.5, 1.0, group, uneven)
-    torch.testing.assert_close(
-        sampled_log_probs(z, labels, 2, 1.0, 1.0, group), torch.full((4,), 0.1 / size).log()
-    )  # all ranks are still in step, and all logits are equal
+@ranks(4)
+def test_top_p_of_four_shards_that_are_not_equal():
+    group, rank, labels = dist.group.WORLD, dist.get_rank(), torch.zeros(4).long()
+    middle = VocabShard(10 * rank + (rank > 1), 10 * rank + 10 + (rank > 0), 41)
+    for uneven in (VocabShard.split(41, group), middle):  # 11, 10, 10, 10 columns; 10, 11, 10, 10
+        with pytest.raises(ValueError, match="needs shards of equal width"):
+            sampled_log_probs(torch.zeros(4, uneven.columns), labels, None, 0.5, 1.0, group, uneven)
+    found = sampled_log_probs(torch.zeros(4, 10), labels, 2, 1.0, 1.0, group)
+    torch.testing.assert_close(found, torch.full((4,), 1 / 40).log())  # all are still in step; all logits are equal
 
 
 @ranks(2)
@@ -297,8 +280,7 @@ def test_a_refusal_is_of_the_dtype_that_others_wait_for(dtype):
 @ranks(1, 2)
 def test_a_row_of_minus_infinity():
     """No id has any probability there: -inf whatever the filter, the entropy 0, and no NaN flows back."""
-    group = dist.group.WORLD
-    own = slice(*(10 * n // group_size(group) for n in (dist.get_rank(), dist.get_rank() + 1)))
+    group, own = dist.group.WORLD, own_columns(10)
     whole = torch.randn(4, 10).double()
     whole[1:3] = -torch.inf
     labels = torch.tensor([3, 0, -100, 7])
@@ -332,35 +314,22 @@ def test_a_prefix_of_exactly_top_p_is_enough(top_k):
     torch.testing.assert_close(found.exp(), torch.tensor([2 / 3, 1 / 3, 0, 0], dtype=torch.float64))
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("chunk_tokens", [None, 1])
-def test_gathered_logits_are_refused(chunk_tokens):
-    """The whole vocabulary on every rank, with a group: by top-p alone as by any other call."""
-    group = dist.group.WORLD
-    z, labels = torch.randn(4, 10), torch.zeros(4).long()
-    for top_k, top_p in ((None, 1.0), (3, 1.0), (3, 0.9), (None, 0.9)):
-        if group_size(group) == 1:
-            assert sampled_log_probs(z, labels, top_k, top_p, 1.0, group).shape == (4,)
-            continue
-        with pytest.raises(ValueError, match="every rank of tp_group passed the same 10 columns"):
-            sampled_log_probs(z, labels, top_k, top_p, 1.0, group, chunk_tokens=chunk_tokens)
-
-
 def test_top_p_beside_another_read_out_writes_no_padding_column():
     """What pads the vocabulary gets no gradient, whatever was in the memory that the pass over rows fills."""
     g = torch.Generator().manual_seed(7)
     hidden, weight = torch.randn(6, 4, generator=g), torch.randn(33, 4, generator=g)
     labels, vocab = torch.randint(0, 15, (6,), generator=g), VocabShard(0, 33, 15)
     leaves = [x.requires_grad_() for x in (hidden, weight)]
+
+    def gradients(rows, **options):
+        of = LmHead(weight[:rows], "unsharded", **options)
+        filtered, mean = of.read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
+        return torch.autograd.grad(filtered.masked_fill(filtered == -torch.inf, 0.0).sum() + mean.sum(), leaves)
+
     torch.use_deterministic_algorithms(True)  # new memory is NaN then
     try:
-        read = LmHead(weight, "unsharded", vocab=vocab).read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
-        finite = read[0].masked_fill(read[0] == -torch.inf, 0.0)
-        found = torch.autograd.grad(finite.sum() + read[1].sum(), leaves)
+        found = gradients(33, vocab=vocab)
     finally:
         torch.use_deterministic_algorithms(False)
-    whole = LmHead(weight[:15], "unsharded").read(hidden, Sampled(labels, top_p=0.9), MeanLogit())
-    finite = whole[0].masked_fill(whole[0] == -torch.inf, 0.0)
-    true = torch.autograd.grad(finite.sum() + whole[1].sum(), leaves)
-    torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, gradients(15), rtol=1e-5, atol=1e-6)
     assert not found[1][15:].any()

@@ -1,13 +1,15 @@
 """Tokens outside a mask make no product: with a bound of the caller's, without a wait, beside fp64 of the whole."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.meter import measure, one_rank_of
 from megatron_ext import linear_cross_entropy, linear_log_probs
 from megatron_ext.head import KL, LmHead, LogProbs, Sampled, Teacher
 from tests.head.problems import Problem
+from tests.head.test_costs import costs
 from tests.ranks import ranks
 
 
@@ -54,12 +56,7 @@ def test_read_outs_that_make_logits_again(layout):
 def test_flops_without_a_wait(call, layout):
     """On fake tensors whoever reads a value fails."""
     tokens, width, columns, bound = 64, 8, 48, 10
-    with one_rank_of(2) as group:
-        rows = tokens // 2 if layout == "sequence" else tokens
-        hidden, weight = torch.empty(rows, width, requires_grad=True), torch.empty(columns, width, requires_grad=True)
-        labels = torch.zeros(tokens, dtype=torch.int64)
-        with measure() as found:
-            call(hidden, weight, labels, group, layout, cache=1, skip_ignored=bound).sum().backward()
+    found = costs(partial(call, cache=1, skip_ignored=bound), layout, (tokens, width, 2 * columns, 2))
     assert found.flops == 6 * (2 * bound if layout == "sequence" else bound) * width * columns
 
 
@@ -68,10 +65,10 @@ def test_a_bound_that_is_broken_is_refused_on_every_rank():
     hidden, weight = torch.randn(4, 3), torch.randn(8, 3)
     counts = torch.tensor([True, True, False, True])
     head = LmHead(weight, dist.group.WORLD)
+    labels = torch.zeros(4, dtype=torch.int64)
     for at_most, said in ((2, "is 2, and more tokens count"), (0, "skip_ignored, is 0"), (1.5, "skip_ignored, is 1.5")):
         with pytest.raises(ValueError, match=said):
-            head.read(hidden, LogProbs(torch.zeros(4, dtype=torch.int64)), counts=counts, at_most=at_most)
-    labels = torch.zeros(4, dtype=torch.int64)
+            head.read(hidden, LogProbs(labels), counts=counts, at_most=at_most)
     with pytest.raises(ValueError, match="at_most is 2, and counts is None"):
         head.read(hidden, LogProbs(labels), at_most=2)
     with pytest.raises(ValueError, match="skip_ignored, is 0"):

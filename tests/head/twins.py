@@ -246,12 +246,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
             None,
             shift,
             None,
-            counted,
-            settings.softcap,
-            settings.temperature,
-            settings.mean,
-            settings.expected,
-            settings.hits,
+            *settings.sums(counted),
         )
         made.append(stats)
         targets.append(target)
