@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_ext.distributed.counting import count_collectives
 
 Cut = Callable[[Tensor, int], Tensor]
+START = 2.0  # of a main_grad, to which gradients are added
 
 
 def whole(x: Tensor, rank: int) -> Tensor:
@@ -53,7 +54,9 @@ class Case:
     wanted: list[bool] = field(default_factory=list)
     grad_size: float = 1.0
     share: float = 1.0
-    gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: getattr(leaf, "main_grad", leaf.grad)
+    gradient_of: Callable[[Tensor], Tensor | None] = lambda leaf: (
+        leaf.main_grad - START if hasattr(leaf, "main_grad") else leaf.grad
+    )
     refused: str | None = None
     finish: Callable[[], None] | None = None
     grad_rounding: float | None = None

@@ -15,7 +15,7 @@ from megatron_ext import (
     token_log_probs,
     vocab_parallel_cross_entropy,
 )
-from tests.fuzz.case import Case, Cut, whole
+from tests.fuzz.case import START, Case, Cut, whole
 from tests.fuzz.draw import Draw, Vocabulary
 
 
@@ -138,7 +138,7 @@ def from_hidden(draw: Draw) -> Case:
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         x, w, *b = mine
         if fused:
-            w.main_grad = torch.zeros(w.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+            w.main_grad = torch.full(w.shape, START, dtype=results_dtype(dtype))
         return as_list(
             function(
                 x,

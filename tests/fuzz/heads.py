@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext import reference
 from megatron_ext.head import KL, CrossEntropy, DraftVocabulary, LmHead, Logits, LoRA, Teacher, batch_invariant_mode
 from tests.fuzz import drawn_read_outs
-from tests.fuzz.case import Case, Cut, eps, whole
+from tests.fuzz.case import START, Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import bent, group, labels_and_mask, most_of_a_slice, results_dtype, slices
 from tests.fuzz.draw import DTYPES, Draw, Vocabulary
 from tests.fuzz.drawn_read_outs import Tokens, as_they_are
@@ -155,7 +155,7 @@ def read(draw: Draw) -> Case:
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         x, *tensors = mine
         if fused:
-            tensors[0].main_grad = torch.zeros(tensors[0].shape, dtype=results_dtype(dtype))  # type: ignore[attr-defined]
+            tensors[0].main_grad = torch.full(tensors[0].shape, START, dtype=results_dtype(dtype))  # type: ignore[attr-defined]
         shared: dict[str, Any] = {"vocab": vocabulary.argument(rank)}
         head = student.head(tensors, group(draw), layout, gradient_accumulation_fusion=fused, **shared, **settings)
         teacher = None

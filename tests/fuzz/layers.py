@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.tensor_parallel import layers, mappings
-from tests.fuzz.case import Case, Cut, eps, whole
+from tests.fuzz.case import START, Case, Cut, eps, whole
 from tests.fuzz.cross_entropy import results_dtype
 from tests.fuzz.draw import Draw
 from tests.tensor_parallel.sharded import Config
 
 ROUNDINGS = 16
-START = 2.0  # of a main_grad, to which gradients are added
 
 
 def _pieces(draw: Draw, dim: int, stride: int = 1) -> Cut:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import head, reference
-from tests.fuzz.case import Case
+from tests.fuzz.case import START, Case
 from tests.fuzz.cross_entropy import as_list, bent, group, logits, results_dtype, slices
 from tests.fuzz.distillation import Divergence
 from tests.fuzz.draw import Draw, Vocabulary
@@ -182,7 +182,7 @@ def from_hidden(draw: Draw) -> Case:
     def ours(mine: list[Tensor], rank: int) -> Sequence[Tensor]:
         x, w, *bias = mine
         if fused:
-            w.main_grad = torch.zeros(w.shape, dtype=results_dtype(dtype))
+            w.main_grad = torch.full(w.shape, START, dtype=results_dtype(dtype))
         shared = {"tp_group": group(draw), "hidden_layout": layout, "vocab": vocabulary.argument(rank), **options}
         shared |= {**facts, "bias": bias[0] if bias else None, "gradient_accumulation_fusion": fused}
         others = [piece for x, w in heads[1:] for piece in (cut(x, rank), vocabulary.rows(w, rank))]
