@@ -161,7 +161,7 @@ def check_data_parallel(model, wrap):
     if wrap == "ddp":
         wrapped = DistributedDataParallel(use_fused_loss(model))
     elif wrap == "fsdp2":
-        wrapped = use_fused_loss(fully_shard(model))
+        wrapped = fully_shard(use_fused_loss(model))
     elif wrap == "fsdp2, the head by itself":  # as accelerate does from 1.15 on
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         tail = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]

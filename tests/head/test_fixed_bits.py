@@ -51,6 +51,7 @@ def assert_as_near(found, fast, truth, times, floor):
     """Each result and gradient is as near the truth as that of "fast" is, up to a factor and a part of the truth."""
     for ours, other, true in zip(found, fast, truth, strict=True):
         if ours.is_floating_point():
+            assert torch.equal(ours.isnan(), true.isnan())
             away, fast_away = ((x.double() - true).nan_to_num(0.0).norm() for x in (ours, other))
             assert away <= times * fast_away + floor * true.nan_to_num(0.0, 0.0, 0.0).norm(), (away, fast_away)
 

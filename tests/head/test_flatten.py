@@ -28,6 +28,12 @@ VIEWS = {
     "columns first": lambda z: z.permute(2, 1, 0),
     "every other column": lambda z: z[..., ::2],
 }
+
+
+def valued(values, ids):
+    return (values * (1 + ids)).sum(-1)
+
+
 CALLS = {
     "loss": (vocab_parallel_cross_entropy, reference.cross_entropy),
     "log-probs": (token_log_probs, reference.log_probs),
@@ -36,8 +42,8 @@ CALLS = {
         reference.log_probs,
     ),
     "largest": (
-        lambda z, y, **more: vocab_topk(z, 3, **more)[0].sum(-1),
-        lambda z, y: z.topk(3).values.sum(-1),
+        lambda z, y, **more: valued(*vocab_topk(z, 3, **more)),
+        lambda z, y: valued(*z.topk(3)),
     ),
     "top-k": (
         lambda z, y, **more: sampled_log_probs(z, y, top_k=z.shape[-1] - 1, **more),

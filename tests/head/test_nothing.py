@@ -88,7 +88,7 @@ def check_an_empty_shard(call, leaves, dims, **near):
     want = torch.autograd.grad(found.sum(), leaves)
     parts = [mine(x.detach(), dim).clone().requires_grad_() for x, dim in zip(leaves, dims, strict=True)]
     own = call(*parts, tp_group=dist.group.WORLD, vocab=shard())
-    if found.shape == own.shape:
+    if dims[-1] == 0 or found.shape == own.shape:  # of logits some results are a rank's columns
         torch.testing.assert_close(own, found)
     grads = torch.autograd.grad(own.sum(), parts)
     torch.testing.assert_close(grads, tuple(map(mine, want, dims)), **near)

@@ -137,7 +137,9 @@ def check_more_equals_than_k():
             torch.testing.assert_close(found, want)
             torch.testing.assert_close(torch.autograd.grad(found, mine, upstream.double())[0], want_grad[:, own])
         finite = want_grad.isfinite() & (z > -torch.inf).all(1, keepdim=True)
-        found = linear_sampled_log_probs(eye, weight, labels, top_k, top_p, TEMPERATURE, group)
+        with count_collectives() as counts:
+            found = linear_sampled_log_probs(eye, weight, labels, top_k, top_p, TEMPERATURE, group)
+        assert top_k is None or counts.total() == (dist.get_world_size() > 1)
         torch.testing.assert_close(found, want)
         (grad,) = torch.autograd.grad(found, weight, upstream.double())
         torch.testing.assert_close(grad.t().where(finite[:, own], 0.0), want_grad[:, own].where(finite[:, own], 0.0))

@@ -126,7 +126,8 @@ def assert_same(fused: dict, stock: dict, rounding: float = ROUNDING) -> None:
             assert fused[name] is None or not fused[name].any(), name
             continue
         worst = (fused[name] - grad).abs().max() / grad.abs().max()
-        assert worst <= (ROUNDING_OF_DECAYS if name.endswith(DECAYS) else rounding), f"{name}: {worst:.1e}"
+        limit = max(rounding, ROUNDING_OF_DECAYS) if name.endswith(DECAYS) else rounding
+        assert worst <= limit, f"{name}: {worst:.1e}"
 
 
 def next_token_loss(model):

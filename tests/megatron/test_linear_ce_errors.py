@@ -198,6 +198,7 @@ def test_what_is_not_known_to_be_a_linear_cross_entropy_stays_with_megatron(chan
             assert torch.equal(run(model, labels), stock)
             assert torch.equal(run(model, labels), stock)
         (said,) = [w for w in caught if "keeps Megatron's own loss" in str(w.message)]
+        assert said.category is UserWarning
         assert re.search(reason, str(said.message))
         # It answers the option of `forward` all the same.
         ids = batch()[0]

@@ -54,7 +54,10 @@ def compare(model, labels) -> None:
     with counting_logits(model.output_layer) as made:
         found = assert_fused_is_stock(model, step, mask)
     assert counts[0] == len(made) > 0, "only stock makes logits"
-    assert all(grad.any() for name, grad in found.items() if name.startswith("mtp.") and "bias" not in name)
+    assert not logged(), "backward logs nothing"
+    layers = [grad for name, grad in found.items() if name.startswith("mtp.") and "bias" not in name]
+    assert layers
+    assert all(grad.any() for grad in layers)
     expected_log, found_log = logs
     assert expected_log
     assert expected_log.get("correct_values", torch.ones(1)).any()  # labels that count

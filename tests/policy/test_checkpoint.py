@@ -256,7 +256,15 @@ def test_each_path_must_hold_its_part():
     for paths in ((optimizer,), (optimizer, weights)):
         with pytest.raises(ValueError, match="optimizer holds optimizer, and weights is to be read there"):
             worker.load_checkpoint(*paths)
+    dist.barrier()
+    if dist.get_rank() == 0:  # as if a save had died between the two: one folder is still under its old name
+        (folder / "weights").rename(atomic_folders._name(folder / "weights", "old"))
+    dist.barrier()
     worker.load_checkpoint(weights, optimizer)
+    worker.save_checkpoint(weights)
+    with unchanged(worker), pytest.raises(ValueError, match="are of different saves"):
+        worker.load_checkpoint(weights, optimizer)
+    worker.load_checkpoint(weights)
 
 
 MULTI_STEP = {"name": "torch.optim.lr_scheduler.MultiStepLR", "kwargs": {"milestones": [1, 4], "gamma": 0.1}}

@@ -122,7 +122,8 @@ def test_sequence_parallel_alone_is_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers = column(config=config), row(config=config)
-        outputs = [layer(torch.randn(S, D))[0] for layer in layers]
+        outputs = [layer(torch.randn(S, D, requires_grad=True))[0] for layer in layers]
+        sum(outputs).sum().backward()
     assert [y.shape for y in outputs] == [(S, N), (S, N)]
     assert not layers[0].sequence_parallel
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from megatron_ext.megatron.layer_specs import gpt_block_spec
 from tests.gpt import EXPERTS, loss_and_grads, model_parallel, ours_everywhere, stock_spec, tiny_batches, tiny_gpt
 from tests.ranks import ranks
 from tests.tensor_parallel.test_gpt_parity import SEQUENCE, check
@@ -23,13 +24,14 @@ def test_experts_that_are_cut_in_two():
     """
     options = EXPERTS | SEQUENCE | {"moe_ffn_hidden_size": 32}
     results = []
-    for place, pieces in ((nullcontext, 1), (ours_everywhere, 2)):
+    for place, pieces, spec in ((nullcontext, 1, stock_spec), (ours_everywhere, 2, gpt_block_spec)):
         with model_parallel(tp=2, ep=2, expert_tensor_parallel_size=pieces), place():
-            chunks = tiny_gpt(stock_spec, expert_tensor_parallel_size=pieces, **options)
+            chunks = tiny_gpt(spec, expert_tensor_parallel_size=pieces, **options)
             results.append(loss_and_grads(chunks, tiny_batches()[0]))
     (stock, stock_grads), (loss, grads) = results
     assert loss == pytest.approx(stock, rel=1e-6)
     assert grads.keys() == stock_grads.keys()
+    assert any("experts" in name for name in grads)
     for name, grad in grads.items():
         if "experts" not in name:
             torch.testing.assert_close(grad, stock_grads[name], rtol=1e-4, atol=1e-6)

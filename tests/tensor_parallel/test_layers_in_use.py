@@ -230,7 +230,8 @@ def test_attributes_of_megatrons_layers():
 
         config = tiny_config()
         for name in CLASSES:
-            theirs, mine = (build(name, N, N, package=package, config=config) for package in (stock, ours))
+            sizes = (N, D) if name == "embedding" else (D, N)
+            theirs, mine = (build(name, *sizes, package=package, config=config) for package in (stock, ours))
             own = {key: value for key, value in vars(theirs).items() if key not in vars(torch.nn.Module())}
             assert own
             for key, value in own.items():
