@@ -127,12 +127,18 @@ def _shared(problem: Problem) -> dict[str, Any]:
     return {"share": SHARES[problem.grid.cp][problem.grid.cp_rank]}
 
 
-def _sent(problem: Problem, sampling: dict[str, Any], head: tuple[int, int] = (1, 0), results: int = 1) -> Any:
-    """Collectives forward and backward, `head` over the vocabulary. Not of top-p alone, which sends for each chunk."""
+def _sent(
+    problem: Problem, sampling: dict[str, Any], chunk: int | None, head: tuple[int, int] = (1, 0), results: int = 1
+) -> tuple[int, int]:
+    """Collectives forward and backward, `head` over the vocabulary; of top-p alone 1 more, or 1 and 1 a chunk."""
+    forward, backward = head
     if sampling.get("top_k", -1) in (None, -1, 0) and sampling.get("top_p", 1.0) < 1:
-        return None
-    joined = results * problem.joins
-    return tuple(n * (problem.grid.tp > 1) + joined for n in head)
+        held = problem.positions // problem.grid.cp
+        forward += (
+            1 if chunk is None else max(2, -(-held // chunk)) + 1
+        )  # two chunks at least, where a size is asked for
+    shared, joined = problem.grid.tp > 1, results * problem.joins
+    return forward * shared + joined, backward * shared + joined
 
 
 def from_logits(draw: Draw) -> Case:
@@ -148,7 +154,9 @@ def from_logits(draw: Draw) -> Case:
     if packed and draw.chance(0.3):  # shifted before, and split as the logits are
         documents = target.split(problem.call["cu_seqlens_padded"].diff().tolist(), 1)
         target = problem.parts.split(torch.cat([document.roll(-1, 1) for document in documents], 1), 1)
-        options["target_is_pre_rolled"] = True
+        options["target_is_pre_rolled"] = draw.record["target_is_pre_rolled"] = True
+    params = model_utils.TrainingSamplingParams(**sampling, temperature=0.7)  # the temperature is the caller's part
+    given = params if sampling or draw.chance(0.5) else None
 
     def truth(z: Tensor) -> list[Tensor]:
         return [problem.rows(_log_probs(z, problem.labels, sampling))]
@@ -162,7 +170,7 @@ def from_logits(draw: Draw) -> Case:
                 **grid.vocab(vocabulary),
                 **{"group" if packed else "tp_group": grid.tp_group},
                 cp_group=grid.cp_group,
-                sampling_params=model_utils.TrainingSamplingParams(**sampling, temperature=0.7),
+                sampling_params=given,
                 **problem.call,
                 **options,
             )
@@ -177,7 +185,7 @@ def from_logits(draw: Draw) -> Case:
         logit_size=z.double().abs().max().item() if z.numel() else 0.0,
         value_dtype=results_dtype(dtype),
         grad_size=4.0,
-        sent=_sent(problem, sampling),
+        sent=_sent(problem, sampling, options.get("chunk_size")),
         **_shared(problem),
     )
 
@@ -245,7 +253,13 @@ def from_hidden(draw: Draw) -> Case:
         value_dtype=results_dtype(dtype),
         grad_size=64.0 * max(1, problem.tokens.numel()) / temperature,
         gradient_of=gradient,
-        sent=_sent(problem, sampling, (2, 2) if layout == "sequence" else (1, 1), 1 + entropy),
+        sent=_sent(
+            problem,
+            sampling,
+            options.get("chunk_size"),
+            (2, 2) if layout == "sequence" else (1, 1),
+            1 + entropy,
+        ),
         **_shared(problem),
     )
 
@@ -300,6 +314,6 @@ def at_ids(draw: Draw) -> Case:
         logit_size=z.double().abs().max().item() if z.numel() else 0.0,
         value_dtype=results_dtype(dtype),
         grad_size=8.0,
-        sent=_sent(problem, {}),
+        sent=_sent(problem, {}, None),
         **_shared(problem),
     )

@@ -42,7 +42,8 @@ def over_vocabulary(draw: Draw) -> Case:
 
     found = truth(z.double(), own)
     if kind == "sampled log-probabilities" and own["top_k"] in (None, -1) and own["top_p"] < 1:
-        sent = (2 * -(-length // (chunk or length)), 0)
+        # Where a chunk size is asked for, the ranks share the work of two chunks at least.
+        sent = (2 if chunk is None else max(2, -(-length // chunk)) + 2, 0)
     return Case(
         f"model_utils, {kind}",
         [(z, cut)],

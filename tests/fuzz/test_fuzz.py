@@ -14,7 +14,14 @@ SEED = int(os.environ.get("FUZZ_SEED", time.time()))
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     "only, cases",
-    [("", 100), ("model_utils.", 100), ("sharded_vocabulary.", 100), ("distillation.", 200), ("losses.", 200)],
+    [
+        ("", 100),
+        ("mappings.", 100),
+        ("model_utils.", 100),
+        ("sharded_vocabulary.", 100),
+        ("distillation.", 200),
+        ("losses.", 400),
+    ],
 )
 def test_a_few(only, cases):
     run(0, 0, cases, only)

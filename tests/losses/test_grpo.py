@@ -121,3 +121,9 @@ def test_clamped_kl_lets_no_gradient_through_its_weights():
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         GRPOLoss(**options)
+
+
+def test_the_ratio_that_is_not_clipped_is_at_most_delta():
+    new, old = torch.tensor([[2.0]]).log(), torch.zeros(1, 1)
+    loss, _ = GRPOLoss(delta=1.5).from_log_probs(new, -torch.ones(1), old_log_probs=old)
+    torch.testing.assert_close(loss, torch.tensor(1.5))

@@ -28,12 +28,15 @@ def test_arguments_and_dtypes():
 @ranks(2, 4)
 def test_the_likeliest_token_of_a_dtensor():
     logits, _ = problem()
+    logits[0, 0, 3:] = logits.max() + 1  # among equals the lowest id
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     sharded = distribute_tensor(logits, mesh, [Shard(-1)])
     found = model_utils.vocab_parallel_argmax(sharded, tp_group=mesh.get_group("tp"))
+    assert found[0, 0] == 3
     assert torch.equal(found, logits.argmax(-1))
 
 
+@ranks(1, 2)
 def test_what_stands_at_the_next_position():
     ids = torch.arange(6).view(1, 6)
     assert model_utils.cp_shift_next(ids, fill=-1).tolist() == [[1, 2, 3, 4, 5, -1]]
