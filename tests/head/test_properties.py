@@ -12,8 +12,8 @@ from tests.head.problems import Problem, error
 from tests.ranks import ranks
 
 # Roundings allowed beside twice PyTorch's error, by bytes of the dtype: where few terms cancel it may err by less than
-# one, by luck. Of 1200 problems drawn no fp32 one needed more than 5. In fp64 PyTorch is the truth itself.
-ROUNDINGS = {2: 4, 4: 8, 8: 64}
+# one, by luck. Of 600 problems drawn none in 16 or 32 bits needed more than 6. In fp64 PyTorch is the truth itself.
+ROUNDINGS = {2: 8, 4: 8, 8: 64}
 
 
 def drawn(number, ranks_):
