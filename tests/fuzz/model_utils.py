@@ -134,9 +134,8 @@ def _sent(
     forward, backward = head
     if sampling.get("top_k", -1) in (None, -1, 0) and sampling.get("top_p", 1.0) < 1:
         held = problem.positions // problem.grid.cp
-        forward += (
-            1 if chunk is None else max(2, -(-held // chunk)) + 1
-        )  # two chunks at least, where a size is asked for
+        # Where a chunk size is asked for, there are two at least.
+        forward += 1 if chunk is None else max(2, -(-held // chunk)) + 1
     shared, joined = problem.grid.tp > 1, results * problem.joins
     return forward * shared + joined, backward * shared + joined
 
