@@ -69,8 +69,8 @@ KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
 	$(addprefix tests/head/test_,linear.py linear_steps.py disagreement.py fixed_bits.py) \
 	$(addprefix tests/dtensor/test_,parity.py gradients.py parallelize.py) \
 	$(addprefix tests/policy/test_,train.py checkpoint.py refit.py megatron_worker.py) \
-	$(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py linear_ce_fsdp.py pretraining_parity.py)
-KEEP_EAGER := tests/distributed $(addprefix tests/megatron/test_,pipeline_errors.py pipeline_vocabulary.py)
+	$(addprefix tests/megatron/test_,linear_ce_fsdp.py pretraining_parity.py) tests/experimental
+KEEP_EAGER := tests/distributed tests/experimental
 
 # What reads the sources alone, for `make check`.
 LINTS := tests/test_layout.py tests/test_iteration_order.py
@@ -168,7 +168,7 @@ source-tree: told-MEGATRON $(SOURCE)/.ready
 ON_SOURCE = PATH="$(CURDIR)/$(SOURCE)/bin:$$PATH" PYTHONPATH="$(CURDIR):$(CURDIR)/$(SOURCE)/tree"
 
 test-source: source-tree  ## Megatron-Core from source: make test-source MEGATRON=TREE, or CLONE@REF
-	$(ON_SOURCE) python $(PYTEST) -m "not gpu" tests/megatron tests/emulation/test_megatron.py \
+	$(ON_SOURCE) python $(PYTEST) -m "not gpu" tests/megatron tests/megatron_on_cpu/test_megatron.py \
 		tests/tensor_parallel/test_gpt_parity.py tests/tensor_parallel/test_signatures.py
 	$(SOURCE)/bin/python -W ignore -P tests/megatron/unit_suite.py $(SOURCE)/tree $(UNITS) \
 		--results $(SOURCE)/tree/unit_suite.json

@@ -27,8 +27,8 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_ext", "megatron_ext.*"]),
-    package_data={"megatron_ext": ["py.typed"]},
+    packages=find_packages(include=["megatron_ext", "megatron_ext.*", "megatron_on_cpu", "megatron_on_cpu.*"]),
+    package_data={"megatron_ext": ["py.typed"], "megatron_on_cpu": ["py.typed"]},
     install_requires=["torch>=2.10"],
     extras_require={
         "test": [*MEGATRON, "pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6", "numpy", "greenlet>=3"],

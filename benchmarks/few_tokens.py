@@ -19,7 +19,7 @@ from benchmarks.measure import ratios
 from benchmarks.run import quiet
 from benchmarks.worlds import run_world
 from megatron_ext import linear_cross_entropy, tensor_parallel, vocab_parallel_cross_entropy
-from megatron_ext.emulation import megatron_on_cpu
+from megatron_on_cpu import megatron_on_cpu
 
 Step = Callable[[], object]
 TOKENS, WIDTH, VOCAB = 8, 16, 64

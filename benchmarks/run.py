@@ -25,8 +25,8 @@ from benchmarks.measure import Baselines, Inputs, baselines, counts, measure_cas
 from benchmarks.meter import one_rank_of
 from benchmarks.progress import say, shown
 from benchmarks.worlds import run_world
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head.row_passes.gpu_properties import DEVICES
+from megatron_on_cpu import megatron_on_cpu
 
 
 def count_full_size(case: Case) -> list[tuple[str, str, str, list[float]]]:

@@ -16,8 +16,8 @@ import torch
 from benchmarks.fake_cuda import kernels_of
 from benchmarks.gpu import Machine
 from benchmarks.interpreter import round_to_bfloat16
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head.row_passes import dispatch
+from megatron_on_cpu import megatron_on_cpu
 
 _mm, _addmm = torch.mm, torch.addmm
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from megatron_ext.emulation import megatron_on_cpu
+from megatron_on_cpu import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
     warnings.filterwarnings("ignore", module=r"megatron\.core")

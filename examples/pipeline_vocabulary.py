@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.megatron import pipeline
+from megatron_ext.experimental import pipeline_vocabulary
 
 LAYERS, WIDTH, VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, STEPS = 4, 64, 4096, 64, 2, 8, 5
 PICTURE = Path("runs/pipeline_vocabulary/timeline.png")
@@ -110,7 +110,7 @@ def passes_of_stock() -> Iterator[list[Span]]:
 def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
     """The loss of each step; of each stage what it did in the last step, and its number of parameters."""
     if shared:
-        pipeline.share_vocabulary()
+        pipeline_vocabulary.share_vocabulary()
     model = build()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model], use_gloo_process_groups=False)
     shape = (STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE + 1)
@@ -120,7 +120,7 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
     for batch in batches:
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        with pipeline.recorded() if shared else passes_of_stock() as found:
+        with pipeline_vocabulary.recorded() if shared else passes_of_stock() as found:
             of_micro_batches = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(batch),
@@ -141,7 +141,7 @@ def train(shared: bool) -> tuple[list[float], list[list[Span]], list[int]]:
     sizes: list = [None] * group.size()
     dist.all_gather_object(sizes, sum(p.numel() for p in model.parameters()), group=group)
     if shared:
-        pipeline.restore()
+        pipeline_vocabulary.restore()
     return losses, spans, sizes
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2 --head fused --layers ext
 
-Runs on GPUs over NCCL, or on the CPU over gloo (Megatron-Core under `megatron_ext.emulation`). Flags have Megatron-LM's
+Runs on GPUs over NCCL, or on the CPU over gloo (Megatron-Core under `megatron_on_cpu`). Flags have Megatron-LM's
 names and meanings. Two are new: `--head` takes the loss from logits (stock) or from hidden states (fused), `--layers`
 builds the transformer layers from Megatron's modules (stock) or from ours (ext).
 """

@@ -5,7 +5,7 @@
 Two steps of GRPO run in one process, from whole logits and PyTorch's log_softmax; then again tensor parallel, context
 parallel, and both, with the functions that NeMo-RL calls: the policy's log-probabilities by the fused head, which makes
 no logits, those of the reference model from its sharded logits. What one process finds is printed next to what the
-ranks find. Runs on GPUs, or on the CPU with Megatron-Core under `megatron_ext.emulation`.
+ranks find. Runs on GPUs, or on the CPU with Megatron-Core under `megatron_on_cpu`.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from interrupt import end_on_interrupt
 from torch import Tensor
 
 from megatron_ext import reference
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.model_utils import (
     _get_tokens_on_this_cp_rank,
     from_parallel_logits_to_logprobs,
     patch_gpt_model_forward_for_linear_ce_fusion,
 )
+from megatron_on_cpu import megatron_on_cpu
 
 with warnings.catch_warnings():  # at import Megatron says, five times, that Apex and Transformer Engine are missing
     warnings.filterwarnings("ignore", module=r"megatron\.core")

@@ -123,7 +123,7 @@ def _ways() -> dict[str, str | None]:
     patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
     sharing = None
     try:
-        from megatron_ext.megatron.pipeline.paused_forward import check_installed
+        from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
 
         check_installed()
     except (ImportError, RuntimeError) as missing:  # it must not hide what the other ways say

@@ -135,8 +135,8 @@ def _cache(text: str) -> Any:
 
 def _emulate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """For the rest of the process: what the script itself leaves to `atexit` still runs on the CPU."""
-    from megatron_ext.emulation import megatron_on_cpu
-    from megatron_ext.emulation.nccl_rules import NcclRules
+    from megatron_on_cpu import megatron_on_cpu
+    from megatron_on_cpu.nccl_rules import NcclRules
 
     emulation = ExitStack()
     try:
@@ -176,10 +176,10 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
             parser.error(str(refusal))
         _report_after_first_step()
     if options.pipeline_vocab:
-        from megatron_ext.megatron import pipeline
+        from megatron_ext.experimental import pipeline_vocabulary
 
         try:
-            pipeline.share_vocabulary()
+            pipeline_vocabulary.share_vocabulary()
         except RuntimeError as missing:
             parser.error(str(missing))
     if options.check:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import debug
 
-from megatron_ext.emulation import megatron_on_cpu
+from megatron_on_cpu import megatron_on_cpu
 
 _CLEARS = [  # one function from torch 2.11 on, before it two
     getattr(debug, name)

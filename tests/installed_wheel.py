@@ -16,28 +16,29 @@ from megatron_ext import linear_cross_entropy, token_log_probs
 
 TREE = Path(__file__).resolve().parents[1]
 WITH_TORCH_ALONE = [
-    "dtensor",
-    "emulation",
-    "head",
-    "integrations",
-    "losses",
-    "model_utils",
-    "policy",
-    "tensor_parallel",
+    "megatron_ext.dtensor",
+    "megatron_ext.head",
+    "megatron_ext.integrations",
+    "megatron_ext.losses",
+    "megatron_ext.model_utils",
+    "megatron_ext.policy",
+    "megatron_ext.tensor_parallel",
+    "megatron_on_cpu",
 ]
 
 
 def check_is_installed() -> None:
     place = Path(megatron_ext.__file__).resolve().parent
     assert place.parent != TREE, f"{place} is the source tree, not the wheel"
-    wanted = {path.relative_to(TREE / "megatron_ext") for path in (TREE / "megatron_ext").rglob("*.py")}
-    missing = sorted(str(path) for path in {*wanted, Path("py.typed")} if not (place / path).exists())
+    packages = (TREE / "megatron_ext", TREE / "megatron_on_cpu")
+    wanted = [path.relative_to(TREE) for package in packages for path in (*package.rglob("*.py"), package / "py.typed")]
+    missing = sorted(str(path) for path in wanted if not (place.parent / path).exists())
     assert not missing, f"not in the wheel: {missing}"
 
 
 def check_imports() -> None:
     for name in WITH_TORCH_ALONE:
-        importlib.import_module(f"megatron_ext.{name}")
+        importlib.import_module(name)
     for name, need in (("megatron", "needs Megatron-Core"), ("policy.RayPolicy", "needs Ray")):
         said = refusal(name)
         assert re.search(need, said), said

@@ -47,7 +47,7 @@ def choose_backend(option) -> None:
 def _rules_of_run():
     if not _chosen:
         return "gloo"
-    from megatron_ext.emulation.nccl_rules import NcclRules
+    from megatron_on_cpu.nccl_rules import NcclRules
 
     return NcclRules(**_NCCL_RULES[_chosen[0]], order="raise", device_is_set=True)
 
@@ -55,7 +55,7 @@ def _rules_of_run():
 def _backend(rules) -> str:
     if rules == "gloo":
         return "gloo"
-    from megatron_ext.emulation.nccl_rules import register
+    from megatron_on_cpu.nccl_rules import register
 
     register(rules)
     return "nccl_rules"

@@ -100,7 +100,7 @@ def test_the_lines_for_a_laptop():
     shared = python_blocks(section(DOCS / "pipeline.md", "Using it"))
     # The README's lines, which tests/megatron/test_page.py runs.
     assert [block.split() for block in shared] == [
-        ["from", "megatron_ext.megatron", "import", "pipeline", "pipeline.share_vocabulary()"]
+        ["from", "megatron_ext.experimental", "import", "pipeline_vocabulary", "pipeline_vocabulary.share_vocabulary()"]
     ]
 
 

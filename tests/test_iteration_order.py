@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "megatron_ext"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[1]
+FILES = [path for package in ("megatron_ext", "megatron_on_cpu") for path in sorted((ROOT / package).rglob("*.py"))]
 
 MAKE_SETS = {"set", "frozenset"}
 SET_METHODS = {"union", "intersection", "difference", "symmetric_difference"}
@@ -134,7 +134,7 @@ def trees():
 def test_no_set_is_iterated_over(trees):
     makers = functions_that_return_sets(trees.values())
     found = [
-        f"{path.relative_to(PACKAGE)}:{line} iterates over {text}"
+        f"{path.relative_to(ROOT)}:{line} iterates over {text}"
         for path, tree in trees.items()
         for line, text in iterations(tree, makers)
     ]

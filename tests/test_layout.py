@@ -1,6 +1,7 @@
 """The house rules that a machine can hold us to: which room may import which, and who may communicate."""
 
 import ast
+import os
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -8,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "megatron_ext"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron_ext"
+ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
     "doctor",
     "run",
+    "experimental",
     "integrations",
     "model_utils",
     "policy",
     "megatron",
     "dtensor",
-    "emulation",
     "tensor_parallel",
     "losses",
     "head",
@@ -30,12 +33,13 @@ ROOMS = [
     "optional_packages",
     "reference",
 ]
-MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "emulation"}
+MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
 
 # What stands in for Megatron's own, where a process has imported that.
 ASKS_MEGATRON = {"tensor_parallel/generalized_tensor_parallelism.py"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+ALL_FILES = FILES + sorted(ON_CPU.rglob("*.py"))
 
 
 def room_of(path: Path) -> str:
@@ -112,7 +116,7 @@ def test_imports_go_only_downward(path):
 
 def test_no_modules_import_each_other():
     """Packages' `__init__.py` aside, which import what their modules define."""
-    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in FILES}
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ALL_FILES}
     uses = {
         name: {full for used in imported_names(path) for full in (used, used.rpartition(".")[0]) if full in modules}
         for name, path in modules.items()
@@ -131,7 +135,7 @@ def imported_names(path: Path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("folder", sorted({path.parent for path in ALL_FILES}), ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_folder_can_be_read_at_a_glance(folder):
     modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= 12, f"{folder} holds {len(modules)} modules: give some of them a folder of their own"
@@ -141,8 +145,8 @@ def test_a_folder_can_be_read_at_a_glance(folder):
 # Signatures that are others' (Megatron's, Transformer Engine's, NeMo-RL's, TRL's, transformers', Mamba's), or that
 # users call by keywords as they call torch.nn.functional's.
 THEIRS = [
-    *("emulation/state_space.py", "integrations/trl.py", "model_utils/*", "tensor_parallel/*", "megatron/attention.py"),
-    "emulation/transformer_engine/*",
+    *("integrations/trl.py", "model_utils/*", "tensor_parallel/*", "megatron/attention.py"),
+    *("../megatron_on_cpu/state_space.py", "../megatron_on_cpu/transformer_engine/*"),
     *("dtensor/attention.py", "dtensor/parallelize.py _parallelize_model"),
 ]
 BY_KEYWORDS = [
@@ -161,8 +165,8 @@ LAUNCHES = ["head/kernels/*", "head/row_passes/logit_passes.py row_*"]
 
 def test_options_of_many_parameters_are_objects():
     """No function of our own has more than eight parameters."""
-    for path in FILES:
-        name = str(path.relative_to(PACKAGE))
+    for path in ALL_FILES:
+        name = os.path.relpath(path, PACKAGE)
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef):
                 continue
@@ -214,6 +218,18 @@ COMMUNICATION = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_experiments_are_imported_by_the_launcher_alone(path):
+    """So that the package can be read, and a part of it taken, without them."""
+    if room_of(path) not in ("experimental", "run"):
+        assert not [name for name in imported(path.read_text()) if name.startswith("megatron_ext.experimental")]
+
+
+@pytest.mark.parametrize("path", sorted(ON_CPU.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_megatron_on_cpu_imports_nothing_of_megatron_ext(path):
+    assert not [name for name in imported(path.read_text()) if name.split(".")[0] == "megatron_ext"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_collectives_py_communicates(path):
     if path == PACKAGE / "distributed" / "collectives.py":
         return
@@ -237,7 +253,7 @@ def test_imports_with_torch_alone():
         "BANNED = {'megatron', 'triton', 'transformers', 'transformer_engine', 'apex', 'ray', 'accelerate', 'trl'}\n"
         "sys.meta_path.insert(0, Refuse())\n"
         "import megatron_ext, megatron_ext.head, megatron_ext.tensor_parallel, megatron_ext.distributed\n"
-        "import megatron_ext.sequence, megatron_ext.reference, megatron_ext.emulation\n"
+        "import megatron_ext.sequence, megatron_ext.reference, megatron_on_cpu\n"
         "import megatron_ext.model_utils, megatron_ext.dtensor, megatron_ext.policy, megatron_ext.losses\n"
         "from megatron_ext.integrations import nemo_rl, trl, verl\n"
         "loaded = BANNED & {name.split('.')[0] for name in sys.modules} - before\n"

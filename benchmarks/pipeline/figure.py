@@ -4,7 +4,7 @@ from pathlib import Path
 
 from benchmarks.pipeline.schedules import Timeline
 from benchmarks.plot import TEXT
-from megatron_ext.megatron.pipeline.order.pass_order import Kind
+from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import Kind
 
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "pipeline.png"
 # Colour and legend. Passes of the embedding are too short to be seen.

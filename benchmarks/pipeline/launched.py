@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from benchmarks.pipeline.costs import Setup
 from benchmarks.pipeline.schedules import Timeline, ours
-from megatron_ext.megatron.pipeline.groups import communicator_of
-from megatron_ext.megatron.pipeline.order.pass_order import message_times, pass_duration, pass_order
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Sent, needed, sources
-from megatron_ext.megatron.pipeline.order.stage_programs import joint_order
+from megatron_ext.experimental.pipeline_vocabulary.groups import communicator_of
+from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import message_times, pass_duration, pass_order
+from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Kind, Sent, needed, sources
+from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import joint_order
 
 
 def launched_seconds(setup: Setup, chunks: int, one_queue: bool = False) -> float:

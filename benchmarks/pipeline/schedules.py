@@ -1,8 +1,8 @@
 """Timelines of one case under each schedule.
 
-Ours come from `megatron_ext.megatron.pipeline.order.pass_order`, and so does the order of layers in all of them. In
-Megatron's own schedules embedding and head are part of the first and last passes of layers: their passes stand directly
-beside these in the same queue.
+Ours come from `megatron_ext.experimental.pipeline_vocabulary.order.pass_order`, and so does the order of layers in
+all of them. In Megatron's own schedules embedding and head are part of the first and last passes of layers: their
+passes stand directly beside these in the same queue.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.pipeline.costs import Setup
-from megatron_ext.megatron.pipeline.order.pass_order import (
+from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     Kind,
     Pass,
     Run,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PACKAGE = Path(__file__).parents[2] / "megatron_ext"
+ROOT = Path(__file__).parents[2]
+PACKAGES = [ROOT / "megatron_ext", ROOT / "megatron_on_cpu"]
 MARK = "<!-- every message -->"
 # Folders of the package in the order of the page, with the title of their messages and the page that explains them.
 AREAS = {
@@ -23,7 +24,8 @@ AREAS = {
     "dtensor": ("Hugging Face models", "hugging_face.md"),
     "policy": ("Policy worker", "rl.md"),
     "sequence": ("Sequences and packing", "api/sequence.md"),
-    "emulation": ("CPU emulation", "api/emulation.md"),
+    "experimental": ("Experimental", "pipeline.md"),
+    "megatron_on_cpu": ("Megatron-Core on a CPU", "api/megatron_on_cpu.md"),
     "": ("All else", "api/index.md"),
 }
 _WARN = {"warn", "say_once", "_say_once"}
@@ -41,8 +43,9 @@ class Message(NamedTuple):
 def messages() -> list[Message]:
     """All messages with fixed words, each once, in the order of files."""
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        area = path.relative_to(PACKAGE).parts[0]
+    for path in _sources():
+        package, first = path.relative_to(ROOT).parts[:2]
+        area = first if package == "megatron_ext" else package
         for kind, text in _written(_parsed(path)):
             if len(text.replace("...", " ").split()) >= _FEWEST_WORDS:
                 found.append(Message(area if area in AREAS else "", kind, text))
@@ -52,6 +55,11 @@ def messages() -> list[Message]:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs' event: the mark on a page becomes the list of all messages."""
     return markdown.replace(MARK, "\n".join(_lines())) if MARK in markdown else markdown
+
+
+def _sources() -> list[Path]:
+    """Every file of the packages, in one order."""
+    return [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 
 
 def _lines() -> Iterator[str]:
@@ -75,7 +83,7 @@ def _constants() -> dict[str, str]:
     """The texts that modules of the package give names to."""
     return {
         ast.unparse(node.targets[0]): node.value.value
-        for path in PACKAGE.rglob("*.py")
+        for path in _sources()
         for node in _parsed(path).body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     }

@@ -22,36 +22,43 @@ PACKAGES = [
     "megatron_ext.policy",
     "megatron_ext.dtensor",
     "megatron_ext.tensor_parallel",
-    "megatron_ext.emulation",
-    "megatron_ext.megatron.pipeline",
+    "megatron_on_cpu",
+    "megatron_ext.experimental.pipeline_vocabulary",
     "megatron_ext.distributed",
 ]
 
 
 def on_pre_build(**_: Any) -> None:
     """MkDocs' event."""
-    faults = list(_faults(griffe.load("megatron_ext", search_paths=[ROOT])))
+    loader = griffe.GriffeLoader(search_paths=[ROOT])
+    faults = list(_faults({name: loader.load(name) for name in ("megatron_ext", "megatron_on_cpu")}))
     if faults:
         raise PluginError("\n".join(["the API reference is not complete:", *faults]))
 
 
-def _faults(package: griffe.Module) -> Iterator[str]:
+def _faults(packages: dict[str, Any]) -> Iterator[str]:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
-    names = re.findall(r"^::: megatron_ext\.(\S+)$", pages, re.M)
+    names = re.findall(r"^::: (megatron_(?:ext|on_cpu)\.\S+)$", pages, re.M)
     yield from (f"{name} is there twice" for name in sorted({name for name in names if names.count(name) > 1}))
-    described = {_target(package[name]).path for name in names}
+    described = {_target(_found(packages, name)).path for name in names}
     for path in PACKAGES:
-        module = package if path == package.path else package[path.removeprefix("megatron_ext.")]
+        module = _found(packages, path)
         for name in module.exports or []:
             if _target(module[str(name)]).path not in described:
                 yield f"{path}.{name} is on no page of docs/api"
     for name in names:
-        thing = _target(package[name])
+        thing = _target(_found(packages, name))
         yield from _faults_of(name, thing)
         if thing.is_class:
             for method in thing.members.values():
                 if method.is_function and not method.name.startswith("_"):
                     yield from _faults_of(f"{name}.{method.name}", method, thing)
+
+
+def _found(packages: dict[str, Any], path: str) -> Any:
+    """The module, class or function of this whole path."""
+    package, _, rest = path.partition(".")
+    return packages[package][rest] if rest else packages[package]
 
 
 def _faults_of(name: str, thing: Any, owner: Any = None) -> Iterator[str]:

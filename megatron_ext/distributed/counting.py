@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_NAMESPACES = ("c10d", "_c10d_functional", "nccl_rules")  # the last one: megatron_ext.emulation.nccl_rules
+_NAMESPACES = ("c10d", "_c10d_functional", "nccl_rules")  # the last one: megatron_on_cpu.nccl_rules
 
 
 class _CollectiveCounter(TorchDispatchMode):

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron_ext.distributed.collectives import all_gather_object, all_reduce
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.head.reduction import side_by_side
 from megatron_ext.head.validation.argument_checks import or_refuse
 from megatron_ext.head.validation.option_checks import token_bound
@@ -54,6 +53,7 @@ from megatron_ext.policy.worker.scoring import Read, T, Use
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.next_token import next_tokens
 from megatron_ext.sequence.targets import IGNORE_INDEX
+from megatron_on_cpu import megatron_on_cpu
 
 
 class Inputs(NamedTuple):

@@ -16,8 +16,7 @@ from benchmarks.pipeline.launched import launched_seconds
 from benchmarks.pipeline.launched import table as launched_table
 from benchmarks.pipeline.schedules import SCHEDULES, Timeline, even, ours, paper, redistributed, stock
 from benchmarks.plan import plan
-from megatron_ext.head.row_passes.gpu_properties import DEVICES
-from megatron_ext.megatron.pipeline.order.pass_order import (
+from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import (
     Kind,
     length,
     pass_duration,
@@ -25,6 +24,7 @@ from megatron_ext.megatron.pipeline.order.pass_order import (
     pass_order,
     simulate,
 )
+from megatron_ext.head.row_passes.gpu_properties import DEVICES
 from tests.marks import quick_if
 from tests.pages import DOCS
 
@@ -165,7 +165,7 @@ def test_passes_of_ours_take_6_nvh_on_all_stages_together_and_what_it_sends_is_c
 
 def test_the_training_loops_estimates_find_an_order_that_is_as_good():
     """Its order, run with the durations that are simulated here, against the order for these."""
-    from megatron_ext.megatron.pipeline.schedule import estimated_times
+    from megatron_ext.experimental.pipeline_vocabulary.schedule import estimated_times
 
     setup = next(one for one in SETUPS if one.name == "Llama-3 8B PP8, 400 Gb/s")
     model, shape, times = setup.model, setup.shape(1), setup.times(1)

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.stand_in import ON_CUDA, replaced
-from megatron_ext.emulation import cuda_graphs
 from megatron_ext.head.row_passes import dispatch
+from megatron_on_cpu import cuda_graphs
 from tests.waits import NoWait
 
 

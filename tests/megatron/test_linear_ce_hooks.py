@@ -188,7 +188,7 @@ def test_the_loss_of_detached_logits_has_no_gradient():
 @ranks(2)
 def test_a_collective_reads_the_logits():
     """Megatron's gather is an autograd function that gives logits to C++ as they are."""
-    from megatron_ext.emulation import megatron_on_cpu
+    from megatron_on_cpu import megatron_on_cpu
 
     with megatron_on_cpu():
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_ext.experimental.pipeline_vocabulary.vocabulary_sharing import output_layer_fault
 from megatron_ext.head import LmHead
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
-from megatron_ext.megatron.pipeline.vocabulary_sharing import output_layer_fault
 from tests.gpt import model_parallel
 from tests.megatron.patching import batch, one_gpt, patched, run
 from tests.ranks import ranks

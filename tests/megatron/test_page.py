@@ -55,7 +55,7 @@ def test_the_lines_of_code_run():
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-        from megatron_ext.megatron import pipeline
+        from megatron_ext.experimental import pipeline_vocabulary
 
         arguments = {"tied": False, "model": {"position_embedding_type": "learned_absolute"}}
         loss = run(tiny_gpt(**arguments)[0], batch()[1])
@@ -77,7 +77,7 @@ def test_the_lines_of_code_run():
             with pytest.raises(ValueError, match="there are no stages to share the vocabulary"):
                 tiny_gpt()
         finally:
-            pipeline.restore()
+            pipeline_vocabulary.restore()
         assert GPTModel.__init__ is stock
         words = re.search(r"`--spec (\S+)\s+(\S+)`", README.read_text()).groups()
         assert isinstance(import_module(words), ModuleSpec)

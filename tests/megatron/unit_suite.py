@@ -295,7 +295,7 @@ def prepare(tree, emulation, transformer_engine, on_gpu):
     os.environ.setdefault("NVIDIA_PYTORCH_VERSION", "26.08")  # NVIDIA's container of main's date; old ones skip tests
     os.environ["PYTHONPATH"] = tree
     sys.path.insert(0, repository)
-    from megatron_ext.emulation import megatron_on_cpu
+    from megatron_on_cpu import megatron_on_cpu
 
     sys.path.remove(repository)
     import torch

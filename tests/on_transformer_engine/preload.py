@@ -3,7 +3,7 @@
 import atexit
 from contextlib import ExitStack
 
-from megatron_ext.emulation import megatron_on_cpu
+from megatron_on_cpu import megatron_on_cpu
 
 emulation = ExitStack()
 emulation.enter_context(megatron_on_cpu(transformer_engine=True))

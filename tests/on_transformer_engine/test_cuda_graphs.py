@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.emulation import cuda_graphs
-from tests.emulation.test_resume import seed
+from megatron_on_cpu import cuda_graphs
 from tests.gpt import (
     SEQUENCE,
     data_parallel,
@@ -18,6 +17,7 @@ from tests.gpt import (
     train_step,
 )
 from tests.marks import slow
+from tests.megatron_on_cpu.test_resume import seed
 from tests.on_transformer_engine.models import ENGINE, any_tracker, assert_same_steps, te_spec
 from tests.on_transformer_engine.test_ours import beside_spec, in_the_way
 from tests.on_transformer_engine.test_overlap import BF16

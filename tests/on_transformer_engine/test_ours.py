@@ -104,14 +104,14 @@ def test_the_head_keeps_its_operands_under_fp8(recipe):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_stages_of_a_pipeline_share_the_vocabulary(tied):
     pytest.importorskip("greenlet")
-    from megatron_ext.megatron import pipeline
+    from megatron_ext.experimental import pipeline_vocabulary
 
     batches = tiny_batches(3)
     with model_parallel(pp=2):
         stock = trained("stock", batches, tied=tied)
-        pipeline.share_vocabulary()
+        pipeline_vocabulary.share_vocabulary()
         try:
             shared = losses_and_norms(te_spec, batches, tied=tied, **ENGINE)
         finally:
-            pipeline.restore()
+            pipeline_vocabulary.restore()
     assert_same_steps(shared, stock)

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.emulation.test_resume import DROPOUT
 from tests.gpt import ours_everywhere, tiny_batches, tiny_gpt
 from tests.marks import slow
+from tests.megatron_on_cpu.test_resume import DROPOUT
 from tests.on_transformer_engine.models import ENGINE, any_tracker, plain_loss, te_spec
 from tests.ranks import ranks
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.emulation.test_resume import assert_goes_on
+from tests.megatron_on_cpu.test_resume import assert_goes_on
 from tests.on_transformer_engine.models import ENGINE, te_spec
 from tests.ranks import ranks
 

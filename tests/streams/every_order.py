@@ -11,9 +11,9 @@ import os
 from collections import Counter
 from multiprocessing import Pool
 
-from megatron_ext.megatron.pipeline.order.pass_order import NoOrder, Times
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Shape, members, needed, sources
-from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
+from megatron_ext.experimental.pipeline_vocabulary.order.pass_order import NoOrder, Times
+from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Shape, members, needed, sources
+from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import stage_programs
 from tests.streams.waits import Hang
 
 STAGES, CHUNKS, MICRO_BATCHES = range(2, 17), range(1, 5), range(1, 65)

@@ -30,8 +30,8 @@ def recorded_stages(sizes: tuple[int, int, int], make_log=Log, forward_only=Fals
 
 def recorded_step(sizes: tuple[int, int, int], log: Log, forward_only=False, **overrides) -> Log:
     """One step on this rank of a world with so many stages."""
-    from megatron_ext.megatron import pipeline
-    from megatron_ext.megatron.pipeline.stage_run import StageRun
+    from megatron_ext.experimental import pipeline_vocabulary
+    from megatron_ext.experimental.pipeline_vocabulary.stage_run import StageRun
 
     stages, chunks, micro_batches = sizes
     run = StageRun.run
@@ -41,8 +41,8 @@ def recorded_step(sizes: tuple[int, int, int], log: Log, forward_only=False, **o
         return run(self, program, *others)
 
     with ExitStack() as stack:
-        pipeline.share_vocabulary()
-        stack.callback(pipeline.restore)
+        pipeline_vocabulary.share_vocabulary()
+        stack.callback(pipeline_vocabulary.restore)
         settings = {"num_layers": stages * chunks, "weights": "init", "tied": False, **overrides}
         wrapped = data_parallel(tiny_gpt(stock_spec, **settings))
         stack.enter_context(mock.patch.object(StageRun, "run", watched))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.distributed import collectives
-from megatron_ext.megatron.pipeline.side_stream import SideWork
+from megatron_ext.experimental.pipeline_vocabulary.side_stream import SideWork
 from tests.streams.memory import MemoryLog
 from tests.streams.recording import recording
 from tests.streams.stage_recording import one_of_a_world, recorded_stages

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.megatron.pipeline.order.passes import Exchange, Kind, Sent, Shape, members
-from megatron_ext.megatron.pipeline.order.stage_programs import stage_programs
+from megatron_ext.experimental.pipeline_vocabulary.order.passes import Exchange, Kind, Sent, Shape, members
+from megatron_ext.experimental.pipeline_vocabulary.order.stage_programs import stage_programs
 from tests.gpt import model_parallel
 from tests.ranks import ranks
 from tests.streams.every_order import check_number, check_shape, run_one_at_a_time, times

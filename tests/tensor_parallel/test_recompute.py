@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import mappings, random
 from megatron_ext.tensor_parallel.random import checkpoint
+from megatron_on_cpu import megatron_on_cpu
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import no_tracker, seeded
 from tests.tensor_parallel.sharded import numbers, world

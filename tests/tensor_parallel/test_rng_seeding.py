@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_ext.distributed.groups import Coordinates
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel._random.seeds import stream_seeds
+from megatron_on_cpu import megatron_on_cpu
 from tests.gpt import model_parallel
 from tests.ranks import ranks
 from tests.tensor_parallel.rng import drawn, no_tracker, seeded

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_ext.emulation import megatron_on_cpu
 from megatron_ext.tensor_parallel import random
 from megatron_ext.tensor_parallel.random import CudaRNGStatesTracker
+from megatron_on_cpu import megatron_on_cpu
 from tests.tensor_parallel.rng import drawn, no_tracker, seeded
 
 GRAPH_SAFE = pytest.mark.parametrize("graph_safe", [False, True], ids=["bytes", "generators"])

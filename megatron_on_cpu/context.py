@@ -1,0 +1,124 @@
+"""Enter and leave the emulation."""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_on_cpu import transformer_engine as engine
+from megatron_on_cpu.megatron_modules import MODULES, AfterImport, Modules
+from megatron_on_cpu.nccl_rules import NcclRules
+from megatron_on_cpu.products import replace_products
+from megatron_on_cpu.random_numbers import two_generators
+from megatron_on_cpu.redirections import redirections
+
+_lock = threading.Lock()
+_entered = 0  # how many `with megatron_on_cpu()` are open in this process
+_undo = ExitStack()
+_with_engine = False  # whether the outermost one emulates Transformer Engine
+
+
+@contextmanager
+def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | None = None) -> Iterator[None]:
+    """Megatron-Core runs on the CPU and over gloo inside this context: models, data parallelism, optimizers, schedules.
+
+    For laptops, CI and debuggers: what Megatron would do on CUDA device 0 it does on the CPU, unmodified. It may be
+    entered before or after `megatron.core` is imported, by several threads, and again inside itself (the outermost one
+    counts); it holds for all threads of the process. On leaving, also by an exception, every attribute that was
+    replaced is the original object again. Models and optimizers built inside belong inside.
+
+    Without `transformer_engine` Megatron needs its local layers (no Apex, no Transformer Engine):
+    `transformer_impl="local"`, no gradient accumulation fusion, no persistent layer norm, no masked softmax fusion.
+    Compiled functions run as plain Python inside; what `torch.compile` decorates there compiles as soon as it is
+    called outside. Mamba layers train in plain PyTorch where `mamba_ssm` is not installed (Megatron asks for `einops`),
+    without packed sequences.
+
+    Products of 16-bit matrices are made in fp32 and rounded once where the processor has none: torch's own would take
+    10 to 60 times as long (`megatron_ext.cpu_products`).
+
+    The device draws random numbers from a generator of its own, as a GPU does; what draws from the host's, such as a
+    data loader, leaves it alone. On leaving, the host's goes on where it stands.
+
+    Args:
+        transformer_engine: Transformer Engine's own Python code runs too, over plain PyTorch in the place of its
+            compiled module: `transformer_impl="transformer_engine"`, and gradient accumulation fusion. Its Python
+            package has to be installed. Once imported, it stays as it is for the process, and so does Megatron.
+        nccl_rules: what Megatron does over NCCL is done over a backend that hangs and refuses where NCCL does, and says
+            why; without, over gloo, which forgives. `docs/nccl_rules.md` has the rules.
+
+    Raises:
+        RuntimeError: CUDA is initialised in this process; two devices cannot both be "cuda". With `transformer_engine`:
+            Megatron was imported before without it, its compiled module is loaded, or an emulation without it is open.
+        ModuleNotFoundError: `transformer_engine` is asked for, and its Python package is not installed.
+    """
+    global _entered, _undo, _with_engine
+    with _lock:
+        if _entered == 0:
+            _undo, _with_engine = _enter(transformer_engine, nccl_rules), transformer_engine
+        elif transformer_engine and not _with_engine:
+            raise RuntimeError(
+                "megatron_on_cpu(transformer_engine=True) was entered inside of megatron_on_cpu() without it; ask for "
+                "Transformer Engine in the outermost one"
+            )
+        _entered += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                _undo.close()
+
+
+def _enter(transformer_engine: bool, nccl_rules: NcclRules | None) -> ExitStack:
+    """Make all replacements; closing the stack takes them back, the last one first."""
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "megatron_on_cpu() was entered after CUDA was initialised in this process: its tensors and random state "
+            "live on the GPU already; enter the emulation before the first CUDA call, or run in a new process"
+        )
+    if transformer_engine:
+        engine.check()
+    # torch and its compiler list torch's functions at first use. Listed inside, they would be our replacements for good
+    # (and the compiler stumbles over two of them being one).
+    with torch.device("cpu"):
+        torch.empty(0)
+    torch.compile(lambda: None, backend="eager")
+    undo = ExitStack()
+    try:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        replace_products(undo)
+        _replace(redirections(*undo.enter_context(two_generators()), nccl_rules), undo)
+        modules = MODULES
+        if transformer_engine:
+            _replace(engine.redirections(undo), undo)
+            modules = MODULES | engine.MODULES
+        _replace_in(modules, undo)
+    except BaseException:
+        undo.close()
+        raise
+    return undo
+
+
+def _replace(rows: Iterable[tuple[Any, dict[str, Any]]], undo: ExitStack) -> None:
+    for owner, replacements in rows:
+        for name, new in replacements.items():
+            undo.enter_context(patch.object(owner, name, new, create=True))
+
+
+def _replace_in(modules: Modules, undo: ExitStack) -> None:
+    """In those that are imported, and in each of the others as soon as it is."""
+
+    def replace(module: ModuleType) -> None:
+        _replace(modules[module.__name__](module), undo)
+
+    for name in [name for name in modules if name in sys.modules]:
+        replace(sys.modules[name])
+    finder = AfterImport(modules, then=replace)
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)

@@ -1,0 +1,159 @@
+"""The process group: its communicators, what is grouped into one launch, and messages."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_on_cpu.nccl_rules.buffers import content, fill, size_bytes
+from megatron_on_cpu.nccl_rules.checks import check_all
+from megatron_on_cpu.nccl_rules.collectives import Collectives, Exchange, describe
+from megatron_on_cpu.nccl_rules.observed import show
+from megatron_on_cpu.nccl_rules.queues.engine import Engine
+from megatron_on_cpu.nccl_rules.queues.launches import Communicator, Part, Payloads
+from megatron_on_cpu.nccl_rules.rules import NcclRules
+from megatron_on_cpu.nccl_rules.work import NcclRulesWork
+
+_ProcessGroup: Any = dist.ProcessGroup  # torch declares each way to call a method; it calls them in one
+
+
+class NcclRulesGroup(Collectives, _ProcessGroup):
+    """A process group for CPU tensors that behaves as one over NCCL does; `NcclRules` says what depends on the job.
+
+    `ranks` are the group's ranks in the engine's world. What is not overridden is refused: no other backend is behind
+    this one. `owns`: the engine ends with this group.
+    """
+
+    def __init__(self, engine: Engine, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, owns: bool):
+        _ProcessGroup.__init__(self, rank, len(ranks))
+        self._engine, self._name, self._description = engine, name, ""
+        self._rank, self._ranks, self._timeout_s = rank, list(ranks), timeout.total_seconds()
+        self._grouped: list[tuple[Part, Exchange]] | None = None
+        self._owns_engine = owns
+        if engine.rules.eager:
+            self._communicator()
+
+    @property
+    def rules(self) -> NcclRules:
+        return self._engine.rules
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:
+        return "nccl_rules"
+
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return len(self._ranks)
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def shutdown(self) -> None:
+        if self._owns_engine:
+            self._engine.close()
+
+    abort = shutdown
+
+    # Launches.
+
+    def _communicator(self) -> Communicator:
+        return self._engine.communicator(self._name, self._ranks)
+
+    def _communicator_of_pair(self, peer: int) -> Communicator:
+        """For messages outside a batch. With eager initialisation it is the group's."""
+        if self._engine.rules.eager:
+            return self._communicator()
+        low, high = sorted((self._rank, peer))
+        return self._engine.communicator(f"{self._name} {low}:{high}", sorted({self._ranks[low], self._ranks[high]}))
+
+    def _buffered(self, n: int) -> bool:
+        return n <= self._engine.rules.buffer_bytes
+
+    def _run(self, name: str, *exchanges: Exchange) -> NcclRulesWork | None:
+        show(name, [x for exchange in exchanges for x in exchange.outputs])
+        return self._launch([(self._part(exchange), exchange) for exchange in exchanges])
+
+    def _launch(
+        self, parts: list[tuple[Part, Exchange]], communicator: Callable[[], Communicator] | None = None
+    ) -> NcclRulesWork | None:
+        """One launch of all parts; inside a batch, a part of the batch's launch, which is the group's."""
+        if self._grouped is not None:
+            self._grouped += parts
+            return None
+        what = " and ".join(dict.fromkeys(exchange.what for _, exchange in parts))
+        launch = self._engine.launch((communicator or self._communicator)(), [part for part, _ in parts], what)
+        return NcclRulesWork(self._engine, launch, [x for _, e in parts for x in e.outputs], self._timeout_s)
+
+    def _part(self, exchange: Exchange) -> Part:
+        """The exchange in ranks of the world, without what this rank has for itself."""
+        own = {self._rank: exchange.sends[self._rank]}
+        meets = [r for r in (range(self._size) if exchange.meets is None else exchange.meets) if r != self._rank]
+        needs = meets if exchange.needs is None else [r for r in exchange.needs if r != self._rank]
+
+        def finish(received: Payloads) -> None:
+            exchange.finish({r: received[self._ranks[r]] for r in meets if self._ranks[r] in received} | own)
+
+        return Part(
+            exchange.agree,
+            finish,
+            {self._ranks[r]: exchange.sends[r] for r in meets},
+            {self._ranks[r]: exchange.expects[r] for r in meets},
+            frozenset(self._ranks[r] for r in needs),
+        )
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._grouped = []
+
+    def _end_coalescing(self, device: Any = None) -> NcclRulesWork | None:
+        grouped, self._grouped = self._grouped, None
+        return self._launch(grouped) if grouped else None
+
+    # Messages. Tags are ignored: messages between two ranks meet in the order in which they were launched.
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> NcclRulesWork | None:
+        (x,) = tensors
+        check_all("send", [x])
+        to, data = self._ranks[peer], content(x)
+        needs = frozenset() if self._buffered(len(data)) else frozenset([to])
+        way = f"{self._rank}>{peer}"
+        part = Part("message", lambda received: None, {to: data}, {to: 0}, needs, f"{way} send", f"{way} recv")
+        return self._message(f"send to rank {to}", part, x, peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> NcclRulesWork | None:
+        (x,) = tensors
+        check_all("recv", [x])
+        source = self._ranks[peer]
+        way, expects = f"{peer}>{self._rank}", {source: size_bytes(x)}
+
+        def finish(received: Payloads) -> None:
+            fill(x, received[source])
+
+        part = Part("message", finish, {source: b""}, expects, frozenset([source]), f"{way} recv", f"{way} send")
+        return self._message(f"recv from rank {source}", part, x, peer)
+
+    def _message(self, what: str, part: Part, x: Tensor, peer: int) -> NcclRulesWork | None:
+        show(what.split(" ")[0], [x])
+        described = Exchange(describe(what, x), "", [x], [], [], lambda pieces: None)
+        return self._launch([(part, described)], partial(self._communicator_of_pair, peer))

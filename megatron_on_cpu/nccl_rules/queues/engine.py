@@ -1,0 +1,333 @@
+"""Runs the queues of a rank's communicators, and notices when waiting has no end."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_on_cpu.nccl_rules.buffers import unobserved
+from megatron_on_cpu.nccl_rules.queues import hangs
+from megatron_on_cpu.nccl_rules.queues.launches import MADE, Communicator, Launch, Part, lines_of_caller
+from megatron_on_cpu.nccl_rules.queues.order import LaunchOrder, LaunchOrderHazard
+from megatron_on_cpu.nccl_rules.queues.transport import Header, Transport
+from megatron_on_cpu.nccl_rules.rules import NcclRules
+
+_PATIENCE_S = 0.5  # how long nothing happens before ranks are asked what they wait for, at first and at most
+_LEAST_OFTEN_S = 4.0
+_REPLIES_S = 2.0
+
+
+class CommunicationHang(dist.DistBackendError):
+    """Ranks wait for each other, or for a rank that has ended, and nothing can end it."""
+
+
+class CommunicationMismatch(dist.DistBackendError):
+    """What ranks launched as the same operation is not the same."""
+
+
+_FAILURES = {kind.__name__: kind for kind in (CommunicationHang, CommunicationMismatch, LaunchOrderHazard)}
+
+
+class Engine:
+    """The communicators of one rank of a world, which meets by `store`. Ranks are those of this world throughout."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, rules: NcclRules):
+        self.rank, self.size, self.rules, self.closed = rank, size, rules, False
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._communicators: dict[str, Communicator] = {}
+        # What has come: (communicator, channel, number) -> peer -> header and payload
+        self._arrived: dict[tuple[str, str, int], dict[int, tuple[Header, memoryview]]] = {}
+        self._threads: dict[int, Launch | None] = {}  # what each thread that launches waits for
+        self._to_run: deque[Communicator] = deque()
+        self._launches = 0
+        self._progress = 0
+        self._failure: Exception | None = None
+        self._ended: set[int] = set()
+        self._question = 0
+        self._states: dict[int, hangs.State] = {}
+        self._order = LaunchOrder(rules.order, rank)
+        with self._lock:
+            self._transport = Transport(store, rank, size, self._lock, self._receive, self._peer_ended)
+
+    def communicator(self, name: str, ranks: list[int]) -> Communicator:
+        """The one of this name; where it is new, this blocks until all of its ranks have come, as in NCCL."""
+        with self._lock:
+            found = self._communicators.setdefault(name, Communicator(name, ranks))
+        if not found.made:
+            found.made = True
+            everyone = dict.fromkeys((r for r in ranks if r != self.rank), 0)
+            sends = dict.fromkeys(everyone, b"")
+            part = Part("communicator", lambda received: None, sends, everyone, frozenset(everyone), MADE, MADE)
+            self.wait(self.launch(found, [part], f"the making of communicator {name}"))
+        return found
+
+    def launch(self, communicator: Communicator, parts: list[Part], what: str) -> Launch:
+        """Append to the communicator's queue; returns at once."""
+        launch = Launch(what, parts, communicator, lines_of_caller())
+        with self._lock:
+            self._raise_failure()
+            self._progress += 1
+            self._threads.setdefault(threading.get_ident(), None)
+            launch.number, self._launches = self._launches, self._launches + 1
+            communicator.number(launch)
+            communicator.queue.append(launch)
+            self._tell_failure(self._order.launched(launch))
+            for part in parts:
+                for peer, (header, _) in self._arrived.get((communicator.name, part.theirs, part.number), {}).items():
+                    self._tell_failure(self._order.compare(peer, header, part.name))
+            self._run(communicator)
+        return launch
+
+    def wait(self, launch: Launch, timeout_s: float = float("inf")) -> None:
+        """Block until `launch` is complete.
+
+        Raises:
+            CommunicationHang: it never will be.
+            CommunicationMismatch: ranks launched different operations.
+            TimeoutError: `timeout_s` are over.
+        """
+        deadline, patience = time.monotonic() + timeout_s, _PATIENCE_S
+        with self._lock:
+            thread = threading.get_ident()
+            self._threads[thread] = launch
+            self._progress += 1
+            try:
+                while not launch.done:
+                    self._raise_failure()
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"not complete within {timeout_s:.0f} s: {launch.describe()}")
+                    before = self._progress
+                    self._changed.wait(min(patience, max(deadline - time.monotonic(), 0.01)))
+                    if self._progress == before and not launch.done:
+                        patience = min(2 * patience, _LEAST_OFTEN_S)
+                        self._look_for_hang()
+            finally:
+                self._threads[thread] = None
+                self._progress += 1
+            if launch.error is not None:
+                raise launch.error
+            self._order.waited_for(launch)
+
+    def when_done(self, launch: Launch, call: Callable[[], None]) -> None:
+        """Call `call()` when `launch` is complete or has failed: now, or by the thread that completes it."""
+        with self._lock:
+            if not launch.done and self._failure is None:
+                launch.when_done.append(call)
+                return
+        call()
+
+    def close(self) -> None:
+        self.closed = True
+        self._transport.close()
+
+    # Running what is launched. The lock is held from here on.
+
+    def _run(self, communicator: Communicator) -> None:
+        """Go on with its queue, and with those that this lets go on. What is sent on the way may call this again."""
+        self._to_run.append(communicator)
+        if len(self._to_run) > 1:
+            return
+        while self._to_run:
+            self._run_queue(self._to_run[0])
+            self._to_run.popleft()
+
+    def _run_queue(self, communicator: Communicator) -> None:
+        queue = communicator.queue
+        while queue and self._failure is None:
+            launch = queue[0]
+            if not launch.started:
+                self._start(launch)
+            if not all(part.complete for part in launch.parts):
+                return
+            self._finish(launch)
+            queue.pop(0)
+
+    def _start(self, launch: Launch) -> None:
+        launch.started = True
+        self._progress += 1
+        name = launch.communicator.name
+        for part in launch.parts:
+            launch.communicator.started[part.mine] += 1
+            arrived = self._arrived.setdefault((name, part.theirs, part.number), {})
+            for peer, payload in part.sends.items():
+                header = {
+                    "communicator": name,
+                    "channel": part.mine,
+                    "number": part.number,
+                    "agree": part.agree,
+                    "expects": part.expects[peer],
+                    "what": launch.describe(),
+                    "before": launch.before.get(peer, []),
+                    "news": self._order.news(peer),
+                }
+                if peer == self.rank:
+                    self._receive(peer, header, memoryview(payload))
+                    continue
+                part.unsent += 1
+                self._transport.send(peer, header, payload, partial(self._sent, part, launch))
+            for peer, message in list(arrived.items()):
+                self._take(launch, part, peer, *message)
+
+    def _sent(self, part: Part, launch: Launch) -> None:
+        part.unsent -= 1
+        if part.unsent == 0:
+            self._progress += 1
+            self._run(launch.communicator)
+
+    def _take(self, launch: Launch, part: Part, peer: int, header: Header, payload: memoryview) -> None:
+        if peer in part.received:
+            return
+        sent, expected = len(part.sends[peer]), part.expects[peer]
+        if header["agree"] == part.agree and header["expects"] == sent and len(payload) == expected:
+            part.received[peer] = payload
+            return
+        here, there = f"sends {sent} bytes, expects {expected}", f"sends {len(payload)}, expects {header['expects']}"
+        self._tell_failure(
+            CommunicationMismatch(
+                f"rank {self.rank} and rank {peer} launched different operations as the same one of communicator "
+                f"{launch.communicator.name}: {launch.describe()} ({here}), and {header['what']} ({there})"
+            )
+        )
+
+    def _finish(self, launch: Launch) -> None:
+        self._progress += 1
+        communicator = launch.communicator
+        with unobserved():
+            for part in launch.parts:
+                try:
+                    part.finish(part.received)
+                except Exception as error:
+                    launch.error = error
+                communicator.finished[part.theirs] += 1
+                self._arrived.pop((communicator.name, part.theirs, part.number), None)
+                part.received, part.sends = {}, {}
+        launch.done = True
+        for call in launch.when_done:
+            call()
+        self._changed.notify_all()
+
+    # What comes from other ranks.
+
+    def _receive(self, peer: int, header: Header, payload: memoryview) -> None:
+        if "ask" in header:
+            self._transport.send(peer, {"answer": header["ask"], "state": self._state()})
+        elif "answer" in header:
+            if header["answer"] == self._question:
+                self._states[peer] = header["state"]
+                self._changed.notify_all()
+        elif "failure" in header:
+            self._fail(_FAILURES[header["kind"]](header["failure"]))
+        else:
+            self._receive_part(peer, header, payload)
+
+    def _receive_part(self, peer: int, header: Header, payload: memoryview) -> None:
+        name, channel, number = header["communicator"], header["channel"], header["number"]
+        communicator = self._communicators.get(name)
+        self._tell_failure(self._order.heard(peer, header))
+        if communicator is not None and number < communicator.finished[channel]:
+            return  # a buffered send was complete before its receiver came
+        self._progress += 1
+        self._arrived.setdefault((name, channel, number), {})[peer] = (header, payload)
+        for launch in communicator.queue if communicator is not None else ():
+            for part in launch.parts:
+                if part.theirs == channel and part.number == number:
+                    self._tell_failure(self._order.compare(peer, header, part.name))
+                    if launch.started:
+                        self._take(launch, part, peer, header, payload)
+        if communicator is not None:
+            self._run(communicator)
+
+    def _peer_ended(self, peer: int) -> None:
+        self._ended.add(peer)
+        self._progress += 1
+        self._changed.notify_all()
+
+    # What goes wrong.
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _fail(self, failure: Exception) -> None:
+        """All that is launched, and will be, ends with `failure`."""
+        if self._failure is None:
+            self._failure = failure
+            for communicator in self._communicators.values():
+                for launch in communicator.queue:
+                    launch.error = failure
+                    for call in launch.when_done:
+                        call()
+        self._changed.notify_all()
+
+    def _tell_failure(self, failure: Exception | None) -> None:
+        if failure is None:
+            return
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._transport.send(peer, {"failure": str(failure), "kind": type(failure).__name__})
+        self._fail(failure)
+
+    def _look_for_hang(self) -> None:
+        """Ask all ranks twice. What waits both times, and did nothing in between, waited at the same time."""
+        first = self._ask()
+        if first is None or hangs.report(first, self.rank) is None:
+            return
+        second = self._ask()
+        if second is None:
+            return
+        told = hangs.report(second, self.rank)
+        same = all(first[rank]["progress"] == second[rank]["progress"] for rank in hangs.stuck_ranks(second))
+        if told is not None and same:
+            self._tell_failure(CommunicationHang(told))
+
+    def _ask(self) -> dict[int, hangs.State] | None:
+        self._question += 1
+        question = self._question
+        self._states = {self.rank: self._state()}
+        for peer in range(self.size):
+            if peer in self._ended:
+                self._states[peer] = hangs.ENDED
+            elif peer != self.rank:
+                self._transport.send(peer, {"ask": question})
+        deadline = time.monotonic() + _REPLIES_S
+        while len(self._states) < self.size and self._question == question and self._failure is None:
+            if (left := deadline - time.monotonic()) < 0:
+                return None
+            self._changed.wait(left)
+        return self._states if self._question == question and self._failure is None else None
+
+    def _state(self) -> hangs.State:
+        alive = {thread.ident for thread in threading.enumerate()}
+        waits = [launch for thread, launch in self._threads.items() if thread in alive]
+
+        def place(launch: Launch | None) -> tuple[str, int] | None:
+            if launch is None or launch.done:
+                return None
+            return launch.communicator.name, launch.communicator.queue.index(launch)
+
+        return {
+            "progress": self._progress,
+            "ended": False,
+            "threads": [place(launch) for launch in waits],
+            "communicators": {name: self._queue_state(found) for name, found in self._communicators.items()},
+        }
+
+    def _queue_state(self, communicator: Communicator) -> dict[str, Any]:
+        def part_state(part: Part) -> dict[str, Any]:
+            key = (communicator.name, part.theirs, part.number)
+            needs = sorted(part.needs - self._arrived.get(key, {}).keys())
+            return {"mine": part.mine, "theirs": part.theirs, "number": part.number, "needs": needs}
+
+        return {
+            "ranks": communicator.ranks,
+            "started": communicator.started,
+            "queue": [
+                {"what": launch.describe(), "parts": [part_state(part) for part in launch.parts]}
+                for launch in communicator.queue
+            ],
+        }

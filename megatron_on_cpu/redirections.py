@@ -1,0 +1,417 @@
+"""What megatron_on_cpu() replaces in torch, and with what: one table, and the few stand-ins that it needs.
+
+Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
+its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and
+ranks talk over gloo, or over a backend that has NCCL's rules.
+
+Functions are replaced, rather than intercepted by a `TorchFunctionMode`. A mode costs every torch call and every
+`tensor.shape` about a microsecond (a training step of a small GPT took 13 to 26 % longer under one) and holds for one
+thread only; these hold for all threads and cost only those who call them.
+"""
+
+import functools
+import inspect
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._device import DeviceContext
+
+from megatron_on_cpu import cuda_graphs
+from megatron_on_cpu.nccl_rules import NcclRules, register
+from megatron_on_cpu.nccl_rules.torch_functions import device_was_set
+from megatron_on_cpu.random_numbers import DeviceGenerator, on_host
+
+_CPU = torch.device("cpu")
+_DEVICE = torch.device  # its own, which answers isinstance sooner than what stands in its place
+
+# Everything that takes `device=` and makes a tensor.
+_FACTORIES = (
+    "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
+    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
+    "zeros_like"
+)
+_TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    """A function that gives `value` whatever it is asked."""
+    return lambda *args, **kwargs: value
+
+
+_nothing = _answer(None)
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`: on a device that never lags behind, an event is a moment."""
+
+    wait = synchronize = _nothing
+    query = _answer(True)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this event to `end`."""
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+
+class Stream:
+    """Stands in for `torch.cuda.Stream`: work is done when the call returns, so there is nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = _nothing
+    query = _answer(True)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device, self.cuda_stream = _CPU, 0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+def cpu_for(device: Any) -> Any:
+    """The CPU where `device` names a CUDA device (as text, number or torch.device), else `device` as it is."""
+    if isinstance(device, _DEVICE):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return "cpu" if device.split(":")[0] == "cuda" else device
+    return _CPU if type(device) is int else device
+
+
+def on_cpu(function: Callable[..., Any], position: int | None = None, keyword: str = "device") -> Callable[..., Any]:
+    """`function`, asked for the CPU where it is asked for CUDA: by `keyword`, or in its argument at `position`."""
+
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if keyword in kwargs:
+                kwargs[keyword] = cpu_for(kwargs[keyword])
+            kwargs.pop("pin_memory", None)  # pinned memory is memory that a CUDA device reads
+        if position is not None and len(args) > position:
+            given = args[position]
+            if (device := cpu_for(given)) is not given:
+                args = (*args[:position], device, *args[position + 1 :])
+        return function(*args, **kwargs)
+
+    return redirected
+
+
+def _making(torchs: type, make: Callable[..., Any]) -> type:
+    """A class in the place of one of torch's: its instances are torch's, and it makes them by `make`.
+
+    It equals torch's, so that tables by type, as torch has for the annotations of operators, find it.
+    """
+
+    class Stand(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __eq__(cls, other: Any) -> bool:
+            return other is cls or other is torchs
+
+        def __hash__(cls) -> int:
+            return hash(torchs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, torchs)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(torchs, name)  # which callers ask for what this torch's generators can
+
+    return Stand(torchs.__name__, (), {"__module__": "torch", "__doc__": torchs.__doc__})
+
+
+def _numbered(device: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.device`, for which a number alone is that of a CUDA device; torch's own asks for the accelerator then."""
+
+    @functools.wraps(device)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        return device("cuda", *given) if len(given) == 1 and type(given[0]) is int else device(*args, **kwargs)
+
+    return redirected
+
+
+def _over_cpu(create_group: Callable[..., Any], default: str | None, rules: NcclRules | None) -> Callable[..., Any]:
+    """`create_group` with gloo in the place of NCCL, or with the backend that has NCCL's `rules`, and without what only
+    NCCL understands. With rules a `device_id` means what it means there: eager initialisation."""
+    signature = inspect.signature(create_group)
+
+    @functools.wraps(create_group)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        backend = given.get("backend") or default
+        if backend is None or "nccl" in backend:
+            given["backend"] = backend and ("gloo" if rules is None else "nccl_rules")
+            given.pop("pg_options", None)
+            if rules is not None and default is not None:
+                given["pg_options"] = replace(rules, eager=rules.eager or given.get("device_id") is not None)
+        given.pop("device_id", None)
+        return create_group(**given)
+
+    return redirected
+
+
+def _with_split_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL's binding takes split sizes as tensors, gloo's wants lists."""
+
+    @functools.wraps(all_to_all_single)
+    def redirected(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        lists = [a.tolist() if isinstance(a, Tensor) else a for a in args]
+        named = {k: a.tolist() if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+        return all_to_all_single(output, input, *lists, **named)
+
+    return redirected
+
+
+class _Message:
+    """A message under way. Gloo hangs where one is waited for twice, which on NCCL is nothing; here too."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._done = work, False
+
+    def wait(self, *args: Any) -> bool:
+        if not self._done:
+            self._work.wait(*args)
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._work.is_completed()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _waiting_once(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        work = start(*args, **kwargs)
+        return work if work is None else _Message(work)
+
+    return redirected
+
+
+class _NcclGroup:
+    """Stands in for `ProcessGroupNCCL`, which torch for CPUs lacks: no group is one, and its options go unread."""
+
+    class Options(SimpleNamespace):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config=SimpleNamespace(), **kwargs)
+
+
+class _ScaledSum:
+    """Stands in for NCCL's PREMUL_SUM, which gloo lacks: what a rank sends is multiplied by `factor`, then summed."""
+
+    def __init__(self, factor: float | Tensor) -> None:
+        self.factor = factor
+
+
+def _scaling_first(reduce: Callable[..., Any], sent: str) -> Callable[..., Any]:
+    """`reduce`, which takes a `_ScaledSum` as its `op`: it multiplies its argument `sent`, and sums."""
+    signature = inspect.signature(reduce)
+
+    @functools.wraps(reduce)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not isinstance(given.get("op"), _ScaledSum):
+            return reduce(*args, **kwargs)
+        factor, given["op"] = given["op"].factor, dist.ReduceOp.SUM
+        # An all-reduce works in place; what a reduce-scatter sends stays its caller's.
+        given[sent] = given[sent].mul_(factor) if sent == "tensor" else given[sent] * factor
+        return reduce(**given)
+
+    return redirected
+
+
+def _loading_to_cpu(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def redirected(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(f, map_location if callable(map_location) else _CPU, *args, **kwargs)
+
+    return redirected
+
+
+def _type_on_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizers tell dtypes apart by names such as 'torch.cuda.FloatTensor'."""
+
+    @functools.wraps(tensor_type)
+    def redirected(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:  # under a TorchFunctionMode this function runs twice, once around itself
+            return "torch.cuda." + tensor_type(self).removeprefix("torch.").removeprefix("cuda.")
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return tensor_type(self, dtype, *args, **kwargs)
+
+    return redirected
+
+
+def _refuse_cuda() -> None:
+    raise RuntimeError(
+        "CUDA was asked for inside megatron_on_cpu(), by a way that the emulation does not redirect: ask for "
+        "device='cpu' there, or leave the emulation first"
+    )
+
+
+def _device_count() -> int:
+    """One "device" for each rank of this machine: scripts check their local rank against it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))  # set by torchrun
+
+
+def _host_memory() -> tuple[int, int]:
+    """Free and total bytes of the host."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="CPU", major=8, minor=0, total_memory=_host_memory()[1], multi_processor_count=os.cpu_count()
+    )
+
+
+class _ForEveryDevice(tuple):
+    """One generator, whatever the number of the device: each rank has one device, number 0, beside the other ranks'."""
+
+    def __getitem__(self, device: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def _cuda(generator: DeviceGenerator) -> dict[str, Any]:
+    """The functions of `torch.cuda`."""
+    stream = Stream()
+    return {
+        # the device: one, ready, of a generation with bf16 and without fp8
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),  # so that torch.cuda._lazy_call calls at once instead of putting it off
+        "_lazy_init": _refuse_cuda,
+        "init": _nothing,
+        "_is_in_bad_fork": _answer(False),  # forked by a process that looked for GPUs: torch would not seed the device
+        "device_count": _device_count,
+        "current_device": _answer(0),
+        "set_device": _nothing,
+        "device": nullcontext,
+        "synchronize": _nothing,
+        "get_device_properties": _device_properties,
+        "get_device_capability": _answer((8, 0)),
+        "get_device_name": _answer("CPU"),
+        "is_bf16_supported": _answer(True),
+        # random numbers: the device's own (not torch.manual_seed, which itself calls torch.cuda.manual_seed_all)
+        "default_generators": _ForEveryDevice([generator]),
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "seed": generator.seed,
+        "seed_all": generator.seed,
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        # streams and events
+        "Stream": Stream,
+        "Event": Event,
+        "stream": nullcontext,
+        "current_stream": _answer(stream),
+        "default_stream": _answer(stream),
+        "set_stream": _nothing,
+        **cuda_graphs.FUNCTIONS,
+        # memory: every figure that torch.cuda derives from its statistics is 0, and its allocator holds nothing
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "mem_get_info": lambda device=None: _host_memory(),
+        "device_memory_used": lambda device=None: _host_memory()[1] - _host_memory()[0],
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "reset_peak_memory_stats": _nothing,
+        "reset_accumulated_memory_stats": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+    }
+
+
+def _torch() -> dict[str, Any]:
+    return {
+        **{name: on_cpu(getattr(torch, name)) for name in _FACTORIES.split()},
+        "Generator": _making(torch.Generator, on_cpu(torch.Generator, position=0)),
+        "device": _making(torch.device, _numbered(torch.device)),
+        "load": _loading_to_cpu(torch.load),
+        "is_autocast_enabled": on_cpu(torch.is_autocast_enabled, position=0),
+        "get_autocast_dtype": on_cpu(torch.get_autocast_dtype, position=0),
+    }
+
+
+def _tensor() -> dict[str, Any]:
+    """The methods of tensors."""
+    return {
+        **{name: on_cpu(getattr(Tensor, name)) for name in _TENSOR_FACTORIES.split()},
+        "to": on_cpu(Tensor.to, position=1),
+        "cuda": lambda self, *args, **kwargs: self,
+        "type": _type_on_cuda(Tensor.type),
+        "pin_memory": lambda self, device=None: self.clone(),  # a copy, as on CUDA: callers free the original
+        "record_stream": _nothing,
+    }
+
+
+def _distributed(rules: NcclRules | None) -> dict[str, Any]:
+    """The functions of `torch.distributed`."""
+    return {
+        "init_process_group": _over_cpu(dist.init_process_group, "nccl", rules),
+        "new_group": _over_cpu(dist.new_group, None, rules),  # None: the default group's
+        "all_to_all_single": _with_split_lists(dist.all_to_all_single),
+        "ProcessGroupNCCL": _NcclGroup,
+        "_make_nccl_premul_sum": _ScaledSum,
+        "all_reduce": _scaling_first(dist.all_reduce, sent="tensor"),
+        "reduce_scatter_tensor": _scaling_first(dist.reduce_scatter_tensor, sent="input"),
+    }
+
+
+def redirections(
+    device: DeviceGenerator, host: torch.Generator, rules: NcclRules | None = None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields (owner, {name: replacement}); the owner is a module or a class.
+
+    `device` and `host` are the generators of the emulated device and of the program beside it. With `rules` ranks talk
+    over the backend that has NCCL's rules instead of gloo.
+
+    Nothing here knows Megatron: it may not be imported yet. `megatron_modules.py` has what must be replaced there.
+    """
+    cuda = _cuda(device)
+    if rules is not None:
+        register(rules)
+        cuda["set_device"] = device_was_set
+    yield torch.cuda, cuda
+    for name in ("random", "memory", "streams", "graphs"):  # where some of them are defined
+        module = getattr(torch.cuda, name)
+        yield module, {name: new for name, new in cuda.items() if name in vars(module)}
+    yield torch._C, cuda_graphs.BINDINGS
+    yield torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing, "mark": _nothing, "range": nullcontext}
+    yield torch.accelerator, {"is_available": _answer(False)}  # asked before memory is pinned
+    yield torch, _torch()
+    yield torch._dynamo.trace_rules, {"clear_lru_cache": _nothing}  # the compiler keeps what it knows of torch
+    yield torch.jit, {"script": lambda function, *args, **kwargs: function}  # it cannot see through these replacements
+    yield torch.autocast, {"__init__": on_cpu(torch.autocast.__init__, position=1)}
+    yield DeviceContext, {"__init__": on_cpu(DeviceContext.__init__, position=1)}  # `with torch.device("cuda"):`
+    yield Tensor, _tensor()
+    yield torch.nn.Module, {"to": on_cpu(torch.nn.Module.to, position=1)}
+    yield DeviceMesh, {"__init__": on_cpu(DeviceMesh.__init__, position=1, keyword="device_type")}
+    yield dist, _distributed(rules)
+    yield symmetric_memory, {"set_backend": _nothing}  # asked for before it is known whether any will be allocated
+    messages = {name: _waiting_once(getattr(dist, name)) for name in ("isend", "irecv")}
+    for module in (dist, dist.distributed_c10d):  # which compares what it is given with its own
+        yield module, messages
+    yield from on_host(host)

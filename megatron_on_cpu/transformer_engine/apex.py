@@ -1,0 +1,55 @@
+"""What Megatron calls of Apex's compiled modules: weight gradients added to those of earlier steps, and softmax.
+
+`fused_weight_gradient_mlp_cuda` serves `gradient_accumulation_fusion`; the three modules of softmax serve
+`masked_softmax_fusion` of Megatron's local attention. Arguments go by position, as there.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from megatron_on_cpu.transformer_engine.attention import softmax
+
+
+def wgrad_gemm_accum_fp32(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tensor) -> None:
+    """`d_weight += d_output_2d^T input_2d`, in place, in fp32.
+
+    `d_weight` is `[out, in]`, the others `[..., in]` and `[..., out]`.
+    """
+    d_weight.addmm_(_rows(d_output_2d).t(), _rows(input_2d))
+
+
+def wgrad_gemm_accum_fp16(input_2d: Tensor, d_output_2d: Tensor, d_weight: Tensor) -> None:
+    """The same with a 16-bit `d_weight`: what is added is rounded once."""
+    d_weight.copy_(d_weight.float().addmm_(_rows(d_output_2d).t(), _rows(input_2d)))
+
+
+def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
+    """How many rows of softmax a block of 128 threads takes: Megatron fuses where they divide the queries."""
+    row = 1 << max(key_seq_len - 1, 0).bit_length()  # the next power of two
+    rows_of_warp = 2 if row <= 128 else 1
+    return 128 // min(row, 32) * rows_of_warp
+
+
+_SOFTMAX = ("scaled_masked_softmax", "scaled_softmax", "scaled_upper_triang_masked_softmax")
+MODULES: dict[str, dict[str, Callable[..., Any]]] = {
+    f"{name}_cuda": {way: getattr(softmax, f"{name}_{way}") for way in ("forward", "backward")} for name in _SOFTMAX
+}
+MODULES["scaled_masked_softmax_cuda"]["get_batch_per_block"] = get_batch_per_block
+MODULES["fused_weight_gradient_mlp_cuda"] = {
+    "wgrad_gemm_accum_fp32": wgrad_gemm_accum_fp32,
+    "wgrad_gemm_accum_fp16": wgrad_gemm_accum_fp16,
+}
+
+
+def compiled_module(name: str) -> ModuleType:
+    """One of `MODULES`."""
+    module = ModuleType(name, "Stands in for one of Apex's compiled modules on the CPU.")
+    vars(module).update(MODULES[name])
+    return module
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).float()

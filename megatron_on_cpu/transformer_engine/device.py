@@ -1,0 +1,90 @@
+"""What the compiled module says of the device and its libraries, dropout, and rows of caches."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_on_cpu.transformer_engine.enums import NVTE_QKV_Format
+from megatron_on_cpu.transformer_engine.parameters import taking
+
+
+def get_cublasLt_version() -> int:
+    """That of CUDA 12.9, which has every FP8 product."""
+    return 120900
+
+
+def get_cudnn_version() -> int:
+    """9.15.0: fused attention has all its masks, and packs the log-sum-exp of packed sequences."""
+    return 91500
+
+
+def get_num_cublas_streams() -> int:
+    """As the compiled module has them."""
+    return 4
+
+
+def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
+    """(least, greatest): streams here have none."""
+    return 0, 0
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    """It does not."""
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    """It is not."""
+    return False
+
+
+def dropout_fwd(input: Tensor, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
+    """[input with numbers dropped and the rest scaled, the mask]."""
+    keep = torch.empty(input.shape).uniform_() >= dropout_probability
+    found = (input.float() * keep / (1 - dropout_probability)).to(input.dtype)
+    return [found if out is None else out.copy_(found), keep.to(torch.uint8)]
+
+
+def dropout_bwd(
+    grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
+) -> Tensor:
+    """The gradient, dropped and scaled alike."""
+    found = (grad_output.float() * mask.view_as(grad_output) / (1 - dropout_probability)).to(grad_output.dtype)
+    return found if grad_input is None else grad_input.copy_(found)
+
+
+@taking(
+    "new_k new_v k_cache v_cache page_table cu_new_lens cu_cached_lens kv_format b max_ctx_len max_seq_len "
+    "max_pages_per_seq is_non_paged"
+)
+def copy_to_kv_cache(given: Any) -> None:
+    """New keys and values after those cached, `[batch or pages, positions, heads, width]`, in place.
+
+    `cu_cached_lens` counts the new ones too.
+    """
+    new_lens, all_lens = given.cu_new_lens.diff().tolist(), given.cu_cached_lens.diff().tolist()
+    page = given.k_cache.shape[1]
+    for i, (new, total) in enumerate(zip(new_lens, all_lens, strict=True)):
+        for j in range(new):
+            place = total - new + j
+            row = given.page_table[i, 0 if given.is_non_paged else place // page]
+            for source, cache in (given.new_k, given.k_cache), (given.new_v, given.v_cache):
+                cache[row, place if given.is_non_paged else place % page] = _token(source, given, i, j)
+
+
+def _token(x: Tensor, given: Any, i: int, j: int) -> Tensor:
+    if given.kv_format == NVTE_QKV_Format.NVTE_THD:
+        return x[int(given.cu_new_lens[i]) + j]
+    return x[j, i] if given.kv_format == NVTE_QKV_Format.NVTE_SBHD else x[i, j]
+
+
+def fa_prepare_fwd(qkvi: Tensor) -> Tensor:
+    """`[S, B, H, 3 D]` as `[3, B, S, H, D]`."""
+    s, b, h, width = qkvi.shape
+    return qkvi.view(s, b, h, 3, width // 3).permute(3, 1, 0, 2, 4).contiguous()
+
+
+def fa_prepare_bwd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Three `[B, S, H, D]` as `[S, B, H, 3 D]`."""
+    return torch.cat([q, k, v], dim=-1).transpose(0, 1).contiguous()

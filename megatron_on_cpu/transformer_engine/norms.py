@@ -1,0 +1,90 @@
+"""LayerNorm and RMSNorm over the last dim, forward and backward. Statistics and sums are in fp32.
+
+With `zero_centered_gamma` the weight is stored less 1. `sm_margin` is for GPUs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES
+from megatron_on_cpu.transformer_engine.quantisation.tensors import quantize_into
+
+
+def layernorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """[the normed rows, their means, their inverse standard deviations] of an input `[rows, hidden]`."""
+    x, gamma = input.float(), _gamma(weight, zero_centered_gamma)
+    mean = x.mean(-1)
+    inverse_std = torch.rsqrt((x - mean[:, None]).square().mean(-1) + eps)
+    y = F.layer_norm(x, x.shape[-1:], gamma, None if bias is None else bias.float(), eps)
+    return [quantize_into(y.to(TORCH_DTYPES[otype]), ln_out, quantizer), mean, inverse_std]
+
+
+def rmsnorm_fwd(
+    input: Tensor,
+    weight: Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """[the normed rows, None, the inverses of their root mean squares] of an input `[rows, hidden]`."""
+    x, gamma = input.float(), _gamma(weight, zero_centered_gamma)
+    inverse_rms = torch.rsqrt(x.square().mean(-1) + eps)
+    y = F.rms_norm(x, x.shape[-1:], gamma, eps)
+    return [quantize_into(y.to(TORCH_DTYPES[otype]), ln_out, quantizer), None, inverse_rms]
+
+
+def layernorm_bwd(
+    dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> list[Any]:
+    """[gradient of the input, of the weight, of the bias]."""
+    normed = (x.float() - mu[:, None]) * rsigma[:, None]
+    grad = dz.float()
+    inner = grad * _gamma(gamma, zero_centered_gamma)
+    dx = inner - inner.mean(-1, keepdim=True) - normed * (inner * normed).mean(-1, keepdim=True)
+    dgamma, dbeta = (grad * normed).sum(0), grad.sum(0)
+    return [(dx * rsigma[:, None]).to(x.dtype), dgamma.to(gamma.dtype), dbeta.to(gamma.dtype)]
+
+
+def rmsnorm_bwd(
+    dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> list[Any]:
+    """[gradient of the input, of the weight]."""
+    dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
+    return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
+
+
+def rmsnorm_bwd_add(
+    dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
+) -> list[Any]:
+    """As `rmsnorm_bwd`; the gradient of the residual stream, `add`, is added to that of the input."""
+    dx, dgamma = _rms_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
+    return [(dx + add.float()).to(x.dtype), dgamma.to(gamma.dtype)]
+
+
+def _rms_gradients(
+    dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, zero_centered_gamma: bool
+) -> tuple[Tensor, Tensor]:
+    normed = x.float() * rsigma[:, None]
+    inner = dz.float() * _gamma(gamma, zero_centered_gamma)
+    dx = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * rsigma[:, None]
+    return dx, (dz.float() * normed).sum(0)
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()

@@ -1,0 +1,150 @@
+"""The multi-tensor kernels of TE's optimizers, and those of gradient scaling and clipping.
+
+`tensor_lists[i][j]` is the j-th tensor of the i-th kind (gradients, parameters, moments, ...). Work is in fp32.
+`noop_flag`, an int32 of one element, is set where a gradient is not finite; kernels of optimizers then do nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES
+from megatron_on_cpu.transformer_engine.parameters import taking
+
+Lists = list[list[Tensor]]
+# `mode` 0 adds the weight decay to the gradient, 1 decouples it (AdamW).
+_OF_ADAM = "chunk_size noop_flag tensor_lists lr beta1 beta2 epsilon step mode bias_correction weight_decay"
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
+    """Second list = first list * scale."""
+    for source, target in zip(*tensor_lists, strict=True):
+        scaled = source.float() * scale
+        _flag_if_not_finite(noop_flag, source)
+        target.copy_(scaled)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm of all tensors together, `[1]`, and that of each of them where asked for, in fp32."""
+    squares = torch.stack([t.float().square().sum() for t in tensor_lists[0]] or [torch.zeros(())])
+    return squares.sum().sqrt().view(1), squares.sqrt() if per_tensor_python else torch.empty(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Lists,
+    inv_scale: Tensor,
+    per_tensor_python: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norms of tensors multiplied by `inv_scale`, which stay as they are."""
+    for tensor in tensor_lists[0]:
+        _flag_if_not_finite(noop_flag, tensor)
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor_python)
+    return total * inv_scale, each * inv_scale
+
+
+def _update(given: Any) -> None:
+    """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters."""
+    for grad, parameter, first, second, *master in _elements(given.tensor_lists):
+        updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, given)
+        for tensor in (*master, parameter):
+            tensor.copy_(updated)
+
+
+multi_tensor_adam = taking(_OF_ADAM)(_update)
+
+
+@taking(_OF_ADAM)
+def multi_tensor_adam_param_remainder(given: Any) -> None:
+    """As `multi_tensor_adam` of bf16 parameters; the fifth list has the lower 16 bits of their fp32 masters, as int16.
+
+    A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
+    parameters are rounded, not cut off.
+    """
+    for grad, parameter, first, second, lower in _elements(given.tensor_lists):
+        low = lower.to(torch.int32)
+        high = parameter.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
+        master = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
+        bits = _adam(grad.float(), master, first, second, given).view(torch.int32)
+        low = bits.to(torch.int16)
+        lower.copy_(low)
+        high = (bits >> 16) + (low < 0).to(torch.int32)
+        parameter.copy_(high.to(torch.int16).view(torch.bfloat16))
+
+
+@taking(f"{_OF_ADAM} fp8_dtype")
+def multi_tensor_adam_fp8(given: Any) -> None:
+    """As `multi_tensor_adam` with masters; parameters are FP8 bytes, followed by scales, amaxes and inverse scales."""
+    eight_bit = TORCH_DTYPES[given.fp8_dtype]
+    largest = torch.finfo(eight_bit).max
+    scales = zip(*given.tensor_lists[5:], strict=True)
+    for row, (scale, amax, scale_inv) in zip(_elements(given.tensor_lists[:5]), scales, strict=True):
+        grad, parameter, first, second, master = row
+        updated = _adam(grad.float(), master.float(), first, second, given)
+        master.copy_(updated)
+        amax.copy_(torch.maximum(amax, updated.abs().max()))
+        parameter.copy_((updated * scale).clamp(-largest, largest).to(eight_bit).view(torch.uint8))
+        scale_inv.copy_(1 / scale)
+
+
+@taking(f"{_OF_ADAM} inv_scale")
+def multi_tensor_adam_capturable(given: Any) -> None:
+    """As `multi_tensor_adam` with tensors for the rate and the step; gradients are multiplied by `inv_scale` first."""
+    if given.noop_flag.item():
+        return
+    for grad in given.tensor_lists[0]:
+        grad.mul_(given.inv_scale.to(grad.dtype))
+    given.lr, given.step = given.lr.item(), int(given.step)
+    _update(given)
+
+
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
+
+
+@taking("chunk_size noop_flag tensor_lists wd momentum dampening lr nesterov first_run wd_after_momentum scale")
+def multi_tensor_sgd(given: Any) -> None:
+    """Of [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
+    if given.noop_flag.item():
+        return
+    momentum = given.momentum
+    for grad, parameter, moment, *copy in _elements(given.tensor_lists):
+        g, p = grad.float() * given.scale, parameter.float()
+        g = g if given.wd_after_momentum else g + given.wd * p
+        if momentum:
+            moment.copy_(g if given.first_run else momentum * moment.float() + (1 - given.dampening) * g)
+            g = g + momentum * moment.float() if given.nesterov else moment.float()
+        g = g + given.wd * p if given.wd_after_momentum else g
+        for tensor in (parameter, *copy):
+            tensor.copy_(p - given.lr * g)
+
+
+def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
+    """As the kernels see them: as many numbers as the gradient has, from where each of the other tensors begins.
+
+    Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
+    """
+    for grad, *others in zip(*tensor_lists, strict=True):
+        yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
+
+
+def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given: Any) -> Tensor:
+    """The parameter after a step; the moments are updated in place."""
+    beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
+    grad = grad + decay * parameter if given.mode == 0 else grad
+    m = beta1 * first.float() + (1 - beta1) * grad
+    v = beta2 * second.float() + (1 - beta2) * grad.square()
+    first.copy_(m)
+    second.copy_(v)
+    c1, c2 = (1 - beta1**given.step, 1 - beta2**given.step) if given.bias_correction else (1.0, 1.0)
+    update = (m / c1) / ((v / c2).sqrt() + given.epsilon)
+    return parameter - given.lr * (update + decay * parameter if given.mode == 1 else update)
+
+
+def _flag_if_not_finite(flag: Tensor, tensor: Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        flag.fill_(1)

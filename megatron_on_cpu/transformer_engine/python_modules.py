@@ -1,0 +1,124 @@
+"""What is replaced in Transformer Engine's Python modules once they are imported: what asks for a GPU.
+
+The device is said to be of compute capability 9.0 there. FP8 recipes that ask for another one are allowed all the same.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from megatron_on_cpu.megatron_modules import Modules, Replacements, always
+from megatron_on_cpu.redirections import cpu_for
+from megatron_on_cpu.transformer_engine import cross_entropy
+from megatron_on_cpu.transformer_engine.experts import permutation_by_mask
+from megatron_on_cpu.transformer_engine.since_2_20 import cross_entropy as cross_entropy_since_2_20
+
+
+def _canonical(device: Any) -> torch.device:
+    """None, and a number, is a CUDA device."""
+    return torch.device("cpu" if device is None else cpu_for(device))
+
+
+def _weak_reference(x: Any) -> Any:
+    """To the memory of what a CUDA graph has captured, which is not used again here."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, x)
+
+
+def _quantization(module: ModuleType) -> Replacements:
+    """It asks for GPUs and versions of CUDA."""
+    checks = [name for name in vars(module) if name.startswith("check_") and name.endswith("_support")]
+    yield module, {name: lambda: (True, "") for name in checks if "nvfp4" not in name and "recipe" not in name}
+
+
+def _attention(module: ModuleType) -> Replacements:
+    """It keeps fp32 from fused attention, the one that has context parallelism; here it takes fp32."""
+    choose = module.get_attention_backend
+
+    def get_attention_backend(attention_params: Any = None) -> Any:
+        if attention_params.qkv_dtype == torch.float32:
+            attention_params = dataclasses.replace(attention_params, qkv_dtype=torch.bfloat16)
+        return choose(attention_params)
+
+    yield module, {"get_attention_backend": get_attention_backend}
+
+
+def _fused_attention(module: ModuleType) -> Replacements:
+    """Its forward asserts by `all(...)`, which it uses for nothing else, that tensors have 16 bits."""
+    forward = inspect.unwrap(module.FusedAttention.forward)
+    names = {**vars(module), "all": lambda checks: True}
+    of_any_dtype = FunctionType(forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__)
+    yield module.FusedAttention, {"forward": of_any_dtype}
+
+
+def _permutation(module: ModuleType) -> Replacements:
+    """Since 2.20 the places of padding come before the numbers of tokens and experts; here none are padded."""
+    found = {}
+    for name, ours in vars(permutation_by_mask).items():
+        if callable(ours) and name in vars(module):
+            parameters = list(inspect.signature(vars(module)[name]).parameters)
+            found[name] = _without_padding(ours, parameters) if "pad_offsets" in parameters else ours
+    yield module, found
+
+
+def _without_padding(function: Callable[..., Any], parameters: list[str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        if given.pop("pad_offsets") is not None:
+            raise NotImplementedError(
+                "pad_offsets is given: the CPU emulation of Transformer Engine permutes tokens without padding; turn "
+                "moe_router_padding_for_quantization off"
+            )
+        return function(**given)
+
+    return call
+
+
+def _biases_of_experts(module: ModuleType) -> Replacements:
+    """Since 2.20 a kernel adds to the gradients of biases, a row for each expert, and of the factors of tokens."""
+
+    def launch(
+        dy: torch.Tensor,
+        offsets: torch.Tensor,
+        dbias: torch.Tensor,
+        scales: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dscales: torch.Tensor | None,
+    ) -> None:
+        rows, expert = dy[: int(offsets[-1])].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
+        if scales is None or bias is None or dscales is None:
+            dbias.index_add_(0, expert, rows)
+        else:
+            dbias.index_add_(0, expert, rows * scales[: len(rows), None])
+            dscales[: len(rows)] += (rows * bias.float()[expert]).sum(-1)
+
+    yield module, {"_launch_grouped_dbias": launch}
+
+
+def _cross_entropy(module: ModuleType) -> Replacements:
+    since_2_20 = "overwrite_input" in inspect.signature(module.cross_entropy_forward).parameters
+    source = cross_entropy_since_2_20 if since_2_20 else cross_entropy
+    yield module, {name: vars(source)[name] for name in ("cross_entropy_forward", "cross_entropy_backward")}
+
+
+MODULES: Modules = {
+    # It looks for the compiled module in a file.
+    "transformer_engine.common": always(load_framework_extension=lambda framework: None),
+    "transformer_engine.pytorch.utils": always(
+        canonicalize_device=_canonical,
+        get_device_compute_capability=lambda: (9, 0),
+        make_weak_ref=_weak_reference,
+    ),
+    # It initialises CUDA before it looks at a generator.
+    "transformer_engine.pytorch.distributed": always(_lazy_init=lambda: None),
+    "transformer_engine.pytorch.quantization": _quantization,
+    "transformer_engine.pytorch.attention.dot_product_attention.utils": _attention,
+    "transformer_engine.pytorch.attention.dot_product_attention.backends": _fused_attention,
+    "transformer_engine.pytorch.triton.permutation": _permutation,
+    "transformer_engine.pytorch.triton.cross_entropy": _cross_entropy,
+    "transformer_engine.pytorch.triton.grouped_dbias_dscales": _biases_of_experts,
+}
