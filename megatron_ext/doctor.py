@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext import cpu_products, reference
+from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
+from megatron_ext.numerics import cpu_products
 from megatron_ext.optional_packages import why_not_importable
 from megatron_ext.run import why_no_pipeline_vocabulary
 
