@@ -2,9 +2,10 @@
 
 It gives read-outs of the softmax, as `engine/linear.py` does and with the same gradient form; what differs is that
 every sum has one order. A token's logits come from products of one order (`numerics/fixed_order.py`); its statistics
-are taken leaf by leaf (`leaves.py`) and joined in the tree's order; E = exp(z - m) is relative to the maximum of its leaf, which
-no rank's shard changes. dx is summed over a leaf's columns, then over the leaves and ranks by the tree, and rounded
-once; dW over tokens, one after the other. What is kept for backward (`source.py`) has the bits of what is made again.
+are taken leaf by leaf (`leaves.py`) and joined in the tree's order; E = exp(z - m) is relative to the maximum of its
+leaf, which no rank's shard changes. dx is summed over a leaf's columns, then over the leaves and ranks by the tree,
+and rounded once; dW over tokens, one after the other. What is kept for backward (`source.py`) has the bits of what is
+made again.
 
 Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K
 statistics, L leaves.
