@@ -1,4 +1,4 @@
-"""What this machine gives us: `python -m megatron_ext.doctor`, one screen, or `--json`.
+"""Report on this machine: `python -m megatron_ext.doctor`, one screen, or `--json`.
 
 Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
 kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
