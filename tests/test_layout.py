@@ -15,6 +15,7 @@ ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
+    "__main__",
     "doctor",
     "run",
     "experimental",

@@ -20,12 +20,12 @@ PRONOUN_DOCSTRINGS = 347
 LONG_TEST_NAMES = 93
 # Lines of Python in each folder of the packages, and in the files beside them.
 LINES = {
-    "megatron_ext/*.py": 870,
+    "megatron_ext/*.py": 952,
     "megatron_ext/distributed": 831,
     "megatron_ext/dtensor": 3143,
     "megatron_ext/experimental": 2365,
     "megatron_ext/head": 10175,
-    "megatron_ext/integrations": 712,
+    "megatron_ext/integrations": 723,
     "megatron_ext/losses": 1680,
     "megatron_ext/megatron": 3397,
     "megatron_ext/model_utils": 1509,
