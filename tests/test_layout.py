@@ -26,6 +26,7 @@ ROOMS = [
     "dtensor",
     "tensor_parallel",
     "losses",
+    "proof",
     "head",
     "sequence",
     "main_grad",
