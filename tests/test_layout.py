@@ -31,6 +31,7 @@ ROOMS = [
     "main_grad",
     "cpu_products",
     "optional_packages",
+    "replace",
     "reference",
 ]
 MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
