@@ -13,7 +13,7 @@ its place, and the function of ours within it passes every call on to the origin
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -158,6 +158,32 @@ def in_modules(objects: Iterable[Any]) -> Iterator[tuple[ModuleType, str, Any]]:
             for name, value in [*vars(module).items()]:
                 if id(value) in wanted:
                     yield module, name, value
+
+
+def everywhere(pairs: Sequence[tuple[Any, Any]]) -> list[list[Replacement]]:
+    """Replacements, still to be applied, of the first of each pair by the second, in every module that has it.
+
+    All those of a pair place the same object.
+    """
+    found: list[list[Replacement]] = [[] for _ in pairs]
+    at = {id(original): i for i, (original, _) in enumerate(pairs)}
+
+    def make(places: list[Replacement], ours: Any, _: Any) -> Any:
+        return ours if places[0].placed is None else places[0].placed
+
+    for module, name, value in in_modules(original for original, _ in pairs):
+        places = found[at[id(value)]]
+        places.append(Replacement(module, name, functools.partial(make, places, pairs[at[id(value)]][1])))
+    return found
+
+
+def restore_everywhere(places: Sequence[Replacement]) -> None:
+    """Restore those of one pair, and put the original into the modules that have imported ours since."""
+    if places:
+        placed, original = places[0].placed, places[0].original
+        restore_all(places)
+        for module, name, _ in in_modules([placed]):
+            setattr(module, name, original)
 
 
 def name_of(value: Any) -> str:
