@@ -25,6 +25,7 @@ ROOMS = [
     "dtensor",
     "tensor_parallel",
     "losses",
+    "proof",
     "head",
     "sequence",
     "distributed",
