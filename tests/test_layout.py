@@ -34,6 +34,7 @@ ROOMS = [
     "distributed",
     "autograd",
     "optional_packages",
+    "replace",
     "reference",
 ]
 MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
