@@ -188,6 +188,17 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         stop_when_built(say_on_last_rank)
 
 
+def why_no_pipeline_vocabulary() -> str | None:
+    """The reason for which `--pipeline-vocab` does not work here; None where it does."""
+    try:
+        from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
+
+        check_installed()
+    except (ImportError, RuntimeError) as missing:
+        return str(missing)
+    return None
+
+
 def _report_after_first_step() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
