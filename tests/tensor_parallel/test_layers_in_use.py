@@ -3,6 +3,7 @@
 import copy
 import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -244,7 +245,7 @@ def test_attributes_of_megatrons_layers():
 @ranks(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("home", ["megatron", "ours"])
-def test_layers_call_a_replaced_linear_function(home, frozen, monkeypatch):
+def test_layers_call_a_replaced_linear_function(home, frozen):
     """Quantizers replace the function in its module while a layer runs, and quantize what it is given."""
     with model_parallel(tp=2):
         from megatron.core.tensor_parallel import layers as stock
@@ -269,9 +270,8 @@ def test_layers_call_a_replaced_linear_function(home, frozen, monkeypatch):
                 x = numbers(S, B, D, seed=1)
                 x = (piece(x, -1) if kind == "row" else x).requires_grad_()
                 replaced = module if package is ours else stock
-                monkeypatch.setattr(replaced, name, quantized)
-                y, _ = layer(x)
-                monkeypatch.undo()
+                with mock.patch.object(replaced, name, quantized):
+                    y, _ = layer(x)
                 y.square().sum().backward()
                 results[package, kind] = y.detach(), x.grad, layer.weight.grad
         for kind in ("column", "row"):
@@ -279,7 +279,7 @@ def test_layers_call_a_replaced_linear_function(home, frozen, monkeypatch):
 
 
 @ranks(1)
-def test_a_replaced_autograd_class_is_called_or_refused(monkeypatch):
+def test_a_replaced_autograd_class_is_called_or_refused():
     with model_parallel():
         from megatron.core.tensor_parallel import layers as stock
 
@@ -294,14 +294,12 @@ def test_a_replaced_autograd_class_is_called_or_refused(monkeypatch):
             def forward(ctx, input, *args):
                 return 2 * autograd.forward(ctx, input, *args)
 
-        monkeypatch.setattr(stock, autograd.__name__, Doubling)
-        torch.testing.assert_close(layer(x)[0], 2 * plain)
-        monkeypatch.undo()
+        with mock.patch.object(stock, autograd.__name__, Doubling):
+            torch.testing.assert_close(layer(x)[0], 2 * plain)
         forward = autograd.forward
-        monkeypatch.setattr(autograd, "forward", staticmethod(lambda *args: 3 * forward(*args)))
-        torch.testing.assert_close(layer(x)[0], 3 * plain)
-        monkeypatch.undo()
+        with mock.patch.object(autograd, "forward", staticmethod(lambda *args: 3 * forward(*args))):
+            torch.testing.assert_close(layer(x)[0], 3 * plain)
         torch.testing.assert_close(layer(x)[0], plain, rtol=0, atol=0)
-        monkeypatch.setattr(ours, autograd.__name__, Doubling)
-        with pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced"):
+        refused = pytest.raises(RuntimeError, match="LinearWithGradAccumulationAndAsyncCommunication was replaced")
+        with mock.patch.object(ours, autograd.__name__, Doubling), refused:
             layer(x)

@@ -29,8 +29,8 @@ from megatron_ext.tensor_parallel._layers.parameter_attributes import (
     copy_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from megatron_ext.tensor_parallel._layers.replaced_functions import users_linear_function
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._replaced_functions import users_linear_function
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,

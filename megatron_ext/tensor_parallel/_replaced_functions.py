@@ -21,6 +21,7 @@ _HOMES = ("megatron_ext.tensor_parallel.layers", "megatron.core.tensor_parallel.
 # Functions of a trainable and of a frozen weight, each with the autograd class that Megatron's looks up.
 _LINEAR = "linear_with_grad_accumulation_and_async_allreduce", "LinearWithGradAccumulationAndAsyncCommunication"
 _FROZEN = "linear_with_frozen_weight", "LinearWithFrozenWeight"
+HONOURED = _LINEAR[0], _FROZEN[0]
 _TORCH = str(Path(torch.__file__).parent)
 _DECORATORS = (torch.amp.autocast_mode.__file__, contextlib.__file__)  # Megatron uses them itself
 _originals: dict[bool, list[Any]] = {}
@@ -62,13 +63,13 @@ users_linear_function._dynamo_marked_constant = True  # type: ignore[attr-define
 
 
 def is_megatrons_own(value: Any) -> bool:
-    """Whether all code of a function or class is Megatron-Core's, or torch's where Megatron has torch make it.
+    """True if all code of a function or class is Megatron-Core's, or torch's where Megatron has torch make it.
 
-    Objects without Python code are asked for their module.
+    What can be called and has no Python code is asked for its module.
     """
     codes = list(_codes(value))
     if not codes:
-        return str(getattr(value, "__module__", "")).startswith("megatron.core")
+        return not callable(value) or str(getattr(value, "__module__", "")).startswith("megatron.core")
     folder = str(Path(str(sys.modules["megatron.core"].__file__)).parent)
     return all(code.co_filename.startswith((folder, _TORCH, "<")) for code in codes)  # "<": methods of dataclasses
 
