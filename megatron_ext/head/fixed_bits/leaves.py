@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.products import aligned
 from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 
@@ -49,7 +49,7 @@ def leaf_width(size: int) -> int:
     return -(-size // LEAVES)
 
 
-def leaves_of(call: Call) -> list[Leaf]:
+def leaves_of(call: ResolvedHead) -> list[Leaf]:
     """The leaves of this rank's shard, in order; of a small vocabulary the last ones may hold nothing."""
     vocab = call.vocab
     if call.bits != "tensor_parallel":
@@ -62,7 +62,7 @@ def leaves_of(call: Call) -> list[Leaf]:
     return found
 
 
-def leaf_count(call: Call) -> int:
+def leaf_count(call: ResolvedHead) -> int:
     """How many leaves a rank has, whatever its shard is."""
     return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
 
@@ -90,7 +90,7 @@ def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor])
     return joined(in_tree(parts[:middle], joined), in_tree(parts[middle:], joined))
 
 
-def added(x_RT: Tensor, call: Call) -> Tensor:
+def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
 
