@@ -90,7 +90,7 @@ def with_options(head: Any, given: Mapping[str, Any], by: str, of: str) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values of an option are equal; of groups, whether they are one, or have the same ranks."""
+    """Compare two values of an option; groups are equal if they are one, or have the same ranks."""
     if one is other:
         return True
     if isinstance(one, ProcessGroup) and isinstance(other, ProcessGroup):

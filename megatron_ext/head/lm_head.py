@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, check_adapters, check_dropout
-from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.read import HeadTensors, LogitTransform, read_hidden, read_logits
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.validation import argument_checks, option_checks
@@ -155,7 +155,7 @@ class LmHead:
         return read_hidden(self.resolved(), self.tensors, hidden, readouts, counts, at_most, fault)
 
     def resolved(self) -> ResolvedHead:
-        """What one call takes of it: group, shard and bits as they are now.
+        """This head in one call: group, shard and bits as they are now.
 
         Raises:
             ValueError: what every rank sees wrong with them.
@@ -190,7 +190,7 @@ class LmHead:
 
     @property
     def transform(self) -> LogitTransform:
-        """What its product's logits go through."""
+        """Softcap and scale of its product's logits, and their rounding."""
         return LogitTransform(self.softcap, self.logit_scale, option_checks.rounds(self.logit_dtype))
 
 
@@ -233,7 +233,7 @@ class Logits:
         return read_logits(self.resolved(), self, readouts, fault)
 
     def resolved(self) -> ResolvedHead:
-        """What one call takes of it: group and shard as they are now."""
+        """These logits in one call: group and shard as they are now."""
         group, guessed = tensor_parallel_group(self.tp_group), self.vocab is None
         columns = max(self.logits.shape[-1], 1)
         vocab = argument_checks.equal_shard(columns, group) if self.vocab is None else self.vocab

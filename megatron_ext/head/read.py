@@ -29,12 +29,12 @@ from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 __all__ = ["HeadTensors", "LogitTransform", "read_hidden", "read_logits"]
 
@@ -48,7 +48,7 @@ class HeadTensors(NamedTuple):
     logit_dtype: torch.dtype | None
 
     def fault(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
-        """What is wrong with this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+        """The fault of this rank's weight, bias and adapters, seen from `hidden`, if any; `whose` begins their names."""
         found = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
         if found is None and self.adapters:
             found = rows_fault(self.adapters, self.weight)
@@ -66,7 +66,7 @@ class HeadTensors(NamedTuple):
 
 
 class GivenLogits(Protocol):
-    """What a call takes of `Logits`."""
+    """The part of `Logits` that a call takes."""
 
     @property
     def logits(self) -> Tensor: ...

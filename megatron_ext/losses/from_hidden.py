@@ -16,7 +16,6 @@ from megatron_ext.distributed.groups import Group, group_size, tensor_parallel_g
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
 from megatron_ext.head.layer_facts import with_options
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
@@ -27,6 +26,7 @@ from megatron_ext.losses.checks import (
     per_token_fault,
     raise_if_any,
 )
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 Metrics = dict[str, Tensor]
 # Arguments of `from_log_probs`: those of each label, and those that sums are divided by.

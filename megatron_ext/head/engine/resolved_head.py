@@ -12,7 +12,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache
 
 @dataclass(frozen=True)
 class ResolvedHead:
-    """What every pass, exchange and gradient of one call takes of a head; no tensors of the caller's.
+    """The part of a head that every pass, exchange and gradient of one call takes; no tensors of the caller's.
 
     `LmHead.resolved` and `Logits.resolved` make it. On all ranks of `group` they are equal, `vocab` and `chosen` aside.
 

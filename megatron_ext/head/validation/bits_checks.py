@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
-from megatron_ext.head.fixed_bits.products import functions_fault
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.fixed_order import functions_fault
+from megatron_ext.numerics.readable_values import has_values
 
 
 def bits_fault(head: ResolvedHead, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:
