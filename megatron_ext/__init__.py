@@ -29,7 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs Megatron-Core, and the names of NeMo-RL, are imported when they are asked for."""
+    """Import names that need Megatron-Core, and NeMo-RL's names, when they are asked for."""
     if name == "model_utils":
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""What this machine gives us: `python -m megatron_ext.doctor`, one screen, or `--json`.
+"""Report on this machine: `python -m megatron_ext.doctor`, one screen, or `--json`.
 
 Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
 kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
@@ -24,10 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext import cpu_products, reference
+from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
+from megatron_ext.numerics import cpu_products
 from megatron_ext.optional_packages import why_not_importable
+from megatron_ext.run import why_no_pipeline_vocabulary
 
 PACKAGES = {
     "Triton": "triton",
@@ -121,17 +123,10 @@ def _ways() -> dict[str, str | None]:
     from megatron_ext.megatron import versions as megatron_versions
 
     patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
-    sharing = None
-    try:
-        from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
-
-        check_installed()
-    except (ImportError, RuntimeError) as missing:  # it must not hide what the other ways say
-        sharing = str(missing)
     return {
         "launcher --linear-ce": patch,
         "launcher --tensor-parallel": substitution,
-        "launcher --pipeline-vocab": patch or sharing,
+        "launcher --pipeline-vocab": patch or why_no_pipeline_vocabulary(),
         "patch": patch,
         "gpt_layer_spec": megatron_versions.why_no_spec("spec"),
         "hybrid_stack_spec": megatron_versions.why_no_spec("hybrid spec"),

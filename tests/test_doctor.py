@@ -12,8 +12,9 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_ext import cpu_products, doctor
+from megatron_ext import doctor
 from megatron_ext.integrations import trl
+from megatron_ext.numerics import cpu_products
 from tests.programs import python
 from tests.ranks import TIMEOUT_S
 

@@ -27,9 +27,10 @@ ROOMS = [
     "losses",
     "head",
     "sequence",
-    "distributed",
     "main_grad",
-    "cpu_products",
+    "numerics",
+    "distributed",
+    "autograd",
     "optional_packages",
     "reference",
 ]
@@ -160,7 +161,7 @@ BY_KEYWORDS = [
     "policy/ray_policy.py __init__",
 ]
 # Triton's kernels, and what launches them: torch.library's operators take tensors and numbers only.
-LAUNCHES = ["head/kernels/*", "head/row_passes/logit_passes.py row_*"]
+LAUNCHES = ["head/kernels/*", "numerics/fixed_order_kernels.py", "head/row_passes/logit_passes.py row_*"]
 
 
 def test_options_of_many_parameters_are_objects():

@@ -17,7 +17,6 @@ from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group, group_rank, group_size, tensor_parallel_group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.adapters.lora import LoRA, adapters_of, low_rank, options_of, rows_fault, widened
-from megatron_ext.head.batch_invariance import bits_or_mode
 from megatron_ext.head.engine.autograd import Read
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunked.sources import Rule, gather_tokens, of_each
@@ -27,15 +26,16 @@ from megatron_ext.head.engine.linear import OfSoftmax
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
 from megatron_ext.head.layer_facts import head_facts
+from megatron_ext.head.options_by_mode import bits_or_mode
 from megatron_ext.head.readouts.divergences.teacher import Teacher
 from megatron_ext.head.readouts.read_out import ReadOut
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.row_passes.side_by_side import numbers
 from megatron_ext.head.tokens_that_count import Left, left_in
 from megatron_ext.head.validation import argument_checks, option_checks
 from megatron_ext.head.validation.argument_checks import computed_dtype
 from megatron_ext.head.validation.bits_checks import bits_fault
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 @dataclass(frozen=True, eq=False)

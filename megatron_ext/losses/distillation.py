@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_ext.head import KL, Entropy, Gather, JensenShannon, LmHead, Logits, ReadOut, Teacher, TopK
 from megatron_ext.head.readouts.divergences.jensen_shannon import check_beta
 from megatron_ext.head.validation.option_checks import Cache, check_teachers_temperature, one_of
-from megatron_ext.head.validation.readable_values import has_values, raise_if
 from megatron_ext.losses.checks import (
     check_number,
     check_per_token,
@@ -24,6 +23,7 @@ from megatron_ext.losses.checks import (
 )
 from megatron_ext.losses.from_hidden import FromHidden, Metrics, token_shape, widened
 from megatron_ext.losses.reductions import token_mean
+from megatron_ext.numerics.readable_values import has_values, raise_if
 
 DivergenceKind = Literal["forward", "reverse", "jsd"]
 TopKDivergenceKind = Literal["forward", "reverse", "mixed", "jsd"]

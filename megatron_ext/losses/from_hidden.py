@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head import LmHead, LogProbs
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import Bits, Cache, HiddenLayout, token_bound
 from megatron_ext.losses.checks import (
@@ -26,6 +25,7 @@ from megatron_ext.losses.checks import (
     per_token_fault,
     raise_if_any,
 )
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 Metrics = dict[str, Tensor]
 # Arguments of `from_log_probs`: those of each label, and those that sums are divided by.

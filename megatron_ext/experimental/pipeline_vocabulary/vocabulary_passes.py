@@ -40,7 +40,7 @@ def gradients_held(config: Any, last: bool) -> Iterator[None]:
 
 
 class VocabularyPasses:
-    """Of one step.
+    """Passes of embedding and lm head in one step.
 
     Attributes:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
@@ -77,7 +77,7 @@ class VocabularyPasses:
         )
 
     def finish(self) -> None:
-        """What was begun aside is waited for."""
+        """Wait for the work that was begun on the side stream."""
         if self._part_of_dx is not None:
             self.side.run(self._part_of_dx.wait)
         self.side.close()
@@ -215,7 +215,7 @@ class VocabularyPasses:
         return self.side.take(self.results[n]), unit
 
     def take_loss_gradient(self, n: int, which: int, grad_BS: Tensor) -> Tensor:
-        """Of one prediction. Returned is this rank's slice of it, `[S/R, B]`."""
+        """Take the loss gradient of one prediction, and return this rank's slice of it, `[S/R, B]`."""
         grad_SB = grad_BS.detach().t().contiguous().float()
         self._grad_parts.setdefault(n, {})[which] = grad_SB
         piece = self.messages.sizes(n).slice
@@ -244,7 +244,7 @@ class VocabularyPasses:
         self.marks.attempt(go)
 
     def take_embedding_gradient(self, n: int, grad: Tensor) -> None:
-        """Of what this stage's layers asked for."""
+        """Take the gradient of the embeddings that this stage's layers asked for."""
         self.grad_embeddings[n] = grad.detach().to(self.output.weight.dtype)
 
     def put_embedding_gradient(self, n: int, sequences: int) -> None:

@@ -16,15 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext import cpu_products
+from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.head.engine.autograd import differentiable_once
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import check_number
+from megatron_ext.numerics import cpu_products, fixed_order
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class LoRA(NamedTuple):
@@ -146,7 +145,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
-    return products.mm(x_TK, w_KN) if fixed else cpu_products.mm(x_TK, w_KN)
+    return fixed_order.mm(x_TK, w_KN) if fixed else cpu_products.mm(x_TK, w_KN)
 
 
 def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
@@ -155,7 +154,7 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
     if not fixed:
         return matmul.add_product(None, low_TN.t(), x_TD)
     total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
-    products.add_transposed(total_ND, products.aligned(low_TN), x_TD)
+    fixed_order.add_transposed(total_ND, fixed_order.aligned(low_TN), x_TD)
     return total_ND
 
 

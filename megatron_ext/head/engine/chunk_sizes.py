@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.row_passes.gpu_properties import (
-    TILE_M,
-    TILE_N,
-    Device,
-    device_of,
-    on_tensor_cores,
-    product_seconds,
-)
+from megatron_ext.head.row_passes.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
 from megatron_ext.head.row_passes.side_by_side import Operand
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.matrices import on_tensor_cores
+from megatron_ext.numerics.readable_values import has_values
 
 # Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
 # fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.

@@ -16,11 +16,11 @@ from megatron_ext.head.engine import logit_gradient, statistics
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import leaf_count
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.readable_values import has_values
 
 if TYPE_CHECKING:
     from megatron_ext.head.readouts.read_out import ReadOut
@@ -165,7 +165,7 @@ class Plan:
             found = found or r.chunks(self.tokens, self.target_T.is_cuda)
         if not found or not self.call.fixed:
             return found
-        step = products.whole_blocks(found[0])
+        step = fixed_order.whole_blocks(found[0])
         return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:

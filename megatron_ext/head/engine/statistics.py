@@ -18,10 +18,12 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine.call import Call
-from megatron_ext.head.fixed_bits.leaves import added, in_tree
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, accumulation_dtype, part_of, statistics_rows
+from megatron_ext.head.fixed_bits.leaves import added
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, TARGET, part_of, statistics_rows
 from megatron_ext.head.validation import agreement
-from megatron_ext.head.validation.readable_values import has_values, on_host
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import has_values, on_host
+from megatron_ext.numerics.tree_sums import in_tree
 
 # Rows of one more column that a rank sends beside its statistics: how large it takes the vocabulary to be (REFUSED if
 # it refused its arguments), how many columns of it are its own, the first of them, and what `agreement` says of options

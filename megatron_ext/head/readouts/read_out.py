@@ -24,11 +24,12 @@ from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import REFUSED, Statistics
-from megatron_ext.head.fixed_bits import leaves, products
+from megatron_ext.head.fixed_bits import leaves
 from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.readable_values import has_values, raise_if
 
 # Per-token results, and what the gradient wants of forward: nothing of vocabulary size in either.
 Found = tuple[list[Tensor], list[Tensor]]
@@ -223,7 +224,7 @@ class ReadOut:
     @property
     def multiply(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Makes products of rows, with the bits that the call asks for."""
-        return products.mm if self.call.fixed else torch.mm
+        return fixed_order.mm if self.call.fixed else torch.mm
 
     @property
     def shard_index(self) -> int:

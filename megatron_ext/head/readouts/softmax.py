@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.autograd import differentiable_once
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import Flat
 from megatron_ext.head.row_passes.dispatch import row_statistics
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:

@@ -17,9 +17,10 @@ from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 from megatron_ext.head.row_passes.side_by_side import is_quantised
-from megatron_ext.head.validation.readable_values import (
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import (
     OutsideVocabulary,
     check_plain,
     check_within,

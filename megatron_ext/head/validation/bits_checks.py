@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import group_rank
 from megatron_ext.head.fixed_bits.leaves import LEAVES, leaves_fault
-from megatron_ext.head.fixed_bits.products import functions_fault
 from megatron_ext.head.validation.option_checks import Bits
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.fixed_order import functions_fault
+from megatron_ext.numerics.readable_values import has_values
 
 
 def bits_fault(bits: Bits, head: Any, ranks: int, hidden: Tensor, readouts: Sequence[Any]) -> ValueError | None:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed.collectives import all_reduce
 from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES, Float8BlockScaleTensorFormat
 from megatron_on_cpu.transformer_engine.quantisation.blocks import (
     blocks_back,
@@ -169,7 +169,8 @@ def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     else:
         amax = tensor.float().abs().max().view(1) if tensor.numel() else torch.zeros(1)
     if quantizer.with_amax_reduction:
-        amax = all_reduce(amax, quantizer._canonicalized_amax_reduction_group(), op="max")
+        amax = amax.clone()
+        dist.all_reduce(amax, dist.ReduceOp.MAX, quantizer._canonicalized_amax_reduction_group())
     largest = torch.finfo(TORCH_DTYPES[quantizer.dtype]).max
     scale = scale_of_amax(amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
     if keeps:

@@ -13,11 +13,12 @@ from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import rows_of
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
+from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class Rule(NamedTuple):
@@ -82,7 +83,7 @@ class Product:
         return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
     def _made(self, rows: slice) -> Tensor:
-        kept_TV, logits = self.memory_TV, products.logits if self.rule.fixed else matmul.logits
+        kept_TV, logits = self.memory_TV, fixed_order.logits if self.rule.fixed else matmul.logits
         out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
         return logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
 
@@ -112,7 +113,7 @@ def of_hidden(
         if not leaves:
             found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), repeats))
             continue
-        whole_VD, x_TD = in_one(w_VD), products.aligned(x_TD)
+        whole_VD, x_TD = in_one(w_VD), fixed_order.aligned(x_TD)
         for leaf, made in zip(leaves, found, strict=True):
             own = Rule(None if wide_V is None else leaf.cut(wide_V), *rule, fixed=True)
             made.append(Product(x_TD, leaf.cut(whole_VD), own, repeats))

@@ -17,8 +17,9 @@ from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.call import Call
 from megatron_ext.head.readouts.divergences.teacher import SIDE, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, ReadOut, put
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 _SIDES = 2 * SIDE  # statistics of both sides, before the two sums over the vocabulary
 
