@@ -26,9 +26,15 @@ class Patch(Replacement):
 
     settings: HeadSettings | None = None
 
+    def __init__(self, owner: Any, name: str):
+        super().__init__(owner, name, lambda original: original)
+
     def set(self, make: Make, settings: HeadSettings | None) -> None:
         """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
-        wanted = functools.partial(_made_by_spec if isinstance(self.owner, type) else _made, make, settings)
+        if isinstance(self.owner, type):
+            wanted = functools.partial(_made_by_spec, make, settings)
+        else:
+            wanted = functools.partial(_made, make, settings or HeadSettings())
         if self.placed is None:
             self.make = wanted
             self.apply()
@@ -80,7 +86,7 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
 
     def wrap(kind: type) -> None:
         for name in patch_points.methods(kind):
-            patch = _of_classes.setdefault((kind, name), Patch(kind, name, makes[name]))
+            patch = _of_classes.setdefault((kind, name), Patch(kind, name))
             patch.set(makes[name], settings)
 
     def created(kind: type, **arguments: Any) -> None:
@@ -115,7 +121,7 @@ def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> No
             )
     for name in dict.fromkeys((patch_points.FORWARD, patch_points.region(type(model)))):
         if name not in patches:
-            patches[name] = Patch(model, name, makes[name])
+            patches[name] = Patch(model, name)
         patches[name].set(makes[name], settings)
     # Held by the function that it has placed, and not here: a patch holds its model.
     _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
