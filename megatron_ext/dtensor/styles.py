@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from megatron_ext import cpu_products
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import group_rank, group_size
+from megatron_ext.numerics import cpu_products
 
 
 class RotaryEmbedParallel(ParallelStyle):

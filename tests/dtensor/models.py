@@ -1,7 +1,5 @@
 """Tiny transformers models, what one process makes of them, and the meshes that they are sharded over."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import transformers
@@ -236,9 +234,8 @@ def make(kind, tied=False):
     return model.float().train()
 
 
-@functools.cache
 def meshes(dp=1, cp=1, tp=1):
-    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim. Made once a process."""
+    """The ranks of this world as a mesh, and its data- and context-parallel ranks as one dim."""
     mesh = init_device_mesh("cpu", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     return mesh, mesh["dp", "cp"]._flatten("dp_cp")
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its tensors, checked against what the worker has, before anything is changed."""
+"""Checks of a checkpoint's facts, all that is no tensor, against the worker's, before anything is changed."""
 
 import math
 from collections import Counter

@@ -71,7 +71,7 @@ def load_policy(worker: Backend, weights_path: str, optimizer_path: str | None) 
 
 
 def _check_facts(path: str, facts: Any, schedule: Mapping[str, Any]) -> None:
-    """What does not need the optimizer's own state to be told."""
+    """Refuse facts that can be told without the optimizer's own state."""
     check_keys(path, facts)
     check_loss_scale(path, facts["loss_scale"])
     _same_keys(path, "schedule", facts["scheduler"], schedule)
@@ -111,7 +111,7 @@ def _same_groups(path: str, saved: Any, own: list[dict[str, Any]]) -> None:
 
 
 def _same_keys(path: str | Path, what: str, saved: Any, own: Mapping[str, Any]) -> None:
-    """What does not fit on one rank does not on any: all have the same."""
+    """Refuse saved keys that are not this worker's: keys are the same on all ranks, and so is the refusal."""
     if not isinstance(saved, Mapping):
         refuse_fact(path, f"the state of its {what}", saved, "a mapping")
     if odd := sorted(saved.keys() ^ own.keys()):
@@ -139,7 +139,7 @@ def _optimizer_state(worker: Backend) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Those of every rank: the stages of a pipeline have different weights."""
+    """Join the numbers of every rank: the stages of a pipeline have different weights."""
     return {name: value for found in agree(lambda: numbers) for name, value in found.items()}
 
 
