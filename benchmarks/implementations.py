@@ -19,8 +19,8 @@ from benchmarks import peers
 from benchmarks.cases import MEGATRON, Case
 from megatron_ext import VocabShard, linear_cross_entropy
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.chunk_sizes import cached_columns
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.validation.option_checks import Bits
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,7 +67,7 @@ def _with_bits(group: Group, bits: Bits, x: Tensor, w: Tensor, y: Tensor) -> Ten
 
 def kept_by_default(case: Case) -> float:
     """The fraction of the columns, as the head chooses it."""
-    options = Call(None, VocabShard(0, case.columns, case.columns))
+    options = ResolvedHead(None, VocabShard(0, case.columns, case.columns))
     like = torch.empty(0, case.width, dtype=case.dtype)
     return cached_columns(options, case.tokens, case.columns, like) / case.columns
 

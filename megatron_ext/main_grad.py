@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.torch_version import TorchVersion
 
-from megatron_ext import cpu_products
+from megatron_ext.numerics import cpu_products
 
 # torch before 2.13 cannot trace a product that is added with `out_dtype`.
 _FAKES_SUMS = TorchVersion(torch.__version__) >= "2.13"

@@ -15,6 +15,7 @@ ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
+    "__main__",
     "doctor",
     "run",
     "experimental",
@@ -25,12 +26,15 @@ ROOMS = [
     "dtensor",
     "tensor_parallel",
     "losses",
+    "proof",
     "head",
     "sequence",
-    "distributed",
     "main_grad",
-    "cpu_products",
+    "numerics",
+    "distributed",
+    "autograd",
     "optional_packages",
+    "replace",
     "reference",
 ]
 MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}
@@ -160,7 +164,7 @@ BY_KEYWORDS = [
     "policy/ray_policy.py __init__",
 ]
 # Triton's kernels, and what launches them: torch.library's operators take tensors and numbers only.
-LAUNCHES = ["head/kernels/*", "head/row_passes/logit_passes.py row_*"]
+LAUNCHES = ["head/kernels/*", "numerics/fixed_order_kernels.py", "head/row_passes/logit_passes.py row_*"]
 
 
 def test_options_of_many_parameters_are_objects():

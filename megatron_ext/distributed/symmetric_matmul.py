@@ -37,7 +37,7 @@ def why_unavailable(group: ProcessGroup) -> str | None:
 
 
 def _own_machine(group: ProcessGroup) -> tuple[str, str | None]:
-    """Which machine this rank runs on, and what it lacks."""
+    """Return the machine that this rank runs on, and what the machine lacks."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node() + (boot.read_text() if boot.exists() else ""), _lacking(group)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.distributed.groups import Group, context_parallel_group, group_rank, group_size
-from megatron_ext.head.batch_invariance import attention_kernels
+from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.host_values import HostMemo

@@ -11,8 +11,8 @@ import torch
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import logit_passes as twin
 from megatron_ext.head.kernels import nucleus as twin_nucleus
@@ -231,7 +231,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     labels[::7] = -100
     z, labels = z.to(device), labels.to(device)
     vocab = VocabShard(0, columns, ranks * columns)
-    settings = Call(None, vocab, **call)
+    settings = ResolvedHead(None, vocab, **call)
     made, targets, shifts = [], [], []
     for rank in range(ranks):
         start = rank * columns

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, selection, token_terms
 from megatron_ext.head.row_passes import nucleus as nucleus_pass
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 
 
 def row_statistics(z_TV: Tensor, *arguments: Any) -> None:

@@ -44,11 +44,6 @@ def device_of(like: Tensor) -> Device:
     return _named(like.device.index or 0)
 
 
-def on_tensor_cores(like: Tensor) -> bool:
-    """Whether products of such tensors have 16-bit operands on a GPU."""
-    return like.is_cuda and like.element_size() == 2
-
-
 @functools.cache
 def _named(index: int) -> Device:
     found = torch.cuda.get_device_properties(index)

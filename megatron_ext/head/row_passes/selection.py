@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.head.row_passes.row_blocks import blocks
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 
 
 def group_maxima(z_TV: Tensor, groups: int, width: int) -> Tensor:

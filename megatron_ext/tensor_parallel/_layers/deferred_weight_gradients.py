@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products, main_grad
+from megatron_ext import main_grad
 from megatron_ext.distributed.collectives import Pending, start_all_gather
 from megatron_ext.distributed.groups import Group
+from megatron_ext.numerics import cpu_products
 
 
 @dataclass(frozen=True, eq=False)
