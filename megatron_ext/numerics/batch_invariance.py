@@ -52,13 +52,13 @@ def batch_invariant_mode() -> Iterator[None]:
 
 
 def switched_on() -> bool:
-    """Whether Megatron's global switch is on."""
+    """Return whether Megatron's global switch is on."""
     kernels = sys.modules.get(KERNELS)
     return kernels is not None and bool(kernels.is_batch_invariant_mode_enabled())
 
 
 def is_on(config: Any = None) -> bool:
-    """Whether the mode is: ours, by Megatron's global switch, or by the `batch_invariant_mode` of a config."""
+    """Return whether the mode is on: ours, by Megatron's global switch, or by a config's `batch_invariant_mode`."""
     return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
 
 
@@ -70,7 +70,7 @@ def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
 
 
 def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """What SDPA of `x` runs under: in the mode, on CUDA, its memory-efficient kernel alone.
+    """Return the context for SDPA of `x`: in the mode, on CUDA, its memory-efficient kernel alone.
 
     The flash kernel cuts keys into parts by the number of sequences and heads, where these do not fill the GPU.
     """

@@ -63,7 +63,7 @@ def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, added: T
 
 
 def has_sixteen_bit_products(dtype: torch.dtype) -> bool:
-    """Whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
+    """Return whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
     return _asked(dtype) if _chosen is None else _chosen
 
 

@@ -114,7 +114,7 @@ def column_blocks(columns: int) -> list[slice]:
 
 
 def whole_blocks(chunk: slice) -> int:
-    """How many tokens a chunk like this one may have: a multiple of those that a product of dW sums over."""
+    """Return the tokens that a chunk like this one may have: a multiple of those that a product of dW sums over."""
     return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
 
 
@@ -236,7 +236,7 @@ class _Tried:
         return cpu_products.mm(given_MK.copy_(left_MK), self._b_KN, out_MN)
 
     def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
-        """Whether the rows of a tile have the bits that are `wanted` in products of so many rows, at any place."""
+        """Return whether a tile's rows have the `wanted` bits in products of so many rows, at any place."""
 
         def moved(x: Tensor, shift: int) -> Tensor:
             return x.roll(shift, 0).repeat(height // TILE, 1)
@@ -250,7 +250,7 @@ class _Tried:
 
 @functools.cache
 def functions_fault(threads: int) -> ValueError | None:
-    """What is wrong if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
+    """Return the fault if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
     with torch.no_grad():
         number = torch.tensor(-0.731)
         places = number.expand(1 << 16).contiguous()

@@ -22,7 +22,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _rows_keep_bits() -> bool:
-    """Whether those of numpy's products do, by which Triton's interpreter multiplies: not on every processor."""
+    """Return whether rows of numpy's products keep their bits: Triton's interpreter multiplies by numpy."""
     import numpy as np
 
     own = np.random.default_rng(0)

@@ -11,12 +11,12 @@ _CUDA_MULTIPLE = 16
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, and fp64 for fp64."""
+    """Return the dtype in which sums are made: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def on_tensor_cores(like: Tensor) -> bool:
-    """Whether products of such tensors have 16-bit operands on a GPU."""
+    """Return whether products of such tensors have 16-bit operands on a GPU."""
     return like.is_cuda and like.element_size() == 2
 
 
@@ -41,11 +41,11 @@ def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | Non
 
 
 def widens(x_TD: Tensor, rounds: bool = False) -> bool:
-    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless logits are
-    to be rounded."""
+    """Return whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless
+    logits are to be rounded."""
     return on_tensor_cores(x_TD) and not rounds
 
 
 def logit_dtype(x_TD: Tensor, rounds: bool) -> torch.dtype:
-    """That of logits of such hidden states."""
+    """Return the dtype of logits of such hidden states."""
     return torch.float32 if widens(x_TD, rounds) else x_TD.dtype

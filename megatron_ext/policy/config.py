@@ -1,4 +1,4 @@
-"""What a policy worker is asked to be: NeMo-RL's nested dict, read once, checked, and made a dataclass."""
+"""Configuration of a policy worker: NeMo-RL's nested dict, read once, checked, and made a dataclass."""
 
 import importlib
 import math
@@ -20,7 +20,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows are put together for one pass through the model.
+    """Settings by which rows are put together for one pass through the model.
 
     Attributes:
         kind: "fixed": so many rows, as wide as they came; "dynamic": rows of similar lengths, cut to the longest;
@@ -38,7 +38,7 @@ class Batching:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How layers are cut into stages.
+    """Cut of the layers into pipeline stages.
 
     Attributes:
         stages: ranks that layers are cut over; `virtual` pieces of each take turns (1: no virtual stages).
@@ -237,7 +237,7 @@ def check_kwargs(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def import_from_path(path: str) -> Any:
-    """What `package.module.Name` names.
+    """Import the object that `package.module.Name` names.
 
     Raises:
         ValueError: there is no such thing.

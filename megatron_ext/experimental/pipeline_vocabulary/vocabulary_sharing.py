@@ -214,7 +214,7 @@ def output_layer_fault(model: Any) -> ValueError | None:
 
 
 def _depth(model: Any) -> int:
-    """How many layers of multi-token prediction run in this chunk."""
+    """Count the layers of multi-token prediction that run in this chunk."""
     layers = getattr(getattr(model, "mtp", None), "layers", ())
     repeated = getattr(model.config, "mtp_use_repeated_layer", False)
     return model.config.mtp_num_layers if layers and repeated else len(layers)

@@ -201,7 +201,7 @@ def _check_written(paths: list[Path], folders: list[Path], which: str, files: li
 
 
 def _seen_alike(paths: list[Path], look: Callable[[], list[T]]) -> list[T]:
-    """What `look` sees of each path, once all ranks see the same there.
+    """Return what `look` sees of each path, once all ranks see the same there.
 
     Raises:
         ValueError: they still do not after `PATIENCE_S`: on every rank.

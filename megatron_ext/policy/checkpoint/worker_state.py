@@ -96,7 +96,7 @@ def _same_groups(path: str, saved: list[dict[str, Any]], own: list[dict[str, Any
 
 
 def _same_keys(path: str | Path, what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """What does not fit on one rank does not on any: all have the same."""
+    """Refuse saved keys that are not this worker's: keys are the same on all ranks, and so is the refusal."""
     if odd := sorted(saved.keys() ^ own.keys()):
         raise ValueError(
             f"the checkpoint {path} is of another {what}: only one of them has {', '.join(odd[:3])}; change the "
@@ -122,7 +122,7 @@ def _optimizer_state(worker: Backend) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def _of_all_ranks(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Those of every rank: the stages of a pipeline have different weights."""
+    """Join the numbers of every rank: the stages of a pipeline have different weights."""
     return {name: value for found in agree(lambda: numbers) for name, value in found.items()}
 
 

@@ -49,7 +49,7 @@ class Refitting(Backend):
     def iter_weight_buckets(
         self, buffer_bytes: int | None = None, hub_names: bool = True
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `iter_weights`, in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger weight alone."""
+        """Yield weights in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger one alone."""
         limit = check_positive("buffer_bytes", buffer_bytes or self.settings.refit_buffer_bytes)
         bucket: list[tuple[str, Tensor]] = []
         for name, weight in self.iter_weights(hub_names):

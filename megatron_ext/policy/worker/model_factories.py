@@ -23,7 +23,7 @@ class ModelFactories(NamedTuple):
 
 
 def model_factories(source: Any, gives_rewards: bool = False) -> ModelFactories:
-    """Of a local folder with safetensors, of a config of transformers, or of a function that makes a model.
+    """Make the factories of a local folder with safetensors, a config of transformers, or a function.
 
     With `gives_rewards` it is a sequence classifier with one label, made by `of_each_token`, else a causal language
     model. Nothing that lies in a folder is executed.

@@ -38,7 +38,7 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokenizer: Any, settings: Settings) -> "SamplingSettings":
-        """Of a worker's configuration, and of the settings that `read_config` made of it."""
+        """Make the settings from a worker's configuration, and from what `read_config` made of it."""
         generation = config.get("generation") or {}
         if generation.get("stop_strings"):
             raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
