@@ -6,7 +6,7 @@ Legend: T tokens, N candidates.
 import torch
 from torch import Tensor
 
-from megatron_ext.head.row_passes.dispatch import group_maxima
+from megatron_ext.head.row_passes.dispatch import passes_of
 
 _GROUP = 64  # columns
 
@@ -23,7 +23,7 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     groups, rest = divmod(z_TV.shape[1], _GROUP)
     if groups < 2 * k:
         return _first(z_TV, torch.arange(z_TV.shape[1], device=z_TV.device), k, any_equals)
-    largest_TN = group_maxima(z_TV, groups, _GROUP)
+    largest_TN = passes_of(z_TV).group_maxima(z_TV, groups, _GROUP)
     found_TK = largest_columns(largest_TN, k, any_equals)
     ids_TN = (found_TK.unsqueeze(-1) * _GROUP + torch.arange(_GROUP, device=z_TV.device)).flatten(1)
     if rest:
