@@ -15,6 +15,7 @@ ON_CPU = ROOT / "megatron_on_cpu"  # a package of its own
 
 # Data flows one way: a room imports itself and the rooms after it in this list.
 ROOMS = [
+    "__main__",
     "doctor",
     "run",
     "experimental",
@@ -25,6 +26,7 @@ ROOMS = [
     "dtensor",
     "tensor_parallel",
     "losses",
+    "proof",
     "head",
     "sequence",
     "main_grad",
@@ -32,6 +34,7 @@ ROOMS = [
     "distributed",
     "autograd",
     "optional_packages",
+    "replace",
     "reference",
 ]
 MAY_IMPORT_MEGATRON = {"run", "doctor", "policy", "megatron", "experimental"}

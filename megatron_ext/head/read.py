@@ -48,7 +48,7 @@ class HeadTensors(NamedTuple):
     logit_dtype: torch.dtype | None
 
     def fault(self, hidden: Tensor, vocab: VocabShard | None, ranks: int, whose: str = "") -> ValueError | None:
-        """The fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
+        """Return the fault of this rank's weight, bias and adapters, seen from `hidden`; `whose` begins their names."""
         found = argument_checks.linear_fault(hidden, self.weight, self.bias, vocab, ranks, whose)
         if found is None and self.adapters:
             found = rows_fault(self.adapters, self.weight)

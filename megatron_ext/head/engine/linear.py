@@ -94,7 +94,7 @@ class LinearHead(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, of_head: Any, exp_TV: Tensor, stats: Statistics, basis: Any) -> tuple[Tensor | None, ...]:
-    """Those of hidden states, weight, bias and low rank, of the read-outs' gradient `basis`."""
+    """Return the gradients of hidden states, weight, bias and low rank, of the read-outs' gradient `basis`."""
     hidden_TD, weight_VD, bias_V, low_VR = of_head
     need_dx, need_dw, need_db, need_dlow = ctx.needs_input_grad[3:]
     plan, sizes, head, target_T = ctx.plan, ctx.sizes, ctx.plan.call, ctx.plan.target_T

@@ -97,7 +97,7 @@ class Plan:
             self.target_T = column_T.masked_fill(~own_T, -1)
 
     def _find_ids(self) -> None:
-        """What tokens are asked for, and which of them have a gradient."""
+        """Find the token ids that the call asks for, and the tokens that may have a gradient."""
         ids: list[Tensor] = []
         kept_T, all_kept, asked = None, False, None
         for r in self.readouts:

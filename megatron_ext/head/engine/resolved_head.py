@@ -12,7 +12,7 @@ from megatron_ext.head.validation.option_checks import Bits, Cache
 
 
 class RowOptions(TypedDict):
-    """How many columns count, what logits go through, and which sums are wanted beside the softmax's own."""
+    """The number of columns that count, the transform of logits, and the sums that are wanted beside the softmax's."""
 
     counted: int
     softcap: float | None

@@ -18,6 +18,7 @@ class _TritonPasses:
     token_gradient = staticmethod(token_terms.token_gradient)
     nucleus = staticmethod(nucleus.nucleus)
     group_maxima = staticmethod(selection.group_maxima)
+    first_columns = staticmethod(selection.first_columns)
     equal_counts = staticmethod(selection.equal_counts)
     add_at_equals = staticmethod(selection.add_at_equals)
     row_sums = staticmethod(row_sums)

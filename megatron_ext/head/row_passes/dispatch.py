@@ -124,6 +124,9 @@ class RowPasses(Protocol):
     def group_maxima(self, z_TV: Tensor, groups: int, width: int) -> Tensor:
         """The largest logit of each group of columns."""
 
+    def first_columns(self, z_TV: Tensor, groups_TN: Tensor | None, width: int, k: int, any_equals: bool) -> Tensor:
+        """The first k columns of each row by logit, of some groups of columns or of all."""
+
     def equal_counts(self, z_TV: Tensor, z_TK: Tensor, k: int) -> Tensor:
         """The number of columns of each row that equal its k-th largest."""
 
@@ -149,6 +152,7 @@ class _PyTorchPasses:
     token_gradient = staticmethod(token_terms.token_gradient)
     nucleus = staticmethod(nucleus.nucleus)
     group_maxima = staticmethod(selection.group_maxima)
+    first_columns = staticmethod(selection.first_columns)
     equal_counts = staticmethod(selection.equal_counts)
     add_at_equals = staticmethod(selection.add_at_equals)
     row_sums = staticmethod(fixed_order_sums.row_sums)

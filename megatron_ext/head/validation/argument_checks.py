@@ -81,7 +81,7 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
 
 
 def labels_fault(labels: Any, ignore_index: int, size: int, group: Group) -> tuple[bool, ValueError | None]:
-    """Whether all labels were seen to count, and what this rank alone may see wrong with them. The rest is raised."""
+    """Look at labels: whether all were seen to count, and what this rank alone may see wrong. The rest is raised."""
     try:
         return check_labels(labels, ignore_index, size), None
     except OutsideVocabulary as fault:
@@ -120,7 +120,7 @@ def forgotten_group(group: Group) -> str:
 def or_refuse(
     compute: Callable[[], Any], shape: tuple[int, ...], like: Tensor, refusal: type[ValueError] = ValueError
 ) -> tuple[Any, ValueError | None]:
-    """What `compute` returns, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
+    """Return what `compute` does, and None; or zeros of its `shape` and dtype, made of `like`'s, and what it refused.
 
     The head tells the ranks of the tensor-parallel group what one of them refuses. Those of the context-parallel group
     are told in the exchange of the results, which takes both: `SequenceParts.gather_or_refuse`.
@@ -183,7 +183,7 @@ def check_marks(weight: Any, alone: bool) -> None:
 
 
 def shard_fault(vocab: VocabShard, columns: int, argument: str, ranks: int) -> ValueError | None:
-    """Whether the shard's width is that of the tensor, and a shard of one rank the whole vocabulary."""
+    """Compare the shard's width with the tensor's, and a shard of one rank with the whole vocabulary."""
     if ranks == 1 and vocab.counted != vocab.size:
         return ValueError(
             f"vocab is {vocab}, a part of the vocabulary, on one rank: it must be the whole; pass the tp_group whose "
@@ -214,7 +214,7 @@ def linear_fault(
     ranks: int,
     whose: str = "",
 ) -> ValueError | None:
-    """What is wrong with this rank's weight or bias, seen from its hidden states; `whose` begins their names."""
+    """Return the fault of this rank's weight or bias, seen from hidden states; `whose` begins their names."""
     its_hidden, its_weight, its_bias = whose + "hidden", whose + "weight", whose + "bias"
     casts = torch.is_autocast_enabled(hidden.device.type)
     plain = type(weight) in _PLAIN and weight.dtype in _FLOATING and weight.dim() == 2
@@ -276,7 +276,7 @@ def check_tokens_of(argument: str, x: Tensor, name: str, logits: Tensor) -> None
 
 
 def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, argument: str) -> ValueError | None:
-    """Whether `hidden` fits `labels`: as a whole, or as this rank's equal slice of dim 0.
+    """Compare `hidden` with `labels`: as a whole, or as this rank's equal slice of dim 0.
 
     Only a slice can be wrong on one rank alone; what all ranks see is raised.
     """
