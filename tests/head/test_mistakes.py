@@ -113,8 +113,8 @@ def test_a_forgotten_group_of_a_weight_that_says_it_is_a_shard():
         layer.weight.copy_(weight.chunk(2)[dist.get_rank()])
     for call in (
         lambda: linear_cross_entropy(hidden, layer.weight, labels),
-        lambda: head.LmHead(layer.weight),
-        lambda: head.LmHead.of(layer.weight),
+        lambda: head.LmHead(layer.weight).read(hidden, head.LogProbs(labels)),
+        lambda: head.LmHead.of(layer.weight).read(hidden, head.LogProbs(labels)),
     ):
         with pytest.raises(ValueError, match="tp_group is None, 2 ranks run, and weight is marked as one rank's shard"):
             call()
