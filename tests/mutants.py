@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.calls import RECORD
-from tests.rank_servers import _PRELOAD, begin_run, end_run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "runs" / "mutants"
@@ -245,7 +244,11 @@ def main() -> None:
     os.chdir(TREE)
     sys.path[:] = [str(TREE), *(path for path in sys.path if path and Path(path) != ROOT)]
     os.environ["PYTHONPATH"] = str(TREE)
-    for name in [*_PRELOAD, "hypothesis", "triton"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # from here on the copy's
+    from tests.rank_servers import PRELOAD, begin_run, end_run
+
+    for name in [*PRELOAD, "hypothesis", "triton"]:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(name)

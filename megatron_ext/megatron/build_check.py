@@ -8,6 +8,7 @@ torch, so that no way of building models has to be known.
 """
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,11 +75,14 @@ def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
 
     Nothing is computed, changed or communicated.
     """
-    if models is None:
-        found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
-    else:
-        found = [one for model in models for one in patch_points.models_inside(model)]
+    found = _alive() if models is None else [one for model in models for one in patch_points.models_inside(model)]
     return BuildCheck(tuple(_check(one) for one in found))
+
+
+def _alive() -> list[LanguageModule]:
+    """The language models that somebody can still reach."""
+    gc.collect()
+    return [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
 
 
 def _check(model: Any) -> ModelCheck:
@@ -98,19 +102,25 @@ def _check(model: Any) -> ModelCheck:
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
     """From now on the script ends as soon as it has built its models: `say` gets the check, SystemExit is raised.
 
-    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end.
+    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
+    were built before this call do not count.
     """
+    earlier = weakref.WeakSet(_alive())
+
+    def built() -> list[LanguageModule]:
+        return [one for one in _alive() if one not in earlier]
+
     make_optimizer = torch.optim.Optimizer.__init__
 
     def stop() -> None:
         torch.optim.Optimizer.__init__ = make_optimizer  # type: ignore[method-assign]
         handle.remove()
-        found = check_models()
+        found = BuildCheck(tuple(map(_check, built())))
         say(found)
         raise SystemExit(0 if found.passed else 1)
 
     def before_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
-        if any(issubclass(type(one), LanguageModule) for one in gc.get_objects()):
+        if built():
             stop()
         make_optimizer(self, *args, **kwargs)
 

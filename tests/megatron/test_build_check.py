@@ -66,3 +66,16 @@ def test_a_script_stops_when_its_models_are_built(built_by):
     assert [one.model for one in seen[0].models if one.why_not is None]
     assert torch.optim.Optimizer.__init__ is init
     torch.nn.Linear(1, 1)(torch.ones(1))
+
+
+@ranks(1)
+def test_models_built_before_the_check_do_not_count():
+    seen = []
+    with model_parallel():
+        (earlier,) = tiny_gpt()
+        stop_when_built(seen.append)
+        torch.optim.SGD(earlier.parameters())
+        (later,) = tiny_gpt()
+        with pytest.raises(SystemExit):
+            torch.optim.SGD(later.parameters())
+    assert len(seen[0].models) == 1
