@@ -25,6 +25,7 @@ from megatron_ext.tensor_parallel import random as our_random
 from megatron_ext.tensor_parallel._layers.deferred_weight_gradients import drain_embedding_wgrad_compute
 from megatron_ext.tensor_parallel._random.process_tracker import Kind, Process
 from megatron_ext.tensor_parallel._random.transformer_engine import is_te_tracker
+from megatron_ext.tensor_parallel._replaced_functions import HONOURED, is_megatrons_own
 
 _THEIRS, _OURS = "megatron.core.tensor_parallel", "megatron_ext.tensor_parallel"
 _MODULES = ("cross_entropy", "data", "inference_layers", "layers", "mappings", "random", "utils")
@@ -165,6 +166,8 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
             home = theirs.__name__ if isinstance(value, NonCallableMock) else getattr(value, "__module__", None)
             if home != theirs.__name__ or not callable(value):
                 continue
+            if name in HONOURED and not is_megatrons_own(value):  # our layers look it up there
+                continue
             if name in ours:
                 found[f"{part}.{name}"] = value, ours[name]
             elif not name.startswith("_") and not isinstance(value, NonCallableMock):
@@ -173,6 +176,32 @@ def _pairs() -> tuple[dict[str, tuple[Any, Any]], list[str]]:
     outside = importlib.import_module("megatron.core.utils")
     found["drain_embedding_wgrad_compute"] = outside.drain_embedding_wgrad_compute, drain_embedding_wgrad_compute
     return found, lacking
+
+
+def _users_own() -> list[str]:
+    """Functions, classes and methods that stand in the place of Megatron's and that ours would pass over."""
+    found = []
+    homes = {f"{_THEIRS}.{part}": f"{_OURS}.{part}" for part in _MODULES if part != "inference_layers"}  # mocks, often
+    homes["megatron.core.utils"] = f"{_OURS}.layers"
+    for home, counterpart in homes.items():
+        ours = vars(importlib.import_module(counterpart))
+        for name, value in list(vars(sys.modules[home]).items()):
+            if name in HONOURED or not str(getattr(ours.get(name), "__module__", "")).startswith("megatron_ext."):
+                continue
+            places = {name: value}
+            if isinstance(value, type) and value.__module__.startswith("megatron."):
+                places = {
+                    f"{name}.{key}": method for key, method in vars(value).items() if not isinstance(method, type)
+                }
+            found += [
+                f"{home}.{place} ({_file_of(code)})" for place, code in places.items() if not is_megatrons_own(code)
+            ]
+    return found
+
+
+def _file_of(value: Any) -> str:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else f"of {type(value).__module__}"
 
 
 def _in_use(kinds: tuple[type, ...]) -> list[Any]:
@@ -242,6 +271,13 @@ def _refuse_half_way(pairs: dict[str, tuple[Any, Any]]) -> None:
         raise RuntimeError(
             f"Megatron-Core {megatron.core.__version__} ({versions.megatron_path()}) cannot run on our tensor-parallel "
             f"package: {reason}; what uses it would fail, or stay with Megatron's own; nothing was replaced. {instead}"
+        )
+    users = _users_own()
+    if users:
+        raise RuntimeError(
+            f"{', '.join(users)}: not Megatron's own any more, and our package would not call what stands there; "
+            f"nothing was replaced. Replace {' and '.join(HONOURED)} instead, which our layers call, or "
+            f"{versions.PATCH_INSTEAD[0].lower()}{versions.PATCH_INSTEAD[1:]}"
         )
     layers = tuple(pairs[f"layers.{name}"][0] for name in _LAYERS)
     alive = Counter(type(thing).__name__ for thing in _in_use(layers))

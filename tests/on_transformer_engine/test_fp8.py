@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpt import model_parallel, tiny_batches
+from tests.gpt import EXPERTS, model_parallel, tiny_batches
 from tests.marks import quick_if
 from tests.on_transformer_engine.models import ENGINE, losses_and_norms, te_spec
 from tests.ranks import ranks
@@ -17,15 +17,25 @@ def trained(**overrides):
     return losses_and_norms(te_spec, tiny_batches(3, batch=8, seq=16), **ENGINE | SIZES | overrides)
 
 
-@ranks(1)
-@pytest.mark.parametrize("recipe", quick_if(("delayed", "mxfp8").__contains__, RECIPES))
-def test_recipes_train(recipe):
+def assert_recipe_trains(recipe, **overrides):
     with model_parallel():
-        exact = trained()
-        rounded = trained(fp8="hybrid" if recipe != "mxfp8" else "e4m3", fp8_recipe=recipe)
+        exact = trained(**overrides)
+        rounded = trained(fp8="hybrid" if recipe != "mxfp8" else "e4m3", fp8_recipe=recipe, **overrides)
     error = ((rounded[:, 0] - exact[:, 0]) / exact[:, 0]).abs()
     assert 1e-6 < error.max() < 2e-2, error
     torch.testing.assert_close(rounded[:, 1], exact[:, 1], rtol=0.1, atol=0)
+
+
+@ranks(1)
+@pytest.mark.parametrize("recipe", quick_if(("delayed", "mxfp8").__contains__, RECIPES))
+def test_recipes_train(recipe):
+    assert_recipe_trains(recipe)
+
+
+@ranks(1)
+@pytest.mark.parametrize("recipe", quick_if(("delayed",).__contains__, RECIPES))
+def test_recipes_train_grouped_experts(recipe):
+    assert_recipe_trains(recipe, **EXPERTS, moe_grouped_gemm=True)
 
 
 @pytest.mark.slow

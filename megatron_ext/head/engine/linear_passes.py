@@ -97,10 +97,10 @@ def _keeps_logits(call, x_TD) -> bool:
 
 
 def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward, or some if none will follow,
-    and for how many columns exponentials are kept."""
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
+    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
     if not keep:
-        return weight_VD.nbytes // 4, 0
+        return weight_VD.nbytes, 0
     tokens, size = plan.tokens, weight_VD.element_size()
     first, *others = tensors_of(weight_VD)
     alone = others if plan.call.fuse_main_grad else [first, *others]

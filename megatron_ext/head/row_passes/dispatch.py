@@ -60,6 +60,11 @@ def group_maxima(z_TV: Tensor, *arguments: Any) -> Tensor:
     return _side(z_TV, selection).group_maxima(z_TV, *arguments)
 
 
+def first_columns(z_TV: Tensor, *arguments: Any) -> Tensor:
+    """See `selection.first_columns`."""
+    return _side(z_TV, selection).first_columns(z_TV, *arguments)
+
+
 def equal_counts(z_TV: Tensor, *arguments: Any) -> Tensor:
     """See `selection.equal_counts`."""
     return _side(z_TV, selection).equal_counts(z_TV, *arguments)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext import main_grad
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
 from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 from megatron_ext.head.row_passes.side_by_side import is_quantised
@@ -134,16 +134,18 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
 
 
-def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
-    """`vocab`, or equal shards in rank order."""
-    if vocab is None:
-        return VocabShard.equal(columns, group)
+def check_vocab(vocab: Any) -> None:
+    """Raises ValueError unless it is a `VocabShard`."""
     if not isinstance(vocab, VocabShard):
         raise ValueError(
             f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
             f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
         )
-    return vocab
+
+
+def equal_shard(columns: int, group: Group) -> VocabShard:
+    """The shard of this rank where all hold as many columns, in rank order."""
+    return VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
 
 
 def check_one_piece(weight: Any) -> None:
@@ -284,7 +286,7 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     )
 
 
-def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str = "") -> None:
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
     """Raises on every rank alike what only the statistics of all ranks together show.
 
     Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
@@ -345,7 +347,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
     )
 
 
-def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
 
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not

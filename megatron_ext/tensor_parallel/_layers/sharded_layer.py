@@ -30,6 +30,7 @@ from megatron_ext.tensor_parallel._layers.parameter_attributes import (
     set_tensor_model_parallel_attributes,
 )
 from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._replaced_functions import users_linear_function
 from megatron_ext.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -202,11 +203,15 @@ class ParallelLayer(ShardedLayer):
         """The matmul by Megatron's arguments, for subclasses to replace: `forward` goes through it where one does."""
         frozen = not weight.requires_grad
         function = linear_with_frozen_weight if frozen else linear_with_grad_accumulation_and_async_allreduce
-        return function(input, weight, *args, **kwargs)
+        return (users_linear_function(frozen) or function)(input, weight, *args, **kwargs)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-        """`x @ weight.T + bias` by `plan`; through another's `_forward_impl` as Megatron's layers would, undeferred."""
-        if type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__:
+        """`x @ weight.T + bias` by `plan`.
+
+        A user's `_forward_impl` or linear function is called as Megatron's layers would, and nothing is deferred.
+        """
+        own = type(self)._forward_impl is ParallelLayer._forward_impl and "_forward_impl" not in self.__dict__
+        if own and users_linear_function(not weight.requires_grad) is None:
             return parallel_linear(x, weight, bias, plan)
         output = self._forward_impl(
             input=x,

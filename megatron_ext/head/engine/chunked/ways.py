@@ -18,7 +18,7 @@ from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
 from megatron_ext.head.engine.chunked.by_leaf import Leaves
 from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import Product, Rule
+from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.fixed_bits import engine_order
@@ -76,7 +76,7 @@ class OfChunks(Way):
     layout each also gathers the hidden states, with the teachers' in the same collective.
     """
 
-    def __init__(self, rules: Sequence[tuple[float | None, float, bool]], sizes: list[int] | None, keep: bool):
+    def __init__(self, rules: Sequence[LogitTransform], sizes: list[int] | None, keep: bool):
         self.rules, self.sizes, self.keep = rules, sizes, keep
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:

@@ -1,0 +1,27 @@
+"""The proof of a fusion: a model's own loss and the fused one are taken of the same few tokens, and compared.
+
+Each way in that replaces somebody's loss makes two functions of hidden states at the input of the model's own head, and
+asks `Proofs.of(...)` whether they are equal: at the first call, and again when what the proof rests on has changed.
+Imports torch and groups alone.
+"""
+
+from megatron_ext.proof.agreement import agreed
+from megatron_ext.proof.basis import Basis, config_values, module_parts
+from megatron_ext.proof.comparison import compare
+from megatron_ext.proof.ledger import Proofs
+from megatron_ext.proof.result import Proof
+from megatron_ext.proof.settings import SAMPLE_TOKENS, ProofMode, fusion_is_on, proof_mode
+
+__all__ = [
+    "SAMPLE_TOKENS",
+    "Basis",
+    "Proof",
+    "ProofMode",
+    "Proofs",
+    "agreed",
+    "compare",
+    "config_values",
+    "fusion_is_on",
+    "module_parts",
+    "proof_mode",
+]

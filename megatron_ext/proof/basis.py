@@ -1,0 +1,64 @@
+"""`Basis`: the functions, objects and values that a proof rests on. Compared by identity, never by name."""
+
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Basis:
+    """What a proof rests on. Two are the same if each part is: plain values by what they are, all else by identity.
+
+    A bound method counts as its function and its object, a list or a tuple as what is in it, and a dict too. Parts are
+    held, so that no other object can come to have the identity of one that is gone. Reads no tensor.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, *parts: Any):
+        self._parts = [part for given in parts for part in _flat(given)]
+
+    def same_as(self, other: "Basis") -> bool:
+        """Whether nothing has changed between the two."""
+        mine, others = self._parts, other._parts
+        return len(mine) == len(others) and all(map(_same, mine, others))
+
+
+def module_parts(module: nn.Module) -> tuple[Any, ...]:
+    """What a call of `module` goes through: its class, the forward there and one put on the instance, its hooks."""
+    own = vars(module)
+    hooks = tuple(hook for kind in _HOOKS for hook in own.get(kind, {}).values())
+    return type(module), type(module).forward, own.get("forward"), type(module).__call__, hooks
+
+
+def config_values(config: Any) -> tuple[Any, ...]:
+    """The plain values of a configuration object, and of those inside of it, with their names."""
+    found: list[Any] = []
+    for name, value in vars(config).items():
+        if isinstance(value, _PLAIN):
+            found += (name, value)
+        elif hasattr(value, "__dict__") and type(value).__name__.endswith("Config"):
+            found += (name, config_values(value))
+    return tuple(found)
+
+
+def _flat(part: Any) -> Iterator[Any]:
+    if type(part) in (tuple, list):
+        yield len(part)
+        for inner in part:
+            yield from _flat(inner)
+    elif isinstance(part, MethodType):
+        yield part.__func__
+        yield part.__self__
+    elif type(part) is dict or isinstance(part, Mapping):
+        yield from _flat(tuple(part.items()))
+    else:
+        yield part
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, _PLAIN) and (a == b or (a != a and b != b)))

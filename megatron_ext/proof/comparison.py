@@ -1,0 +1,157 @@
+"""`compare`: two ways from the same hidden states to a loss, with gradients, equal within the rounding of their dtypes.
+
+Legend: T tokens of the sample, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_ext.proof.diagnosis import Sides, columns_missing, relative, why_different
+from megatron_ext.proof.result import Proof
+
+Way = Callable[[Tensor], Tensor]
+
+_PROJECTED = 16  # columns that a gradient of more is projected to, so that no two of vocabulary size exist at a time
+_ROWS = 4096  # of a gradient that are in fp32 at a time
+
+
+class _Tolerance(NamedTuple):
+    """Of relative differences of losses and of gradients, and of a token's loss however small."""
+
+    losses: float
+    gradients: float
+    of_a_token: float
+
+
+# Logits that are rounded to 16 bits are wrong by up to 0.06 at 30, and the gradient of a token that is known well by as
+# much of itself. A caller that compares in fp32 finds more.
+_TOLERANCES = {
+    torch.float64: _Tolerance(1e-9, 1e-8, 1e-10),
+    torch.float32: _Tolerance(2e-5, 2e-4, 2e-6),
+    torch.float16: _Tolerance(5e-3, 2e-2, 1e-2),
+    torch.bfloat16: _Tolerance(2e-2, 1e-1, 6e-2),
+}
+_TF32 = _Tolerance(5e-3, 2e-2, 1e-2)
+
+
+def compare(own: Way, fused: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Proof:
+    """Run both ways on the same hidden states, and compare losses and gradients.
+
+    Args:
+        own: from hidden states to the model's own loss, `[...]` for each token or one number.
+        fused: the same by the fused head; called second.
+        hidden: a small sample of what goes into the model's own head, any shape with D last (32 to 64 tokens are
+            enough). It is detached here.
+        parameters: those of the head by name, the one with a row for each column of the logits first. Gradients of
+            those that require one are compared; none is left in `.grad` or `main_grad`.
+
+    Returns:
+        Refused with a diagnosis if they differ. Not comparable if `own` raises; what `fused` raises is raised.
+
+    Communicates: what both ways do, forward and backward. RNG states are put back to what they were.
+    """
+    hidden = hidden.detach().requires_grad_()
+    tokens = hidden[..., 0].numel()
+    kept = {name: x for name, x in parameters.items() if x.requires_grad}
+    with _rng_put_back(hidden.device):
+        try:
+            mine = _side(own, hidden, kept)
+        except Exception as error:  # a model's own code may raise anything
+            first = str(error).strip().splitlines()[:1]
+            return Proof.not_comparable(
+                f"on a sample it raised {type(error).__name__}{''.join(': ' + s for s in first)}"
+            )
+    with _rng_put_back(hidden.device):
+        ours = _side(fused, hidden, kept)
+    if mine.losses.shape != ours.losses.shape:
+        return Proof.refused(
+            f"it has the shape {list(mine.losses.shape)}, the fused one {list(ours.losses.shape)}", tokens
+        )
+    allowed = _tolerance([hidden, *kept.values()])
+    losses = relative(mine.losses, ours.losses, allowed.of_a_token / allowed.losses)
+    gradients = {name: relative(mine.gradients[name], ours.gradients[name]) for name in mine.gradients}
+    largest = max(losses, *gradients.values())
+    # Written so that a NaN is no proof.
+    equal = losses <= allowed.losses and all(difference <= allowed.gradients for difference in gradients.values())
+    if equal and not columns_missing(mine, ours):
+        return Proof("proved", tokens=tokens, largest_difference=largest)
+    return Proof.refused(why_different(mine, ours, allowed.losses, allowed.gradients), tokens, largest)
+
+
+def _side(way: Way, hidden: Tensor, parameters: Mapping[str, Tensor]) -> Sides:
+    with torch.inference_mode(False), torch.enable_grad(), _main_grads_aside(parameters) as main_grads:
+        losses = way(hidden)
+        # Each token has a weight of its own, or else gradients of one could stand for those of another.
+        weights = torch.linspace(0.5, 1.5, losses.numel(), device=losses.device, dtype=torch.float64)
+        total = (losses.double() * weights.view(losses.shape)).sum() if losses.numel() > 1 else losses.double().sum()
+        asked = [hidden, *parameters.values()]
+        found: Sequence[Tensor | None] = [None] * len(asked)
+        if total.requires_grad:
+            found = torch.autograd.grad(total, asked, allow_unused=True)
+        names = ["hidden states", *parameters]
+        gradients = {}
+        for name, x, gradient in zip(names, asked, found, strict=True):
+            if name in main_grads:  # what autograd returns is a dummy where the gradient was added there
+                added = getattr(x, "grad_added_to_main_grad", False)
+                gradient = main_grads[name] if added or gradient is None else gradient + main_grads[name]
+            gradients[name] = _projected(gradient, x)
+        underflow = max(1e3 * torch.finfo(x.dtype).tiny for x in asked)
+        return Sides(losses.detach().double(), gradients, underflow)
+
+
+@contextmanager
+def _main_grads_aside(parameters: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Megatron's fused accumulation adds to `main_grad` in backward: into one of zeros here, given by name."""
+    before = {name: dict(vars(x)) for name, x in parameters.items() if getattr(x, "main_grad", None) is not None}
+    aside = {}
+    for name in before:
+        x = parameters[name]
+        aside[name] = torch.zeros_like(x.main_grad)  # type: ignore[attr-defined]
+        x.main_grad = aside[name]  # type: ignore[attr-defined]
+        x.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    try:
+        yield aside
+    finally:
+        for name, attributes in before.items():
+            vars(parameters[name]).clear()
+            vars(parameters[name]).update(attributes)
+
+
+def _projected(gradient: Tensor | None, of: Tensor) -> Tensor:
+    """`[rows, 16]` of a gradient `[rows, D]`: random sums of its columns, the same on both sides; fp32 at least."""
+    local = of.to_local() if hasattr(of, "to_local") else of
+    rows = local.detach().reshape(-1, local.shape[-1]) if local.dim() > 1 else local.detach().reshape(-1, 1)
+    if gradient is None:
+        return rows.new_zeros(rows.shape[0], min(rows.shape[1], _PROJECTED), dtype=torch.float64)
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    gradient = gradient.detach().reshape(rows.shape)
+    if rows.shape[1] <= _PROJECTED:
+        return gradient.double()
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    directions = torch.randn(rows.shape[1], _PROJECTED, generator=generator, dtype=wide).to(gradient.device)
+    with torch.autocast(gradient.device.type, enabled=False):
+        return torch.cat([part.to(wide) @ directions for part in gradient.split(_ROWS)]).double()
+
+
+def _tolerance(tensors: list[Tensor]) -> _Tolerance:
+    """Of the coarsest dtype in which something is computed."""
+    dtypes = [x.dtype for x in tensors]
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    tolerances = [_TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16]) for dtype in dtypes]
+    if torch.float32 in dtypes and device == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        tolerances.append(_TF32)
+    return max(tolerances)
+
+
+@contextmanager
+def _rng_put_back(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, enabled=True):
+        yield

@@ -1,0 +1,48 @@
+"""`Proof`: the outcome of comparing a model's own loss with the fused one."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["proved", "trusted", "refused", "not comparable"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of one comparison; `str(proof)` is a sentence for reports.
+
+    Attributes:
+        verdict: "proved": both are equal within rounding; "trusted": the user asked for no comparison; "refused": they
+            differ; "not comparable": the model's own could not be run on a sample.
+        reason: for the last two, in words.
+        tokens: how many were compared.
+        largest_difference: relative, of losses, of gradients of hidden states and of each parameter of the head.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    tokens: int = 0
+    largest_difference: float = 0.0
+
+    @classmethod
+    def refused(cls, reason: str, tokens: int = 0, largest_difference: float = 0.0) -> "Proof":
+        """Both ways were run, and they differ."""
+        return cls("refused", reason, tokens, largest_difference)
+
+    @classmethod
+    def not_comparable(cls, reason: str) -> "Proof":
+        """The two ways cannot both be run."""
+        return cls("not comparable", reason)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused way may be used."""
+        return self.verdict in ("proved", "trusted")
+
+    def __str__(self) -> str:
+        if self.verdict == "proved":
+            return f"proved on {self.tokens} tokens, largest difference {self.largest_difference:.0e}"
+        if self.verdict == "trusted":
+            return "not compared with the model's own loss, as the proof is off"
+        if self.verdict == "refused":
+            return f"the model's own loss is another one: {self.reason} (compared on {self.tokens} tokens)"
+        return f"not compared with the model's own loss: {self.reason}"
