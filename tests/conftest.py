@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests import left_behind
-from tests.calls import recorded
+from tests.calls import RECORD, Durations, recorded
 from tests.passed import Passed
 from tests.rank_servers import begin_run, end_run
 from tests.ranks import TIMEOUT_S, choose_backend, close_pools, end_file_on_ranks, prepare_process
@@ -54,6 +54,8 @@ def pytest_configure(config):
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
     begin_run()
+    if RECORD in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations())
 
 
 def pytest_ignore_collect(collection_path, config):
