@@ -112,6 +112,19 @@ def test_the_same_objects_as_megatrons_layers(offsets):
             )
 
 
+@ranks(2)
+def test_each_copy_of_an_object_has_its_own_number():
+    from megatron.core import dist_checkpointing  # noqa: F401  # of which objects are made
+
+    world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    alone = torch.distributed.new_group([rank], use_local_synchronization=True)
+    for number in (0, 1):
+        place = Place(((1, 0, 2), (0, 1, 3)), {"dp_cp_group": alone}, world, (number, 2))
+        found = place.object("state", "layer._extra_state")
+        assert found.replica_id == (0, 2 * rank + number, 0)
+        assert (found.global_shape, found.global_offset) == ((3, 2), (1, 0))
+
+
 @ranks(4)
 def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
     with model_parallel(tp=2):
