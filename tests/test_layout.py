@@ -196,6 +196,7 @@ NAME_THE_SOFTCAP = {
     "megatron/output_layer.py",
     "megatron/fused_loss/head_settings.py",
     "dtensor/output/head_rule.py",
+    "dtensor/output/promised_logits.py",
     "integrations/trl.py",
 }
 OF_ATTENTION = {"sequence/attention.py", "dtensor/attention.py"}  # which has a softcap of its own

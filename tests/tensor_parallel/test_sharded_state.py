@@ -119,7 +119,7 @@ def test_each_copy_of_an_object_has_its_own_number():
     world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     alone = torch.distributed.new_group([rank], use_local_synchronization=True)
     for number in (0, 1):
-        place = Place(((1, 0, 2), (0, 1, 3)), {"dp_cp_group": alone}, world, (number, 2))
+        place = LayerPlacement(((1, 0, 2), (0, 1, 3)), {"dp_cp_group": alone}, world, (number, 2))
         found = place.object("state", "layer._extra_state")
         assert found.replica_id == (0, 2 * rank + number, 0)
         assert (found.global_shape, found.global_offset) == ((3, 2), (1, 0))
