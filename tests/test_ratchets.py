@@ -30,7 +30,7 @@ LINES = {
     "megatron_ext/megatron": 3472,
     "megatron_ext/model_utils": 1509,
     "megatron_ext/numerics": 1007,
-    "megatron_ext/policy": 6863,
+    "megatron_ext/policy": 6874,
     "megatron_ext/proof": 529,
     "megatron_ext/sequence": 1504,
     "megatron_ext/tensor_parallel": 4521,
