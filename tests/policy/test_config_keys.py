@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3Config
 
-from megatron_ext.policy import DTensorPolicyWorker
+from megatron_ext.policy import DistillationLossFn, DPOLossFn, DTensorPolicyWorker
 from megatron_ext.policy.config import read_config
 from megatron_ext.policy.config_keys import OF_EXPERTS, ONLY, ONLY_OFF, READ, WITHOUT_INFLUENCE
 from megatron_ext.policy.worker.model_factories import model_factories
@@ -194,3 +194,26 @@ def test_worker_scores_with_overrides():
         with ended(DTensorPolicyWorker(config, init_optimizer=False, init_reference_model=False)) as worker:
             found.append(worker.get_logprobs(data)["logprobs"])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (
+            lambda: DPOLossFn(preference_average_log_probs="false"),
+            "preference_average_log_probs is 'false': it",
+        ),
+        (lambda: DPOLossFn(sft_average_log_probs=0), "sft_average_log_probs is 0: it must be True or False"),
+        (lambda: DPOLossFn(sft_loss_weight="0.1"), "sft_loss_weight is '0.1': it must be at least 0"),
+        (
+            lambda: DPOLossFn(preference_loss_weight=float("nan")),
+            "preference_loss_weight is nan: it must be",
+        ),
+        (lambda: DPOLossFn({"sft_loss_weight": 0.1}), "reference_policy_kl_penalty is {'sft_loss_weight': 0.1}"),
+        (lambda: DistillationLossFn(zero_outside_topk="false"), "zero_outside_topk is 'false': it must be True or"),
+        (lambda: DistillationLossFn({"kl_type": "forward"}), "kl_type"),
+    ],
+)
+def test_options_of_losses_are_of_their_types(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
