@@ -9,6 +9,7 @@ from tests.gpt import EXPERTS, model_parallel, tiny_batches
 from tests.marks import quick_if
 from tests.on_transformer_engine.models import ENGINE, losses_and_norms, te_spec
 from tests.ranks import ranks
+from tests.tensor_parallel.rng import no_tracker
 
 # Sizes that FP8 asks for: multiples of 128 for blocks, of 32 for MXFP8.
 SIZES = {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": 1}
@@ -55,7 +56,7 @@ def test_tensor_parallel():
 @pytest.mark.parametrize("how", ["checkpoint", "without output"])
 def test_recomputation_runs_in_the_autocast_of_the_forward(how, recipe):
     """The backward is called outside of it, as a training loop does; then once the other way round."""
-    with model_parallel():
+    with model_parallel(), no_tracker():
         import transformer_engine.pytorch as te
         from transformer_engine.common import recipe as recipes
 

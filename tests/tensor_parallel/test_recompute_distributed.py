@@ -11,7 +11,7 @@ from megatron_ext.tensor_parallel.random import checkpoint
 from tests.gpt import model_parallel
 from tests.marks import slow
 from tests.ranks import ranks
-from tests.tensor_parallel.rng import seeded
+from tests.tensor_parallel.rng import no_tracker, seeded
 from tests.tensor_parallel.sharded import Config, alone, build, numbers, world
 from tests.tensor_parallel.test_gpt_parity import FULL, check
 from tests.tensor_parallel.test_recompute import assert_as_without, assert_equal, grads_of, saved_tensors
@@ -94,7 +94,7 @@ def test_a_distributed_argument_that_is_used_otherwise_too_stays_whole():
 def test_an_argument_is_shared_out_over_its_layers_group(kind):
     """Megatron's own groups say nothing of layers that were given others: gradients were silently of two tensors."""
     rank = world().rank()
-    with model_parallel(tp=2) if kind != "explicit" else nullcontext():
+    with model_parallel(tp=2) if kind != "explicit" else nullcontext(), no_tracker():
         group = alone() if kind == "alone" else world()
         config = Config(sequence_parallel=kind == "sequence")
         column, row = (build(name, 4, 4, config=config, tp_group=group) for name in ("column", "row"))
@@ -117,7 +117,7 @@ def test_an_argument_is_shared_out_over_its_layers_group(kind):
 
 @ranks(2)
 def test_an_unknown_group_to_share_out_over_is_refused():
-    with pytest.raises(ValueError, match="tp_group"):
+    with no_tracker(), pytest.raises(ValueError, match="tp_group"):
         checkpoint(torch.sin, True, torch.ones(4, requires_grad=True))
 
 
