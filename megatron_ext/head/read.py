@@ -350,8 +350,9 @@ def _gather_zeros(
 
 
 def _computed(hidden: Tensor, weight: Any) -> Tensor:
-    """`[T, D]` in the dtype to compute in."""
-    alike = hidden.dtype == weight.dtype and not torch.is_autocast_enabled(hidden.device.type)
+    """Hidden states `[T, D]` in the dtype to compute in; as they are where the weight, refused, has no dtype."""
+    dtype = getattr(weight, "dtype", None)
+    alike = dtype is None or (hidden.dtype == dtype and not torch.is_autocast_enabled(hidden.device.type))
     x = hidden if alike else hidden.to(computed_dtype(hidden, weight))
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 

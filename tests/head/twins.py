@@ -23,6 +23,7 @@ from megatron_ext.head.row_passes import logit_passes as plain
 from megatron_ext.head.row_passes import nucleus as plain_nucleus
 from megatron_ext.head.row_passes import selection as plain_selection
 from megatron_ext.head.row_passes import token_terms as plain_tokens
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 WIDTHS = [(37, 37), (37, 30), (37, 0), (1, 1), (2500, 2500), (17000, 16999)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -47,7 +48,7 @@ def compare(device: str, dtype: torch.dtype, columns: int, counted: int, flags: 
     def draw(*shape, to=None):
         return torch.randn(*shape, generator=generator).to(device, to or wide)
 
-    wide = plain.accumulation_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     softcap, temperature = (15.0, 0.7) if softcapped else (None, 1.0)
     z = 4 * draw(TOKENS, columns, to=dtype)
     if masked:
@@ -137,7 +138,7 @@ def compare_label_terms(device: str, dtype: torch.dtype, shape: tuple[int, int, 
     """Labels that come often, once, and not at all; dW in the dtype of x and wider; dx where its product is, too."""
     tokens, rows, width = shape
     generator = torch.Generator().manual_seed(tokens)
-    wide = plain.accumulation_dtype(dtype)
+    wide = accumulation_dtype(dtype)
 
     def draw(*shape, to=wide):
         return torch.randn(*shape, generator=generator).to(device, to)

@@ -40,7 +40,7 @@ class OfLabels(ReadOut):
         return "labels", self.labels
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        self.all_count, fault = argument_checks.labels_fault(self.labels, self.ignore_index, size, group)
+        self.all_count, fault = argument_checks.labels_fault(self.labels, self.ignore_index, size, group, vocab)
         return fault
 
 

@@ -4,6 +4,7 @@ Faults that only one rank may see (its weight shard, its slice of the sequence) 
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
 """
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
@@ -44,6 +45,8 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         packed = getattr(x, "quant_state", None) or getattr(x, "CB", None)  # bitsandbytes' weights
         fix = "cast it" if packed is None else "dequantise it, by bitsandbytes.functional, and pass that"
+        if not isinstance(x, Tensor):
+            fix = "pass its .weight, and its .bias as bias" if isinstance(x, torch.nn.Module) else "make one of it"
         raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; {fix}")
     if x.dim() == 0 or (dims is not None and x.dim() != dims):
         wanted = "at least 1" if dims is None else str(dims)
@@ -80,12 +83,14 @@ def check_labels(labels: Tensor, ignore_index: int, size: int) -> bool:
     return check_within("labels", labels, size, fix, spared=ignore_index) and not 0 <= ignore_index < size
 
 
-def labels_fault(labels: Any, ignore_index: int, size: int, group: Group) -> tuple[bool, ValueError | None]:
+def labels_fault(
+    labels: Any, ignore_index: int, size: int, group: Group, vocab: VocabShard | None
+) -> tuple[bool, ValueError | None]:
     """Look at labels: whether all were seen to count, and what this rank alone may see wrong. The rest is raised."""
     try:
         return check_labels(labels, ignore_index, size), None
     except OutsideVocabulary as fault:
-        return False, ValueError(f"{fault}{forgotten_group(group)}")
+        return False, ValueError(f"{fault}{forgotten_group(group, vocab)}")
 
 
 def size_fault(vocab: VocabShard | None, check: Callable[..., object], *arguments: Any, group: Group) -> Any:
@@ -98,22 +103,33 @@ def size_fault(vocab: VocabShard | None, check: Callable[..., object], *argument
     try:
         check(*arguments)
     except OutsideVocabulary as fault:
-        return ValueError(f"{fault}{forgotten_group(group)}")
+        return ValueError(f"{fault}{forgotten_group(group, vocab)}")
     except SizeFault as fault:
-        found = ValueError(f"{fault}{forgotten_group(group)}")
+        found = ValueError(f"{fault}{forgotten_group(group, vocab)}")
         if vocab is not None:
             raise found from None
         return found
     return None
 
 
-def forgotten_group(group: Group) -> str:
-    """The end of a sentence about a size, where several ranks run and no group was given."""
-    if group is not None or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+def forgotten_group(group: Group, vocab: VocabShard | None) -> str:
+    """The end of a sentence about a size, where a group or the widths of shards may have been forgotten."""
+    if group is not None:
+        if vocab is not None or group_size(group) == 1:
+            return ""
+        return (
+            f". vocab is None, so that the vocabulary was taken for {group_size(group)} shards as wide as this rank's: "
+            f"if their widths differ, pass vocab=VocabShard(start, stop, size) on each rank"
+        )
+    if not dist.is_available():
         return ""
+    started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    if started == 1:
+        return ""
+    first = "" if dist.is_initialized() else "call torch.distributed.init_process_group first, and "
     return (
-        f". tp_group is None, and {dist.get_world_size()} ranks run: if what was passed is one rank's shard of the "
-        f"vocabulary, pass the group that shares it"
+        f". tp_group is None, and {started} ranks run: if what was passed is one rank's shard of the vocabulary, "
+        f"{first}pass the group that shares it"
     )
 
 
@@ -285,8 +301,8 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     if not in_slices:
         if hidden.shape[:-1] != labels.shape:
             raise ValueError(
-                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}: hidden must have "
-                f"that shape and D; transpose one of them if the sequence and batch dims are swapped"
+                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}, and hidden_layout is "
+                f'"replicated": hidden must have that shape and D; {_fix_of_layout(hidden, labels, ranks, argument)}'
             )
         return None
     if labels.dim() == 0 or labels.shape[0] % ranks:
@@ -302,6 +318,24 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
         f'hidden_layout="sequence" hidden must be [{", ".join(map(str, wanted))}, D], this rank\'s slice of dim 0, and '
         f'{argument} the full sequence; use hidden_layout="replicated" if hidden is full'
     )
+
+
+def _fix_of_layout(hidden: Tensor, labels: Tensor, ranks: int, argument: str) -> str:
+    """The likely reason why whole hidden states do not fit the labels, as what to do."""
+    leading, wanted = tuple(hidden.shape[:-1]), tuple(labels.shape)
+    if ranks == 1 and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        group = "tp_group= and "
+    else:
+        group = ""
+    if ranks > 1 and leading[1:] == wanted[1:] and leading and leading[0] * ranks == wanted[0]:
+        return (
+            f"it is a slice of dim 0, one of {ranks}, as under sequence parallelism: pass "
+            f'{group}hidden_layout="sequence", or gather hidden'
+        )
+    if len(wanted) > 1 and leading == (wanted[1], wanted[0], *wanted[2:]):
+        return "the sequence and batch dims are swapped: transpose one of them"
+    return f"pass the hidden states and {argument} of the same tokens"
 
 
 def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
