@@ -12,7 +12,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_ext import reference
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head import KL, CrossEntropy, Entropy, Gather, IsArgmax, LmHead, Logits, LogProbs
+from megatron_ext.head import (
+    KL,
+    CrossEntropy,
+    Entropy,
+    Gather,
+    IsArgmax,
+    LmHead,
+    Logits,
+    LogProbs,
+    Sampled,
+    SumOfSquares,
+    Teacher,
+    TopK,
+)
 from tests.pages import DOCS, python_blocks
 from tests.ranks import ranks
 
@@ -150,3 +163,23 @@ def test_a_call_is_freed_without_the_garbage_collector():
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_read_outs_of_the_caller_are_not_written():
+    """A call binds copies: the caller's objects serve any other call."""
+    head, hidden, labels = LmHead(torch.randn(9, 4)), torch.randn(3, 4), torch.tensor([1, 8, -100])
+    teacher = Teacher(LmHead(torch.randn(9, 4)), hidden)
+    readouts = [
+        LogProbs(labels),
+        CrossEntropy(labels, z_loss=0.1),
+        Entropy(),
+        TopK(2),
+        Gather(labels.clamp(0)[:, None]),
+    ]
+    readouts += [KL(teacher), SumOfSquares(), Sampled(labels, 2), Sampled(labels, None, 0.5), IsArgmax(labels)]
+    for readout in readouts:
+        before = dict(vars(readout))
+        first, again = (head.read(hidden, readout) for _ in range(2))
+        assert vars(readout).keys() == before.keys()
+        assert all(vars(readout)[name] is x for name, x in before.items())
+        assert all(map(torch.equal, *(x if isinstance(x, tuple) else (x,) for x in (first, again))))

@@ -56,7 +56,8 @@ class WeightGradient:
         for part in self._parts:
             x_TD = self._scaled(part)
             if not self._rounds_once:
-                out_VD = self._out_VD[block] if len(self._parts) == 1 else self._out_VD[block, part]
+                out_VD = self._out_VD if block.stop - block.start == self._out_VD.shape[0] else self._out_VD[block]
+                out_VD = out_VD if len(self._parts) == 1 else out_VD[:, part]
                 _product(out_VD, g_TV, x_TD, self._accumulate)
                 continue
             for start in range(block.start, block.stop, _CPU_ROWS):
@@ -105,7 +106,10 @@ class WeightGradient:
         x_TD = self._x_TD if len(self._parts) == 1 else self._x_TD[:, part]
         out_TD = x_TD.new_empty(x_TD.shape)
         for rows in [slice(0, x_TD.shape[0])] if x_TD.is_cuda else pieces(x_TD):
-            passes_of(x_TD).scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
+            if rows.stop - rows.start == x_TD.shape[0]:
+                passes_of(x_TD).scale_rows(out_TD, x_TD, self._grad.scale)
+            else:
+                passes_of(x_TD).scale_rows(out_TD[rows], x_TD[rows], self._grad.scale[rows])
         if len(self._parts) == 1:
             self._whole = out_TD
         return out_TD

@@ -81,11 +81,14 @@ def finish_dx(
     """
     value_T1, scale_T1, target_T = value_T.unsqueeze(1), scale_T.unsqueeze(1), target_T.clamp(min=0)
     for rows in pieces(product_TD):  # in order: rows not read yet lie behind those written
-        dx_TD, out = w_VD[target_T[rows]] * value_T1[rows], out_TD[rows]
-        product = product_TD[rows].to(dx_TD.dtype)
-        dx_TD = torch.addcmul(dx_TD, product, scale_T1[rows], out=out if out.dtype == dx_TD.dtype else dx_TD)
-        if offset_T is not None and common_D is not None:
-            dx_TD.addcmul_(offset_T[rows].unsqueeze(1), common_D)
+        product, out, row, value, scale, offset = product_TD, out_TD, target_T, value_T1, scale_T1, offset_T
+        if rows.stop - rows.start != product_TD.shape[0]:
+            product, out, row, value, scale = (x[rows] for x in (product, out, row, value, scale))
+            offset = None if offset is None else offset[rows]
+        dx_TD = w_VD[row] * value
+        dx_TD = torch.addcmul(dx_TD, product.to(dx_TD.dtype), scale, out=out if out.dtype == dx_TD.dtype else dx_TD)
+        if offset is not None and common_D is not None:
+            dx_TD.addcmul_(offset.unsqueeze(1), common_D)
         if out.dtype != dx_TD.dtype:
             out.copy_(dx_TD)
 

@@ -96,10 +96,10 @@ def row_statistics(
         if exp_TV is not None and in_place:
             work = exp_TV if whole else part_of(exp_TV, rows, counted)
         else:
-            work = scratch_TV[: rows.stop - rows.start]
+            work = scratch_TV if len(blocks) == 1 else scratch_TV[: rows.stop - rows.start]
         z = z_TV if whole else part_of(z_TV, rows, counted)
         z = transformed(z, bias_V, softcap, temperature, dtype, work)
-        peak = stats_KT[MAX, rows]
+        peak = stats_KT[MAX] if len(blocks) == 1 else stats_KT[MAX, rows]
         if with_hits:
             largest, first = z.max(1)
             peak.copy_(largest)
@@ -107,14 +107,15 @@ def row_statistics(
         else:
             torch.amax(z, 1, out=peak)
         if shift_T is not None:
-            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T[rows])
+            torch.nan_to_num(peak, 0.0, torch.inf, 0.0, out=shift_T if len(blocks) == 1 else shift_T[rows])
         # A row of -inf has no maximum to subtract; its exponentials are 0 with any.
         far = torch.sub(z, peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1), out=work)
         if with_mean:
             finite = far > -torch.inf
             stats_KT[3, rows], stats_KT[4, rows] = sums_of_rows(far.where(finite, 0.0)), finite.sum(1)
         exp = far.exp() if with_entropy else far.exp_()
-        stats_KT[SUM_EXP, rows] = sums_of_rows(exp)
+        sums = stats_KT[SUM_EXP] if len(blocks) == 1 else stats_KT[SUM_EXP, rows]
+        sums.copy_(sums_of_rows(exp))
         if with_entropy:
             stats_KT[3 + 2 * with_mean, rows] = sums_of_rows(far.clamp_(min=_FAR).mul_(exp))
         if exp_TV is not None and not (in_place and exp is far):
