@@ -38,8 +38,8 @@ _DEVICE = torch.device  # its own, which answers isinstance sooner than what sta
 # Everything that takes `device=` and makes a tensor.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
-    "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
-    "zeros_like"
+    "rand_like randint randint_like randn randn_like randperm range scalar_tensor tensor tril_indices triu_indices "
+    "zeros zeros_like"
 )
 _TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
 

@@ -118,6 +118,7 @@ def multi_tensor_sgd(given: Any) -> None:
         g = g if given.wd_after_momentum else g + given.wd * p
         if momentum:
             m = g if given.first_run else momentum * m + (1 - given.dampening) * g
+            m = m.to(moment.dtype).float()
             g = g + momentum * m if given.nesterov else m
         g = g + given.wd * p if given.wd_after_momentum else g
         p = (p - given.lr * g).to(parameter.dtype)
@@ -131,7 +132,7 @@ def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
     Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
     """
     for grad, *others in zip(*tensor_lists, strict=True):
-        yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
+        yield [tensor.detach().as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
 def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given: Any) -> Tensor:

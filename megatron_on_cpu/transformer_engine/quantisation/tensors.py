@@ -154,8 +154,8 @@ def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
 
 def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, Any]:
     number = TORCH_DTYPES[quantizer.dtype]
-    data = cast_to_fp8(tensor.float() * scale, number)
-    turned = data.movedim(-1, 0).contiguous() if quantizer.columnwise_usage and data.dim() else None
+    data = cast_to_fp8(tensor.float() * scale.view(()), number)
+    turned = (data.movedim(-1, 0).contiguous() if data.dim() else data) if quantizer.columnwise_usage else None
     return {
         "data": data if quantizer.rowwise_usage else None,
         "transpose": turned,
@@ -235,4 +235,4 @@ def _per_tensor(tensor: Any, number: torch.dtype, columnwise: bool) -> Tensor:
         values = turned.view(number).float().movedim(0, -1)
     else:
         values = tensor._data.view(number).float()
-    return values * tensor._scale_inv
+    return values * tensor._scale_inv.view(())
