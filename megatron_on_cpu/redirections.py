@@ -1,4 +1,4 @@
-"""What megatron_on_cpu() replaces in torch, and with what: one table, and the few stand-ins that it needs.
+"""Replacements of megatron_on_cpu() in torch: one table, and the few stand-ins that it needs.
 
 Megatron-Core takes a CUDA device for granted. Here the CPU is that device: it has number 0, its memory is the host's,
 its random numbers come from a generator of its own (`random_numbers.py`), its one stream is the program itself, and

@@ -1,4 +1,4 @@
-"""What the compiled module says of the device and its libraries, dropout, and rows of caches."""
+"""Answers of the compiled module about the device and its libraries, dropout, and rows of caches."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron_on_cpu.transformer_engine.parameters import taking
 
 
 def get_cublasLt_version() -> int:
-    """That of CUDA 12.9, which has every FP8 product."""
+    """Version of CUDA 12.9, which has every FP8 product."""
     return 120900
 
 
@@ -21,7 +21,7 @@ def get_cudnn_version() -> int:
 
 
 def get_num_cublas_streams() -> int:
-    """As the compiled module has them."""
+    """Number that the compiled module has."""
     return 4
 
 
@@ -31,12 +31,12 @@ def get_stream_priority_range(device_id: int = -1) -> tuple[int, int]:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """It does not."""
+    """No: streams and multicast are a GPU's."""
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """It is not."""
+    """No: user buffers are not emulated."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""What is replaced in Transformer Engine's Python modules once they are imported: what asks for a GPU.
+"""Replacements in Transformer Engine's Python modules, once imported, for the parts that ask for a GPU.
 
 The device is said to be of compute capability 9.0 there. FP8 recipes that ask for another one are allowed all the same.
 """
