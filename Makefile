@@ -33,7 +33,7 @@ FROM_$(ENGINE_OF_SOURCE) = $(SOURCE)
 TRANSFORMERS := transformers-4.51.3
 WITH_transformers-4.51.3 := 'tokenizers<0.22' 'huggingface_hub<1'
 
-.PHONY: help demo test test-all mutants test-nccl-rules test-versions test-torch test-source test-te-source source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
+.PHONY: help demo test test-all mutants test-nccl-rules test-versions test-torch test-source test-te-source test-te-units source-tree test-frameworks test-engines test-gpu check format plan plan-pipeline bench bench-gpu docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,6 +44,7 @@ FRAMEWORKS = $(NEMO_RL_SRC)$(VERL_SRC)
 ASK_FRAMEWORKS := which sources: NEMO_RL_SRC=TREE, VERL_SRC=TREE, or both
 ASK_MEGATRON := which sources: MEGATRON=TREE, or CLONE@REF
 ASK_TORCH := which torch: TORCH=2.15.0, or another version
+ASK_TE := where Transformer Engine's sources are: TE=TREE
 ASK_VLLM := where vLLM's source is: VLLM=TREE
 told-%:
 	@test -n "$($*)" || { echo "make $(MAKECMDGOALS): say $(ASK_$*)"; exit 2; }
@@ -188,6 +189,10 @@ test-te-source: source-tree .venvs/$(ENGINE_OF_SOURCE)/.ready  ## Transformer En
 	$(ON_SOURCE) .venvs/$(ENGINE_OF_SOURCE)/bin/python $(PYTEST) tests/on_transformer_engine
 	$(ON_SOURCE) .venvs/$(ENGINE_OF_SOURCE)/bin/python -W ignore -m tests.megatron.matrix \
 		--commit $(or $(COMMIT),$(notdir $(MEGATRON:%/=%)))
+
+# Those of a list, which must pass: 2.11's sources, whose list is tests/on_transformer_engine/units_2.11.0.txt.
+test-te-units: told-TE .venvs/$(ENGINE)/.ready  ## Transformer Engine's own unit tests on the stand-in: make test-te-units TE=TREE
+	.venvs/$(ENGINE)/bin/python -W ignore -m tests.on_transformer_engine.units "$(TE)"
 
 test-frameworks: told-FRAMEWORKS $(VENV)/.ready  ## RL frameworks from source: make test-frameworks NEMO_RL_SRC=TREE VERL_SRC=TREE
 	$(if $(NEMO_RL_SRC),NEMO_RL_SRC="$(NEMO_RL_SRC)") $(if $(VERL_SRC),VERL_SRC="$(VERL_SRC)") \

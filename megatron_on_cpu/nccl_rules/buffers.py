@@ -19,7 +19,7 @@ _OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """What the backend computes is no part of the user's program: no mode sees it, and no gradient is recorded."""
+    """The backend's own arithmetic, no part of the user's program: no mode sees it, no gradient is recorded."""
     with torch.no_grad(), torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 

@@ -1,4 +1,4 @@
-"""What NCCL, or torch's group over it, refuses, with the same kinds of exceptions."""
+"""Refusals of NCCL, or of torch's group over it, with the same kinds of exceptions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _REDUCTIONS = {
 
 
 def check_message(what: str, x: Tensor) -> None:
-    """As `check_all`; the elements may lie in any order as long as they fill their memory."""
+    """Check as `check_all` does; the elements may lie in any order as long as they fill their memory."""
     if not x.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(x):
         x = x.as_strided((x.numel(),), (1,))
     check_all(what, [x])

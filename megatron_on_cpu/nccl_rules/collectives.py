@@ -212,7 +212,7 @@ class Collectives:
         return self._run("scatter", self._from_root("scatter", x, root, sends, meets=None if is_root else [root]))
 
     def _to_root(self, root: int, data: memoryview) -> tuple[list[memoryview], list[int]]:
-        """What each rank gets of this one, and how much this one expects of each."""
+        """Returns what each rank gets of this one, and how much this one expects of each."""
         sends = [data if r == root else _NOTHING for r in range(self._size)]
         return sends, [len(data) if self._rank == root else 0] * self._size
 

@@ -91,6 +91,6 @@ def replace() -> None:
 
 
 def device_was_set(*args: Any) -> None:
-    """What `torch.cuda.set_device` does where there is none."""
+    """Stands in for `torch.cuda.set_device` where there is none."""
     global _device_is_set
     _device_is_set = True

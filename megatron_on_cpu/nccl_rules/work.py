@@ -1,4 +1,4 @@
-"""What a launch gives the program to wait for."""
+"""Works: a launch gives the program one to wait for."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -41,7 +41,7 @@ class NcclRulesWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """Of the outputs, complete: NCCL's future is so at launch. Callbacks run at once, in the thread that adds them.
+        """Future of the outputs, complete, as NCCL's is at launch. Callbacks run at once, in the thread that adds them.
 
         On a GPU they run before the outputs are there, on a stream that waits; here this call waits.
         """

@@ -72,7 +72,7 @@ def generic_gemm(given: Any) -> list[Any]:
     "accumulate use_split_accumulator math_sm_count"
 )
 def te_general_grouped_gemm(given: Any) -> Sequence[Tensor]:
-    """As many products as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
+    """Products, as many as there are A and B; with `single_output` their rows stand below each other in `D[0]`.
 
     Gradients of biases and inputs of the GELU are written into `bias` and `pre_gelu_out`, empty tensors where not
     wanted.

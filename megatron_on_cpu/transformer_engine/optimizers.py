@@ -51,7 +51,7 @@ def multi_tensor_unscale_l2norm(
 
 @taking(_OF_ADAM)
 def multi_tensor_adam(given: Any) -> None:
-    """Of [gradients, parameters, first moments, second moments] and, where there are five lists, fp32 masters."""
+    """Step of Adam on [gradients, parameters, first moments, second moments] and, of five lists, fp32 masters."""
     for grad, parameter, first, second, *master in _elements(given.tensor_lists):
         updated = _adam(grad.float(), [parameter, *master][-1].float(), first, second, given)
         for tensor in (*master, parameter):
@@ -60,7 +60,7 @@ def multi_tensor_adam(given: Any) -> None:
 
 @taking(_OF_ADAM)
 def multi_tensor_adam_param_remainder(given: Any) -> None:
-    """As `multi_tensor_adam` of bf16 parameters; the fifth list has the lower 16 bits of their fp32 masters, as int16.
+    """Step as of `multi_tensor_adam` of bf16 parameters; the fifth list has the lower halves of fp32 masters, as int16.
 
     A master is the parameter's bits above and these below, less one in the upper half where the lower is negative:
     parameters are rounded, not cut off.
@@ -78,7 +78,7 @@ def multi_tensor_adam_param_remainder(given: Any) -> None:
 
 @taking(f"{_OF_ADAM} fp8_dtype")
 def multi_tensor_adam_fp8(given: Any) -> None:
-    """As `multi_tensor_adam` with masters; parameters are FP8 bytes, followed by scales, amaxes and inverse scales."""
+    """Step as of `multi_tensor_adam` with masters; parameters are FP8 bytes; then scales, amaxes, inverse scales."""
     eight_bit = TORCH_DTYPES[given.fp8_dtype]
     largest = torch.finfo(eight_bit).max
     scales = zip(*given.tensor_lists[5:], strict=True)
@@ -93,7 +93,7 @@ def multi_tensor_adam_fp8(given: Any) -> None:
 
 @taking(f"{_OF_ADAM} inv_scale")
 def multi_tensor_adam_capturable(given: Any) -> None:
-    """As `multi_tensor_adam` with tensors for the rate and the step; gradients are multiplied by `inv_scale` first.
+    """Step as of `multi_tensor_adam` with tensors for rate and step; gradients are multiplied by `inv_scale` first.
 
     The host reads no tensor, so that a replayed CUDA graph has the rate, the step and the flag of its own step.
     """
@@ -111,13 +111,14 @@ multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 @taking("chunk_size noop_flag tensor_lists wd momentum dampening lr nesterov first_run wd_after_momentum scale")
 def multi_tensor_sgd(given: Any) -> None:
-    """Of [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
+    """Step of SGD on [gradients, parameters, momenta], and a fourth list, copies of the parameters in another dtype."""
     momentum, skipped = given.momentum, given.noop_flag != 0
     for grad, parameter, moment, *copy in _elements(given.tensor_lists):
         g, p, m = grad.float() * given.scale, parameter.float(), moment.float()
         g = g if given.wd_after_momentum else g + given.wd * p
         if momentum:
             m = g if given.first_run else momentum * m + (1 - given.dampening) * g
+            m = m.to(moment.dtype).float()
             g = g + momentum * m if given.nesterov else m
         g = g + given.wd * p if given.wd_after_momentum else g
         p = (p - given.lr * g).to(parameter.dtype)
@@ -126,12 +127,12 @@ def multi_tensor_sgd(given: Any) -> None:
 
 
 def _elements(tensor_lists: Lists) -> Iterator[list[Tensor]]:
-    """As the kernels see them: as many numbers as the gradient has, from where each of the other tensors begins.
+    """Tensors as the kernels see them: as many numbers as the gradient has, from where each other tensor begins.
 
     Moments of a sharded parameter are made in the shape of the whole one, and only this rank's part of them is used.
     """
     for grad, *others in zip(*tensor_lists, strict=True):
-        yield [tensor.as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
+        yield [tensor.detach().as_strided((grad.numel(),), (1,)) for tensor in (grad, *others)]
 
 
 def _adam(grad: Tensor, parameter: Tensor, first: Tensor, second: Tensor, given: Any) -> Tensor:

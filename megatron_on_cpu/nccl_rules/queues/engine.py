@@ -32,7 +32,7 @@ class StallWarning(UserWarning):
 
 
 class CommunicationMismatch(dist.DistBackendError):
-    """What ranks launched as the same operation is not the same."""
+    """Ranks launched different operations as the same one."""
 
 
 _FAILURES = {kind.__name__: kind for kind in (CommunicationHang, CommunicationMismatch, LaunchOrderHazard)}

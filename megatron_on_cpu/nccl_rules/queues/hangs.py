@@ -18,7 +18,7 @@ ENDED: State = {"progress": 0, "ended": True, "threads": [], "running": [], "com
 
 
 def queue_state(communicator: Communicator, arrived: Mapping[tuple[str, str, int], Container[int]]) -> dict[str, Any]:
-    """What a rank says of a communicator; `arrived` has the peers that have come, by its name, channel and number."""
+    """Describe a communicator of this rank; `arrived` has the peers that have come, by its name, channel and number."""
 
     def part_state(part: Part) -> dict[str, Any]:
         came = arrived.get((communicator.name, part.theirs, part.number), ())
@@ -45,7 +45,7 @@ class Node:
 
 
 class Waits:
-    """What waits for what, between all ranks. A program that runs may launch anything; all else has to follow."""
+    """The graph of waits between all ranks. A program that runs may launch anything; all else has to follow."""
 
     def __init__(self, states: dict[int, State]):
         self._states = states
@@ -90,7 +90,7 @@ class Waits:
         return needed
 
     def _meeting(self, peer: int, name: str, channel: str, number: int) -> Node | None:
-        """What rank `peer` needs to come to part `number` of `channel`, None if it has come."""
+        """The node that rank `peer` needs to come to part `number` of `channel`, None if it has come."""
         state = self._states[peer]
         communicator = state["communicators"].get(name)
         if communicator is not None:

@@ -1,4 +1,4 @@
-"""What a rank launches on a communicator: collectives and messages, described so that the queues can run them."""
+"""Launches of a rank on a communicator: collectives and messages, described so that the queues can run them."""
 
 import sys
 from collections import Counter
@@ -64,7 +64,7 @@ class Launch:
     error: Exception | None = None
 
     def name(self, part: Part) -> str:
-        """What `part` is called on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
+        """The name of `part` on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
         return f"{self.communicator.name} {part.name}"
 
     def describe(self) -> str:
@@ -94,7 +94,7 @@ def lines_of_caller() -> list[str]:
 
 
 def lines_from(frame: Any) -> list[str]:
-    """As `lines_of_caller`, of a thread whose innermost frame is `frame`."""
+    """Lines as of `lines_of_caller`, of a thread whose innermost frame is `frame`."""
     lines: list[str] = []
     while frame is not None and len(lines) < _LINES:
         file = frame.f_code.co_filename

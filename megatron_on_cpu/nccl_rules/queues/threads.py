@@ -19,7 +19,7 @@ _WAITS = {("threading", "wait"), ("threading", "join"), ("threading", "_wait_for
 
 
 class Threads:
-    """Of this process; `waits` has the threads that have launched something, with the launch that each waits for."""
+    """Threads of this process; `waits` has those that have launched something, with the launch that each waits for."""
 
     def __init__(self) -> None:
         self.waits: dict[int, Launch | None] = {}

@@ -69,7 +69,7 @@ def _quarter(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _angles(x: Tensor, given: Any) -> Tensor:
-    """Those of every position of `x`, ready to be multiplied."""
+    """Angles of every position of `x`, ready to be multiplied."""
     freqs, context = given.freqs, (given.cp_size, given.cp_rank)
     table = freqs[:, :, 0] if freqs.dim() == 4 else freqs  # [positions, 1 or B, width]
     if given.qkv_format == NVTE_QKV_Format.NVTE_THD:

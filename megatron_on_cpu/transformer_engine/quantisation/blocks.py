@@ -23,7 +23,7 @@ _BLOCK, _MX = 128, 32
 
 
 def compact(tensor: Any) -> bool:
-    """Whether scales and columns are laid out for an all-gather of rows, not for a product; 2.20 has none such."""
+    """Tells whether scales and columns are laid out for an all-gather of rows, not for a product; not in 2.20."""
     return getattr(tensor, "_data_format", None) == Float8BlockScaleTensorFormat.COMPACT
 
 

@@ -98,13 +98,13 @@ def multi_tensor_compute_scale_and_scale_inv(
     force_pow_2_scales: bool,
     epsilon: float,
 ) -> None:
-    """Of [amaxes, scales, inverse scales], the latter two from the first."""
+    """Scales of [amaxes, scales, inverse scales]: the latter two from the first."""
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         scale.copy_(scale_of_amax(amax, max_fp8, force_pow_2_scales, epsilon))
         scale_inv.copy_(1 / scale)
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, dummy: Any, tensor_lists: list[list[Tensor]]) -> None:
-    """Of [amaxes, exponents], the exponents of E4M3 from the amaxes."""
+    """Exponents of [amaxes, exponents]: the exponents of E4M3 from the amaxes."""
     for amax, exponent in zip(*tensor_lists, strict=True):
         exponent.copy_(exponent_of_amax(amax.float(), torch.finfo(torch.float8_e4m3fn).max))

@@ -34,12 +34,12 @@ _TENSORS = "transformer_engine.pytorch.tensor"
 
 
 def quantized(tensor: Any) -> bool:
-    """Whether it is one of TE's quantised tensors, or what holds the data of one."""
+    """Tells whether it is one of TE's quantised tensors, or what holds the data of one."""
     return hasattr(tensor, "_fp8_dtype")
 
 
 def nominal_dtype(tensor: Any) -> torch.dtype:
-    """What it stands for."""
+    """Dtype that the tensor stands for."""
     found: torch.dtype = getattr(tensor, "dtype", torch.float32)
     return found
 
@@ -86,7 +86,7 @@ def quantize_into(tensor: Tensor, output: Any, quantizer: Any) -> Any:
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
-    """What an FP8 tensor stands for, in `otype`."""
+    """Numbers that an FP8 tensor stands for, in `otype`."""
     return high_precision(input).to(TORCH_DTYPES[otype])
 
 
@@ -140,7 +140,7 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
-    """Of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
+    """New tensor of TE's class, or of its class for data alone where the quantiser is for TE's own use."""
     names = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"}
     held = {names.get(name, name): value for name, value in held.items() if name != "transpose_invalid"}
     _, whole, module = _KINDS[type(quantizer).__name__]
@@ -154,8 +154,8 @@ def _new(tensor: Tensor, quantizer: Any, held: dict[str, Any]) -> Any:
 
 def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, Any]:
     number = TORCH_DTYPES[quantizer.dtype]
-    data = cast_to_fp8(tensor.float() * scale, number)
-    turned = data.movedim(-1, 0).contiguous() if quantizer.columnwise_usage and data.dim() else None
+    data = cast_to_fp8(tensor.float() * scale.view(()), number)
+    turned = (data.movedim(-1, 0).contiguous() if data.dim() else data) if quantizer.columnwise_usage else None
     return {
         "data": data if quantizer.rowwise_usage else None,
         "transpose": turned,
@@ -235,4 +235,4 @@ def _per_tensor(tensor: Any, number: torch.dtype, columnwise: bool) -> Tensor:
         values = turned.view(number).float().movedim(0, -1)
     else:
         values = tensor._data.view(number).float()
-    return values * tensor._scale_inv
+    return values * tensor._scale_inv.view(())

@@ -1,4 +1,4 @@
-"""What else of tensors 2.20 has only since."""
+"""Functions of tensors that are new in 2.20."""
 
 from typing import Any
 

@@ -101,7 +101,7 @@ def test_different_sizes_are_told_on_both_ranks():
 @pytest.mark.parametrize("n", [4, 1_000_000])
 @ranks(2, rules=LAZY)
 def test_rank_that_ends_with_work_outstanding_is_named(n):
-    """As an exception ends a program: what it has launched has reached its peer, whose own share finds nobody."""
+    """An exception ends a program so: what it has launched has reached its peer, whose own share finds nobody."""
     x = torch.ones(n)
     dist.barrier()
     if dist.get_rank() == 1:

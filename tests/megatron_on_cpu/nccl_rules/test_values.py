@@ -138,7 +138,7 @@ def test_modes_see_what_is_sent():
 
 @ranks(2, rules=RULES)
 def test_callbacks_of_futures_run_where_they_are_added():
-    """As of NCCL, whose futures are complete at launch: in the order of the program, so that they may launch more."""
+    """NCCL's futures are complete at launch, so that their callbacks may launch more."""
     x, threads = torch.ones(2), []
 
     def launch_more(done):
@@ -212,7 +212,7 @@ def test_divide_factor_of_fsdp2():
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @ranks(2, rules=RULES)
 def test_sums_of_eight_bits(dtype):
-    """As on Hopper."""
+    """Hopper has them."""
     x = torch.tensor([1.0, 2.5]).to(dtype)
     dist.all_reduce(x)
     assert x.float().tolist() == [2, 5]

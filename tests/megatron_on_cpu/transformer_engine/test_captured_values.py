@@ -1,4 +1,4 @@
-"""What kernels read on the device is read anew by each replay of a CUDA graph; what the host reads may not change."""
+"""Values that kernels read on the device are read anew by each replay of a CUDA graph; lengths may not change."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ tex, new = compiled_module((2, 11)), compiled_module((2, 20))
 
 
 class Float8Quantizer:
-    """Of Transformer Engine, as far as quantising in place asks for it."""
+    """Quantiser of Transformer Engine, as far as quantising in place asks for it."""
 
     def __init__(self):
         self.dtype, self.internal, self.rowwise_usage, self.columnwise_usage = DType.kFloat8E4M3, False, True, True

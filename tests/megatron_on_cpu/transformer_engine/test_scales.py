@@ -78,7 +78,7 @@ def test_blocks_with_nan_have_the_scales_of_the_others(columnwise):
 
 
 def test_largest_factor_is_that_of_the_number():
-    """As large as bf16 has them where the tensor is of bf16."""
+    """A tensor of bf16 has the largest number of bf16."""
     quantizer = SimpleNamespace(
         block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=0.0, dtype=DType.kFloat8E4M3
     )
@@ -87,7 +87,7 @@ def test_largest_factor_is_that_of_the_number():
 
 
 def test_exponents_are_of_a_product_with_the_reciprocal():
-    """Of powers of two times the largest number, where rounding decides."""
+    """Amaxes are powers of two times the largest number, where rounding decides."""
     amax = torch.tensor([448.0 * 2.0**k for k in range(-100, 100)])
     exponent = torch.empty(200, dtype=torch.uint8)
     tex.multi_tensor_compute_scale_inv_e8m0(1, None, [[amax], [exponent]])
