@@ -332,6 +332,6 @@ def test_top_p_beside_another_read_out_writes_no_padding_column():
     try:
         found = gradients(33, vocab=vocab)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # as the tests have it
     torch.testing.assert_close(found, gradients(15), rtol=1e-5, atol=1e-6)
     assert not found[1][15:].any()
