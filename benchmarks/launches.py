@@ -66,16 +66,6 @@ class Plan:
         return sum(launch.seconds for launch in self.launches)
 
     @property
-    def flops(self) -> int:
-        """Of all products."""
-        return sum(launch.flops for launch in self.launches)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Read and written by all, products too, but for collectives."""
-        return sum(launch.read + launch.written for launch in self.launches if not launch.is_collective)
-
-    @property
     def elementwise_bytes(self) -> int:
         """Read and written by all that is no matrix product and no collective."""
         return sum(

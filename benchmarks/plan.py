@@ -123,7 +123,7 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
         (impl, ABOVE, "%", [(found.seconds / floor - 1) * 100]),
         (impl, EPILOGUES, "ms", [sum(launch.epilogue for launch in found.launches) * 1e3]),
         (impl, WORST, "ms", [plan(case, cache, device, worst_labels=True)[0].seconds * 1e3]),
-        *_powered(impl, case, _implementation(cache).name, found),
+        *_powered(impl, found, measured_rows(case, _implementation(cache).name, device)),
         (impl, BESIDE, "bytes", [found.elementwise_bytes / logits]),
         (impl, PEAK, "bytes", [peak / logits]),
         (impl, LAUNCHES, "1", [float(len(found.launches))]),
@@ -135,16 +135,16 @@ def rows(case: Case, cache: Cache | Implementation, device: Device = DEVICES["H2
     return made
 
 
-def _powered(impl: str, case: Case, name: str, found: Plan) -> list[Row]:
-    """At the limit of an H200's power, and what was measured of it over that."""
+def _powered(impl: str, found: Plan, measured: Iterable[record.Row]) -> list[Row]:
+    """At the limit of an H200's power, and what was measured over that."""
     if found.device.name != "H200":
         return []
-    made: list[Row] = [
-        (impl, SUSTAINED, "ms", [power.seconds(found) * 1e3]),
-        (impl, ENERGY, "J", [power.joules(found) + power.AT_REST * power.seconds(found)]),
+    milliseconds = power.seconds(found) * 1e3
+    return [
+        (impl, SUSTAINED, "ms", [milliseconds]),
+        (impl, ENERGY, "J", [power.step_joules(found)]),
+        *((impl, MEASURED, "1", [row.p50 / milliseconds]) for row in measured),
     ]
-    measured = [row.p50 for row in measured_rows(case, name, found.device)]
-    return made + [(impl, MEASURED, "1", [ms / power.seconds(found) / 1e3]) for ms in measured]
 
 
 def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
@@ -160,11 +160,11 @@ def reads(case: Case, device: Device = DEVICES["H200"]) -> dict[str, Plan]:
 
 
 def read_rows(case: Case, device: Device) -> list[Row]:
-    """Totals of the read-outs."""
+    """Totals of the read-outs, whose passes were changed since they were measured."""
     made: list[Row] = []
     for name, found in reads(case, device).items():
         impl = f"{name}, {device.name}"
-        made += [(impl, MILLISECONDS, "ms", [found.seconds * 1e3]), *_powered(impl, case, name, found)]
+        made += [(impl, MILLISECONDS, "ms", [found.seconds * 1e3]), *_powered(impl, found, ())]
     return made
 
 

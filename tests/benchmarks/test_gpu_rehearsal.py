@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import gpu, gpu_steps, record, wheels
+from benchmarks import gpu, gpu_steps, nvml, record, wheels
 from benchmarks.gpu import NOT_MEASURED
 from benchmarks.gpu_steps import Step
 from tests.pages import ROOT
@@ -240,6 +241,31 @@ def test_devices_stand_side_by_side():
     found = record.by_device([*rows, replace(rows[0], metric="peak")], "time").splitlines()
     assert found[2] == "| head | H100 | H200 |"
     assert found[4:6] == ["| ours | 41 | 39.25 |", "| quack |  | 35 |"]
+
+
+def test_the_drivers_library_is_asked_for_joules_and_clocks(monkeypatch):
+    """Each value comes back through the last argument, in the unit of its name; what fails raises."""
+    told = {"Energy": 2500, "ClockInfo": 1410, "PowerLimit": 700_000, "Throttle": 0x44}
+
+    def library(name):
+        def function(*arguments):
+            key = next((key for key in told if key in name), None)
+            if key is not None:
+                arguments[-1]._obj.value = told[key]
+            return 3 if key is not None and not told[key] else 0
+
+        return function
+
+    asked = type("Library", (), {"__getattr__": lambda self, name: library(name)})
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda file: asked())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
+    card = nvml.Nvml()
+    assert (card.joules(), card.megahertz(), card.limit_watts()) == (2.5, 1410.0, 700.0)
+    assert card.held_by() == ["power limit", "heat, by hardware"]
+    told["PowerLimit"] = 0
+    with pytest.raises(RuntimeError, match="nvmlDeviceGetEnforcedPowerLimit returned 3"):
+        card.limit_watts()
 
 
 @pytest.mark.slow

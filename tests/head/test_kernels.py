@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.fake_cuda import kernels_of
+from benchmarks.fake_cuda import kernels
 from megatron_ext import linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron_ext.head.kernels import blocks
 from tests.head.as_on_cuda import cuda_branches
@@ -71,12 +71,12 @@ def test_the_head_itself_under_the_interpreter():
 @pytest.mark.slow
 def test_the_interpreters_variable_sends_cpu_tensors_to_triton():
     ask = (
-        "import torch; from megatron_ext.head.row_passes import dispatch, logit_passes; "
-        "print(dispatch._side(torch.zeros(1), logit_passes).__name__)"
+        "import torch; from megatron_ext.head.row_passes import dispatch; "
+        "print(type(dispatch.passes_of(torch.zeros(1))).__name__)"
     )
     for value, module in (
-        ("0", "megatron_ext.head.row_passes.logit_passes"),
-        ("1", "megatron_ext.head.kernels.logit_passes"),
+        ("0", "_PyTorchPasses"),
+        ("1", "_TritonPasses"),
     ):
         env = {**os.environ, "TRITON_INTERPRET": value}
         found = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, env=env, capture_output=True, text=True)
@@ -92,7 +92,7 @@ def launches(columns: int, dtype=torch.bfloat16, of_logits=False, **options):
     bias = torch.zeros(columns, dtype=dtype) if options.pop("bias", False) and not of_logits else None
     leaves = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
     labels = torch.zeros(16, dtype=torch.int64)
-    with cuda_branches(kernels_of), recorded() as found:
+    with cuda_branches(kernels), recorded() as found:
         if of_logits:
             options.pop("cache")
             loss = vocab_parallel_cross_entropy(hidden @ weight.t(), labels, **options)

@@ -47,7 +47,7 @@ def _number(key):
 
 @triton.jit
 def _apart(low, high):
-    """How many numbers lie from one key to a higher one: more than a signed integer holds, from -inf to inf."""
+    """The count of numbers from one key to a higher one: from -inf to inf more than a signed integer holds."""
     return (high - low).to(tl.uint32, bitcast=True)
 
 

@@ -69,7 +69,7 @@ class Gather(_Picks):
         return "indices[..., 0]", self.ids[..., 0]
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_ids, self.ids, size=size, group=group)
+        return argument_checks.size_fault(vocab, check_ids, self.ids, size, group=group)
 
     def flatten(self, flat: Flatten) -> None:
         self.labels_T = self.ids_TK = flat(self.ids).long()
@@ -108,7 +108,7 @@ class TopK(_Picks):
         self.rows = 2 * k if isinstance(k, int) else 0
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        return argument_checks.size_fault(vocab, check_k, "k", self.k, size=size, group=group)
+        return argument_checks.size_fault(vocab, check_k, "k", self.k, size, group=group)
 
     def scan(self, chunk: Chunk) -> None:
         z_tV, vocab, stats_Kt = chunk.logits[0], self.call.vocab, chunk.stats_Kt

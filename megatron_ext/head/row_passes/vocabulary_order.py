@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron_ext.head.row_passes.dispatch import first_columns, group_maxima
+from megatron_ext.head.row_passes.dispatch import passes_of
 
 _GROUP = 64  # columns
 
@@ -19,5 +19,5 @@ def largest_columns(z_TV: Tensor, k: int, any_equals: bool = False) -> Tensor:
     groups = z_TV.shape[1] // _GROUP
     found_TK = None
     if groups >= 2 * k:
-        found_TK = largest_columns(group_maxima(z_TV, groups, _GROUP), k, any_equals)
-    return first_columns(z_TV, found_TK, _GROUP, k, any_equals)
+        found_TK = largest_columns(passes_of(z_TV).group_maxima(z_TV, groups, _GROUP), k, any_equals)
+    return passes_of(z_TV).first_columns(z_TV, found_TK, _GROUP, k, any_equals)
