@@ -301,7 +301,8 @@ def gpt_block_spec(
     stage = (config, vp_stage) if pp_rank is None else (config, vp_stage, pp_rank)  # Megatron-Core 0.14 takes no rank
     first, count = get_transformer_layer_offset(*stage), get_num_layers_to_build(*stage)
     with_experts = layers_with_experts(config)
-    kinds = {has: _layer_spec(1 if has else None, backend, has and config.moe_grouped_gemm) for has in dict.fromkeys(with_experts)}
+    grouped = config.moe_grouped_gemm
+    kinds = {has: _layer_spec(1 if has else None, backend, has and grouped) for has in dict.fromkeys(with_experts)}
     specs = [kinds[has] for has in with_experts[first:][:count]]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=backend.layer_norm())
 
