@@ -133,7 +133,12 @@ def test_no_operator_adds_by_chance(name, side, monkeypatch):
     """With Triton's passes, whose kernels have no atomics and are left out here, and without Triton."""
     from triton.runtime.jit import JITFunction
 
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, **kwargs: None)
+    def leave_out(kernel, *args, **kwargs):
+        out = dict(zip(kernel.arg_names, args, strict=False)).get("out_ptr")
+        if out is not None and not out.is_floating_point():
+            out.zero_()  # columns, by which torch's operators gather
+
+    monkeypatch.setattr(JITFunction, "run", leave_out)
     function, more, options = CALLS[name]
     hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     with cuda_branches(kernels if side == "Triton" else plain), NoChance():
