@@ -73,7 +73,7 @@ KEEP_NCCL_RULES := tests/distributed tests/tensor_parallel tests/sequence \
 KEEP_EAGER := tests/distributed tests/experimental
 
 # What reads the sources alone, for `make check`.
-LINTS := tests/test_layout.py tests/test_iteration_order.py
+LINTS := tests/test_layout.py tests/test_iteration_order.py tests/test_ratchets.py
 
 test: $(VENV)/.ready .venvs/$(ENGINE)/.ready  ## the tests, on CPU, under 5 minutes on 2 cores
 	$(PY) $(PYTEST) -m "not slow and not gpu" $(addprefix --ignore ,$(LINTS))

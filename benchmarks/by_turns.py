@@ -13,8 +13,9 @@ import torch
 from benchmarks import loss_cases, losses, record
 from benchmarks.measure import interleaved, ratios
 from benchmarks.meter import measure
-from megatron_ext import cpu_products, linear_cross_entropy
+from megatron_ext import linear_cross_entropy
 from megatron_ext.head import KL, Logits
+from megatron_ext.numerics import cpu_products
 
 Step = Callable[[], object]
 TOKENS, WIDTH, VOCAB = 2048, 512, 16384

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.meter import one_rank_of
 from megatron_ext.head.engine import statistics
 from megatron_ext.head.row_passes import dispatch, logit_passes
-from megatron_ext.head.validation import argument_checks, readable_values
+from megatron_ext.head.validation import argument_checks
+from megatron_ext.numerics import readable_values
 
 Launched = Callable[[Any, tuple[int, ...], dict[str, Any]], None]
 

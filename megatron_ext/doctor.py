@@ -1,4 +1,4 @@
-"""What this machine gives us: `python -m megatron_ext.doctor`, one screen, or `--json`.
+"""Report on this machine: `python -m megatron_ext.doctor`, one screen, or `--json`.
 
 Which versions are installed, which Megatron-Core is imported and whether each way into it works or why not, which
 kernels and fusions are active and why the others are not, and whether the head computes what it should. Exit code 1 if
@@ -24,10 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext import cpu_products, reference
+import megatron_ext
+from megatron_ext import reference
 from megatron_ext.head import linear_cross_entropy
 from megatron_ext.integrations.frameworks import ways
+from megatron_ext.numerics import cpu_products
 from megatron_ext.optional_packages import why_not_importable
+from megatron_ext.run import why_no_pipeline_vocabulary
 
 PACKAGES = {
     "Triton": "triton",
@@ -67,6 +70,7 @@ def versions() -> dict[str, str | None]:
     """By name; None for what is not installed."""
     has_nccl = dist.is_available() and dist.is_nccl_available() and torch.version.cuda is not None
     found = {
+        "megatron_ext": megatron_ext.__version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
@@ -121,17 +125,10 @@ def _ways() -> dict[str, str | None]:
     from megatron_ext.megatron import versions as megatron_versions
 
     patch, substitution = megatron_versions.why_no_patch(), substitute.why_not_substituted()
-    sharing = None
-    try:
-        from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
-
-        check_installed()
-    except (ImportError, RuntimeError) as missing:  # it must not hide what the other ways say
-        sharing = str(missing)
     return {
         "launcher --linear-ce": patch,
         "launcher --tensor-parallel": substitution,
-        "launcher --pipeline-vocab": patch or sharing,
+        "launcher --pipeline-vocab": patch or why_no_pipeline_vocabulary(),
         "patch": patch,
         "gpt_layer_spec": megatron_versions.why_no_spec("spec"),
         "hybrid_stack_spec": megatron_versions.why_no_spec("hybrid spec"),
@@ -242,10 +239,11 @@ def _compare(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def screen(found: dict[str, Any]) -> str:
     """The report for people."""
-    there = {name: version for name, version in found["versions"].items() if version}
+    there = {name: version for name, version in found["versions"].items() if version and name != "megatron_ext"}
     built_with = [f", {name} {there.pop(name)}" for name in ("CUDA", "NCCL") if name in there]
     there = {name: version + "".join(built_with) if name == "torch" else version for name, version in there.items()}
-    lines = ["Versions", *(f"  {name:<20}{version}" for name, version in there.items())]
+    lines = [f"megatron_ext {megatron_ext.__version__}, with these versions"]
+    lines += [f"  {name:<20}{version}" for name, version in there.items()]
     lines += [f"  not here: {', '.join(name for name, version in found['versions'].items() if not version)}"]
     lines += ["", "Ways into Megatron-Core"]
     megatron = found["megatron"]

@@ -34,7 +34,7 @@ _replaced: list[Any] = []
 
 
 def main(argv: list[str] | None = None, *, before: Callable[[], None] | None = None) -> None:
-    """What `python -m megatron_ext.run` does with its arguments; does not return before the script ends.
+    """Run a script as `python -m megatron_ext.run` does with its arguments; return when the script ends.
 
     `before` is called when everything is changed, right before the script runs.
     """
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Those of the fused head that were given."""
+    """Return the settings of the fused head that were given."""
     names = ("chunk_tokens", "cache", "z_loss", "label_smoothing", "softcap", "temperature", "skip_ignored")
     return {name: value for name in (*names, "bits", "logit_dtype") if (value := getattr(options, name)) is not None}
 
@@ -186,6 +186,17 @@ def _change_megatron(parser: argparse.ArgumentParser, options: argparse.Namespac
         from megatron_ext.megatron.build_check import stop_when_built
 
         stop_when_built(say_on_last_rank)
+
+
+def why_no_pipeline_vocabulary() -> str | None:
+    """The reason for which `--pipeline-vocab` does not work here; None where it does."""
+    try:
+        from megatron_ext.experimental.pipeline_vocabulary.paused_forward import check_installed
+
+        check_installed()
+    except (ImportError, RuntimeError) as missing:
+        return str(missing)
+    return None
 
 
 def _report_after_first_step() -> None:

@@ -39,7 +39,7 @@ def megatron_on_cpu(transformer_engine: bool = False, nccl_rules: NcclRules | No
     without packed sequences.
 
     Products of 16-bit matrices are made in fp32 and rounded once where the processor has none: torch's own would take
-    10 to 60 times as long (`megatron_ext.cpu_products`).
+    10 to 60 times as long (`megatron_on_cpu.products`).
 
     The device draws random numbers from a generator of its own, as a GPU does; what draws from the host's, such as a
     data loader, leaves it alone. On leaving, the host's goes on where it stands.

@@ -157,7 +157,7 @@ def read_by_the_host(values: Tensor, name: str) -> list[int]:
         if now != captured:
             raise RuntimeError(
                 f"{name} was {captured} when the CUDA graph was captured and is {now} now: the CPU emulation replays "
-                "the lengths that were captured; train without CUDA graphs (cuda_graph_impl='none')"
+                "the numbers that were captured; train without CUDA graphs (cuda_graph_impl='none')"
             )
 
     if is_current_stream_capturing():

@@ -1,43 +1,65 @@
-"""16-bit products of all that runs in the emulation, on a processor that has none (`megatron_ext.cpu_products`).
+"""16-bit products of all that runs in the emulation, on a processor that has none.
 
-Megatron's own layers, Transformer Engine's Python code and models' attention call torch's products in many spellings,
-and autograd calls them again backward. All come down to a few operators, whose CPU kernels are replaced while the
-emulation is entered: plain products run in fp32 tiles, the others widen their operands, and round once. On other
-processors nothing is replaced.
+oneDNN multiplies 16-bit matrices quickly where the processor has instructions for it (AVX-512, AMX, Arm's bf16); on
+others PyTorch's own loops take 10 to 60 times as long as an fp32 product. Megatron's own layers, Transformer Engine's
+Python code and models' attention call torch's products in many spellings, and autograd calls them again backward. All
+come down to a few operators, whose CPU kernels are replaced while the emulation is entered: operands are widened to
+fp32, in which products of two 16-bit numbers are exact, and results are rounded once. On other processors nothing is
+replaced.
+
+oneDNN is asked once per dtype and process; `sixteen_bit_products` sets the answer, for tests; oneDNN itself can be told
+to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
 """
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products
+_QUESTIONS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
-_WIDENED = ("addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
+_chosen: bool | None = None
+
+
+@contextlib.contextmanager
+def sixteen_bit_products(native: bool) -> Iterator[None]:
+    """Take PyTorch's products (`native`) or those in fp32, whatever the processor has."""
+    global _chosen
+    before, _chosen = _chosen, native
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def replace_products(undo: ExitStack) -> None:
     """Closing `undo` puts torch's kernels back."""
-    if all(cpu_products.has_sixteen_bit_products(dtype) for dtype in cpu_products.QUESTIONS):
+    if all(_has_products(dtype) for dtype in _QUESTIONS):
         return
     library = undo.enter_context(torch.library._scoped_library("aten", "IMPL"))
     with warnings.catch_warnings():  # torch says that a kernel is replaced
         warnings.simplefilter("ignore")
-        for name, replacement in {"mm": _in_tiles, **dict.fromkeys(_WIDENED, _in_fp32)}.items():
+        for name in _OPERATORS:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-            library.impl(name, replacement(kernel), "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, _in_fp32(kernel), "CPU", with_keyset=True, allow_override=True)
 
 
-def _in_tiles(kernel: Any) -> Callable[..., Tensor]:
-    def mm(keys: Any, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-        if _dtype_to_widen(left_MK, right_KN) is None:
-            return kernel.call_boxed(keys, left_MK, right_KN)
-        return cpu_products.mm(left_MK, right_KN)
+def _has_products(dtype: torch.dtype) -> bool:
+    return _asked(dtype) if _chosen is None else _chosen
 
-    return mm
+
+@functools.cache
+def _asked(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    question = getattr(torch.ops.mkldnn, _QUESTIONS[dtype], None)
+    return question is None or bool(question())
 
 
 def _in_fp32(kernel: Any) -> Callable[..., Any]:
@@ -58,6 +80,6 @@ def _in_fp32(kernel: Any) -> Callable[..., Any]:
 def _dtype_to_widen(*operands: Tensor) -> torch.dtype | None:
     """The 16-bit dtype of them all, of which the processor has no products; None: the call is torch's."""
     (dtype, *others) = {x.dtype for x in operands}
-    if others or dtype not in cpu_products.QUESTIONS or cpu_products.has_sixteen_bit_products(dtype):
+    if others or dtype not in _QUESTIONS or _has_products(dtype):
         return None
     return dtype

@@ -6,8 +6,8 @@ import warnings
 from contextlib import contextmanager
 from unittest import mock
 
-from megatron_ext.head import batch_invariance
 from megatron_ext.head.fixed_bits.linear import OfSoftmaxFixed
+from megatron_ext.numerics import batch_invariance
 
 
 @contextmanager

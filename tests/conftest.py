@@ -12,9 +12,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+from tests import left_behind
+from tests.calls import recorded
 from tests.passed import Passed
 from tests.rank_servers import begin_run, end_run
-from tests.ranks import TIMEOUT_S, choose_backend, close_pools, prepare_process
+from tests.ranks import TIMEOUT_S, choose_backend, close_pools, end_file_on_ranks, prepare_process
 
 
 def pytest_addoption(parser):
@@ -48,7 +50,7 @@ def pytest_configure(config):
     # Ray starts its actors with niceness 15: beside the other tests they would hardly get a turn.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_worker_register_timeout_seconds", str(TIMEOUT_S))
-    begin_run(first=not hasattr(config, "workerinput"))
+    begin_run()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -87,6 +89,20 @@ def _same_random_numbers():
 
 
 @pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request):
+    with left_behind.nothing_left_by_test(), recorded(request.node.nodeid.split("[")[0]):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _file_leaves_nothing_behind():
+    left_behind.begin_file()
+    yield
+    left_behind.end_file()
+    end_file_on_ranks()
+
+
+@pytest.fixture(autouse=True)
 def _as_users_run(request):
     """The tests' own deterministic mode makes CUDA operators sort, and wait for the host."""
     if request.node.get_closest_marker("gpu") is None:
@@ -106,5 +122,4 @@ def _as_users_run(request):
 
 def pytest_unconfigure(config):
     close_pools()
-    if not hasattr(config, "workerinput"):
-        end_run()
+    end_run()

@@ -11,28 +11,21 @@ model at every size of tensor, pipeline and expert parallelism, and for every sp
 
 import inspect
 import multiprocessing
+import os
 import weakref
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import debug
 
 from megatron_on_cpu import megatron_on_cpu
+from tests.left_behind import end_groups, groups
 
-_CLEARS = [  # one function from torch 2.11 on, before it two
-    getattr(debug, name)
-    for name in (
-        ["_clear_sharding_prop_cache"]
-        if hasattr(debug, "_clear_sharding_prop_cache")
-        else ["_clear_fast_path_sharding_prop_cache", "_clear_python_sharding_prop_cache"]
-    )
-]
 VOCAB = 64
 SEQUENCE = 16
 # What makes a tiny model one of experts.
@@ -53,12 +46,18 @@ def model_parallel(
 
     `sizes` go to `initialize_model_parallel`. Nothing is left for the next test: groups are destroyed, scales are 1.
     """
-    with megatron_on_cpu():
+    with megatron_on_cpu(), patch.dict(os.environ):  # models write NVTE_FLASH_ATTN and its kin
         from megatron.core import num_microbatches_calculator, parallel_state
+        from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+        from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-        groups = set(dist.distributed_c10d._world.pg_map)
+        groups_before = groups()
+        # Megatron's own functions forget some of them.
+        before = [
+            (module, {k: v for k, v in vars(module).items() if k.isupper()}) for module in (parallel_state, random)
+        ]
         try:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=tp,
@@ -73,6 +72,8 @@ def model_parallel(
             yield
         finally:
             parallel_state.destroy_model_parallel()
+            for module, variables in before:
+                vars(module).update(variables)
             num_microbatches_calculator.destroy_num_microbatches_calculator()
             MTPLossLoggingHelper.tracker.clear()
             moe_utils.get_moe_layer_wise_logging_tracker().clear()
@@ -82,17 +83,9 @@ def model_parallel(
             # 100 times a second: the hook is left with nothing.
             while _wrapped:
                 vars(_wrapped.pop()).clear()
-            # DTensor's shardings name groups, and the next test's have the same names.
-            for clear in _CLEARS:
-                clear()
-            made = list(set(dist.distributed_c10d._world.pg_map) - groups)  # Megatron only forgets its groups
-            for group in made:
-                dist.destroy_process_group(group)
-            # gloo ends a group with the last reference to it, and waits for its threads: all at once.
-            group = None
-            with ThreadPoolExecutor(max(1, len(made))) as pool:
-                for _ in range(len(made)):
-                    pool.submit(made.__delitem__, -1)
+            for kind in RotaryEmbedding, YarnRotaryEmbedding:  # a cache of their forward keeps models alive
+                getattr(kind.forward, "cache_clear", int)()
+            end_groups(but=groups_before)  # Megatron only forgets them
 
 
 def seed_ranks(seed: int = 123) -> None:

@@ -12,8 +12,9 @@ import megatron.core
 import pytest
 import torch
 
-from megatron_ext import cpu_products, doctor
+from megatron_ext import doctor
 from megatron_ext.integrations import trl
+from megatron_ext.numerics import cpu_products
 from tests.programs import python
 from tests.ranks import TIMEOUT_S
 
@@ -32,7 +33,7 @@ def test_the_program_prints_json():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.keys() == {"versions", "megatron", "frameworks", "kernels", "engines", "self_test"}
-    assert set(found["versions"]) == {"Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
+    assert set(found["versions"]) == {"megatron_ext", "Python", "torch", "CUDA", "NCCL", "device", *doctor.PACKAGES}
     assert found["versions"]["torch"] == torch.__version__
     imported = found["megatron"]
     assert found["versions"]["Megatron-Core"] == imported["version"] == megatron.core.__version__

@@ -1,5 +1,5 @@
-"""What the package sends by torch.distributed: four collectives on tensors and their waiting halves, and what a
-pipeline of stages sends: broadcasts, sums on one rank, messages from rank to rank.
+"""Communication of the package by torch.distributed: four collectives on tensors and their waiting halves, and for
+pipelines of stages broadcasts, sums on one rank and messages from rank to rank.
 
 `start_x(...)` begins a collective and returns a `Pending`; `.wait()` gives its result. `x(...)` is both at once. With a
 group of one rank (or None) nothing is communicated and the result is the input itself (contiguous).

@@ -1,4 +1,4 @@
-"""Which ranks hold the pieces of a tensor. The only reader of Megatron's global state.
+"""Process groups: the ranks that hold the pieces of a tensor. The only reader of Megatron's global state.
 
 A group is a `torch.distributed.ProcessGroup`, or None for "not sharded". What has its methods `size()` and `rank()`
 passes for one, as in Megatron: more is asked of it only where something is sent. Megatron's groups are looked up in
@@ -32,7 +32,7 @@ def group_rank(group: Group) -> int:
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Whether `group` was not destroyed."""
+    """Return whether `group` still exists."""
     if not isinstance(group, ProcessGroup):
         return True
     try:
@@ -110,7 +110,7 @@ def context_parallel_group(group: Group = None, *, argument: str = "cp_group") -
 
 
 def require_tensor_parallel_group(group: Group = None, *, expert: bool = False, argument: str = "tp_group") -> Group:
-    """As `tensor_parallel_group`, for callers that cannot guess: None only in a process that stands alone.
+    """Return `tensor_parallel_group()` for callers that cannot guess: None only in a process that stands alone.
 
     The layers and mappings use it: among several ranks without a group they would silently treat a shard as the whole.
 
@@ -159,7 +159,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates() -> Coordinates | None:
-    """Where Megatron's groups put this rank; in a process that stands alone without Megatron, the only place there is.
+    """Return this rank's coordinates in Megatron's groups; without Megatron in one process, the only ones.
 
     None where it cannot be known: several ranks run, and `parallel_state` is not initialised.
     """
@@ -183,7 +183,7 @@ def coordinates() -> Coordinates | None:
 
 
 def cuda_graph_phase() -> str | None:
-    """What Megatron's own CUDA graphs are doing: "warmup" of a layer, "capture", or None."""
+    """Return the phase of Megatron's own CUDA graphs: "warmup" of a layer, "capture", or None."""
     module = sys.modules.get("megatron.core.transformer.cuda_graphs")
     if module is None:
         return None

@@ -1,4 +1,4 @@
-"""What all ranks of a call must give alike, compared before anything moves that depends on it."""
+"""Arguments that all ranks of a call must give alike, compared before anything moves that depends on them."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whether a size is one."""
+"""Check of sizes that a caller gives."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Where ranks meet: a store of torch.distributed that listens at one address of its host, not at all of them."""
+"""Store of torch.distributed at which ranks meet, which listens at one address of its host and not at all of them."""
 
 import socket
 from contextlib import suppress

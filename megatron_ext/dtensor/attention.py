@@ -20,7 +20,7 @@ from megatron_ext.dtensor.input.sequence_arguments import SequenceArguments, Seq
 from megatron_ext.dtensor.input.token_ids import Refusal, refuse_later, tells_of_token_ids, token_id_fault
 from megatron_ext.dtensor.layers import Unknown, check_attention
 from megatron_ext.dtensor.output.fused_classes import FUSED
-from megatron_ext.head.batch_invariance import attention_kernels
+from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Window, attend
 
 NAME = "megatron_ext"

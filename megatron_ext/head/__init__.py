@@ -1,7 +1,6 @@
 """Hidden states or logits in, per-token numbers out: one row-statistics engine, many read-outs."""
 
 from megatron_ext.head.adapters.lora import LoRA
-from megatron_ext.head.batch_invariance import batch_invariant_mode
 from megatron_ext.head.cross_entropy_of_hidden_states import linear_cross_entropy, linear_log_probs
 from megatron_ext.head.cross_entropy_of_logits import token_entropy, token_log_probs, vocab_parallel_cross_entropy
 from megatron_ext.head.distributions_of_hidden_states import (
@@ -34,6 +33,7 @@ from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax, LogProbs
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.head.readouts.row_sums import Entropy, LogSumExp, MeanLogit, SumOfSquares, ZLoss
 from megatron_ext.head.readouts.sampling import Sampled
+from megatron_ext.numerics.batch_invariance import batch_invariant_mode
 
 __all__ = [
     "KL",

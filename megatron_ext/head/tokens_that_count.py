@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.validation.option_checks import check_at_most
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.numerics.readable_values import has_values, raise_if
 
 
 class Left(NamedTuple):

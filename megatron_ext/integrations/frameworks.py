@@ -1,4 +1,4 @@
-"""Which ways into other frameworks would work here, and why the others would not: what the doctor says of them."""
+"""Ways into other frameworks that would work here, and why the others would not, for the doctor's report."""
 
 import contextlib
 import io

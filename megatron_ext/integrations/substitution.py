@@ -5,14 +5,14 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from megatron_ext.replace import Replacement, apply_all, everywhere, restore_everywhere
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Substitution:
 
     def __init__(self, package: str, seams: Callable[[], Sequence[Seam]]):
         self.package, self._seams = package, seams
-        self._pairs: list[tuple[Any, Any]] = []  # original, ours
+        self._places: list[list[Replacement]] = []  # of each name
         self._last = Report(package)
 
     def apply(self) -> Report:
@@ -102,12 +102,13 @@ class Substitution:
             ValueError: one of the functions is missing or has other parameters than those known here; nothing is
                 changed then.
         """
-        if self._pairs:
+        if self._places:
             return self._last
         pairs, replaced, left = self._found()
-        for row, modules in zip(replaced, _replace(pairs), strict=True):
-            row.modules = modules
-        self._pairs = pairs
+        self._places = everywhere(pairs)
+        apply_all(place for places in self._places for place in places)
+        for row, places in zip(replaced, self._places, strict=True):
+            row.modules = tuple(place.owner.__name__ for place in places)
         self._last = Report(f"{self.package} {self._version()}", tuple(replaced), tuple(left))
         if left:
             _LOG.info("this version of %s does not have %s", self.package, ", ".join(left))
@@ -120,9 +121,10 @@ class Substitution:
 
     def restore(self) -> None:
         """The framework's own functions everywhere again, in modules that were imported since too. Without `apply` it
-        changes nothing."""
-        _replace([(ours, original) for original, ours in self._pairs])
-        self._pairs = []
+        changes nothing. What somebody has put around ours stays, and calls the framework's own."""
+        for places in self._places:
+            restore_everywhere(places)
+        self._places = []
 
     def why_not(self) -> str | None:
         """Why `apply` would raise, None where it would not. Imports the framework, and changes nothing."""
@@ -228,16 +230,3 @@ def _counted(ours: Any, row: Replaced) -> Any:
         return counting
     call = staticmethod(counting) if applied else counting
     return type(ours.__name__, (ours,), {"__doc__": ours.__doc__, "__module__": ours.__module__, runs: call})
-
-
-def _replace(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[str, ...]]:
-    """Puts the second for the first of each pair in every module that was imported, under whatever name: in which."""
-    new = {id(first): i for i, (first, _) in enumerate(pairs)}
-    found: list[list[str]] = [[] for _ in pairs]
-    for module in [*sys.modules.values()]:
-        if isinstance(module, ModuleType):
-            for name in [name for name, value in vars(module).items() if id(value) in new]:
-                i = new[id(vars(module)[name])]
-                setattr(module, name, pairs[i][1])
-                found[i].append(module.__name__)
-    return [tuple(modules) for modules in found]

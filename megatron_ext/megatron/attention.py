@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_ext.distributed.groups import Group, context_parallel_group, group_rank, group_size
-from megatron_ext.head.batch_invariance import attention_kernels
+from megatron_ext.numerics.batch_invariance import attention_kernels
 from megatron_ext.sequence.attention import Packing, Window, attend, check_mask
 from megatron_ext.sequence.context_parallel_parts import SequenceParts
 from megatron_ext.sequence.host_values import HostMemo
@@ -164,7 +164,7 @@ class CoreAttention(MegatronModule):
             return attend(query, key, value, window, cp_group=cp_group, scale=self.scale, dropout=dropout, **seen)
 
     def _draws(self, dropout: float) -> contextlib.AbstractContextManager:
-        """Where random numbers are drawn: as Megatron does, which forks further out under sequence parallelism."""
+        """The stream of random numbers, as Megatron's, which forks further out under sequence parallelism."""
         if dropout == 0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -249,7 +249,7 @@ def _narrowing(mask: Tensor | None, query: Tensor, key: Tensor, kind: AttnMaskTy
 
 
 def _only_causal(mask: Tensor, queries: int, ranks: int, rank: int) -> bool:
-    """Whether the mask hides just what lies ahead. False where finding out is impossible."""
+    """True if the mask hides just what lies ahead. False where finding out is impossible."""
     fake = torch.compiler.is_compiling() or isinstance(mask, FakeTensor)
     if mask.shape[-2] != queries or queries * ranks != mask.shape[-1] or fake:
         return False

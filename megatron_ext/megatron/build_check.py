@@ -1,13 +1,13 @@
 """What the fused head would do with the models of a script, told once they are built and before they are trained.
 
-    check_models()                  # all language models that are alive in this process
+    check_models([model])           # language models, or models around them
     stop_when_built(say)            # in a script that builds and trains by itself
 
 A script has built its models when it makes its first optimizer, or runs its first language model; both are seen in
-torch, so that no way of building models has to be known.
+torch, so that no way of building models has to be known. Which models it has built, their constructor says.
 """
 
-import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fusion_report import name_of
+from megatron_ext.replace import Replacement, apply_all, restore_all
 
 _LAYERS = {"ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"}
 
@@ -69,16 +70,12 @@ class BuildCheck:
         return "\n".join(f"fused head: {one}" for one in self.models)
 
 
-def check_models(models: Iterable[Any] | None = None) -> BuildCheck:
-    """What the fused head would do with these models, wrapped or not; None: with all that are alive.
+def check_models(models: Iterable[Any]) -> BuildCheck:
+    """What the fused head would do with these models, wrapped or not.
 
     Nothing is computed, changed or communicated.
     """
-    if models is None:
-        found = [one for one in gc.get_objects() if issubclass(type(one), LanguageModule)]
-    else:
-        found = [one for model in models for one in patch_points.models_inside(model)]
-    return BuildCheck(tuple(_check(one) for one in found))
+    return BuildCheck(tuple(_check(one) for model in models for one in patch_points.models_inside(model)))
 
 
 def _check(model: Any) -> ModelCheck:
@@ -98,25 +95,44 @@ def _check(model: Any) -> ModelCheck:
 def stop_when_built(say: Callable[[BuildCheck], None]) -> None:
     """From now on the script ends as soon as it has built its models: `say` gets the check, SystemExit is raised.
 
-    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end.
+    The exit code is 0 if the check has passed, 1 if not. A script that builds no model runs to its end; models that
+    were built before are not looked at.
     """
-    make_optimizer = torch.optim.Optimizer.__init__
+    built: list[weakref.ref[Any]] = []
+
+    def alive() -> list[Any]:
+        return [model for ref in built if (model := ref()) is not None]
 
     def stop() -> None:
-        torch.optim.Optimizer.__init__ = make_optimizer  # type: ignore[method-assign]
+        restore_all(watched)
         handle.remove()
-        found = check_models()
+        found = check_models(alive())
         say(found)
         raise SystemExit(0 if found.passed else 1)
 
-    def before_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
-        if any(issubclass(type(one), LanguageModule) for one in gc.get_objects()):
-            stop()
-        make_optimizer(self, *args, **kwargs)
+    def remembering(construct: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            construct(self, *args, **kwargs)
+            built.append(weakref.ref(self))
+
+        return init
+
+    def stopping(construct: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            if alive():
+                stop()
+            construct(self, *args, **kwargs)
+
+        return init
 
     def before_forward(module: Any, inputs: Any) -> None:
-        if isinstance(module, LanguageModule):
+        if any(module is model for model in alive()):
             stop()
 
-    torch.optim.Optimizer.__init__ = before_optimizer  # type: ignore[method-assign]
+    watched = apply_all(
+        [
+            Replacement(LanguageModule, "__init__", remembering),
+            Replacement(torch.optim.Optimizer, "__init__", stopping),
+        ]
+    )
     handle = torch.nn.modules.module.register_module_forward_pre_hook(before_forward)

@@ -16,7 +16,6 @@ come before those of its layer spec (see `spec_head`), and these before those of
 
 import functools
 import inspect
-import weakref
 from typing import Any
 
 import megatron.core.utils
@@ -33,8 +32,7 @@ from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits
 from megatron_ext.megatron.fused_loss.z_loss_log import with_z_loss_logged
 from megatron_ext.megatron.output_processors import forward_with_output_processor
-
-_models: weakref.WeakSet = weakref.WeakSet()  # those with a patch of their own
+from megatron_ext.replace import Replacement, original_of
 
 
 def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
@@ -46,7 +44,6 @@ def patch_language_models(settings: HeadSettings, model: Any = None) -> None:
     else:
         for one in models:
             function_wrapping.wrap_model(one, _MAKES, settings)
-        _models.update(models)
     _guard_megatron()
 
 
@@ -65,7 +62,6 @@ def unpatch_language_models(model: Any = None) -> None:
     else:
         for one in _models_in(model):
             function_wrapping.unwrap_model(one)
-            _models.discard(one)
     _guard_megatron()
 
 
@@ -78,7 +74,7 @@ def forward_with_fused_head(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     settings = function_wrapping.settings_of(model, name)
 
     def patched(method: str) -> Any:
-        return function_wrapping.wrapper(function_wrapping.original_of(getattr(kind, method)), _MAKES[method], settings)
+        return _MAKES[method](original_of(getattr(kind, method)), settings)
 
     with attribute(model, name, patched(name).__get__(model)):
         given = {argument: value for argument, value in kwargs.items() if value is not None}
@@ -132,7 +128,7 @@ _MAKES: dict[str, function_wrapping.Make] = {
 }
 
 
-def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
+def _drain_if_deferred(original: Any) -> Any:
     """The fused head defers no weight gradient; Megatron's function fails where there is none to compute.
 
     Which function that is, is looked up at each call: `substitute_tensor_parallel()` may have put ours in its place.
@@ -147,26 +143,26 @@ def _drain_if_deferred(original: Any, settings: HeadSettings) -> Any:
     return drain
 
 
-# Functions of Megatron's modules that stand wrapped while anything is patched: (owner, name, wrapper).
-_GUARDS: tuple[tuple[Any, str, function_wrapping.Make], ...] = (
-    (schedules, "drain_embedding_wgrad_compute", _drain_if_deferred),
-    (schedules, "forward_step_calc_loss", lambda original, settings: with_z_loss_logged(original)),
-    (megatron_mtp, acceptance_counts.COUNTS, lambda original, settings: acceptance_counts.counts_by_hits(original)),
+# Functions of Megatron's modules that stand wrapped while anything is patched; some versions lack some.
+_DRAIN = Replacement(schedules, "drain_embedding_wgrad_compute", _drain_if_deferred)
+_GUARDS = (
+    _DRAIN,
+    Replacement(schedules, "forward_step_calc_loss", with_z_loss_logged),
+    Replacement(megatron_mtp, acceptance_counts.COUNTS, acceptance_counts.counts_by_hits),
 )
 
 
 def _guard_megatron() -> None:
     """Megatron's functions are wrapped with the first patch and come back with the last."""
-    patched = _models or function_wrapping.models_are_wrapped()
-    for owner, name, make in _GUARDS:
-        if not hasattr(owner, name):  # another version of Megatron-Core
-            continue
-        if patched:
-            function_wrapping.replace(owner, name, make, HeadSettings())
-        elif function_wrapping.original_of(getattr(owner, name)) is not getattr(owner, name):
-            # What `substitute_tensor_parallel()` put in meanwhile stays.
-            own = getattr(megatron.core.utils, name, None)
-            setattr(owner, name, own or function_wrapping.original_of(getattr(owner, name)))
+    patched = function_wrapping.models_of_their_own() or function_wrapping.models_are_wrapped()
+    for guard in _GUARDS:
+        if patched and hasattr(guard.owner, guard.name):
+            guard.apply()
+        elif guard is _DRAIN and guard.stands():
+            guard.restore()  # and what `substitute_tensor_parallel()` put into Megatron meanwhile stays
+            setattr(guard.owner, guard.name, getattr(megatron.core.utils, guard.name, guard.original))
+        else:
+            guard.restore()
 
 
 def _models_in(model: Any) -> list[Any]:

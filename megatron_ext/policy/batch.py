@@ -64,7 +64,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return self
 
     def shard_by_batch_size(self, shards: int, batch_size: int | None = None) -> list["BatchedDataDict"]:
-        """What each of `shards` data-parallel ranks gets: an equal run of rows out of every `batch_size` rows.
+        """Cut the rows for `shards` data-parallel ranks: each gets an equal run out of every `batch_size` rows.
 
         So each rank's i-th part and the others' make the i-th global batch. None: the whole is one batch.
 
@@ -111,7 +111,7 @@ class BatchedDataDict(UserDict[str, Any]):
             yield self.select_indices(rows).cut(int(self["input_lengths"][rows].max()))
 
     def get_microbatch_iterator_dynamic_shapes_len(self, tokens: int) -> int:
-        """How many micro-batches `make_microbatch_iterator_with_dynamic_shapes` gives."""
+        """Count the micro-batches of `make_microbatch_iterator_with_dynamic_shapes`."""
         return len(within_tokens(self["input_lengths"].tolist(), tokens))
 
     def make_microbatch_iterator_for_packable_sequences(self, tokens: int) -> Iterator["BatchedDataDict"]:
@@ -119,6 +119,6 @@ class BatchedDataDict(UserDict[str, Any]):
         return map(self.select_indices, packed(self["input_lengths"].tolist(), tokens))
 
     def get_microbatch_iterator_for_packable_sequences_len(self, tokens: int) -> tuple[int, int]:
-        """How many micro-batches `make_microbatch_iterator_for_packable_sequences` gives, and the longest row."""
+        """Count the micro-batches of `make_microbatch_iterator_for_packable_sequences`; return the longest row too."""
         lengths = self["input_lengths"].tolist()
         return len(packed(lengths, tokens)), max(lengths)

@@ -93,7 +93,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     @cached_property
     def _open(self) -> ExitStack:
-        """What `shutdown()` closes."""
+        """Contexts that `shutdown()` closes."""
         return ExitStack()
 
     def _build_model(self) -> nn.Module:
@@ -107,7 +107,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
         def load() -> None:
             nonlocal config, state
-            make, _, config = model_factories(settings.model)
+            make, _, config = model_factories(settings.model, overrides=settings.config_overrides)
             if config is None:
                 config = make().config
             check_layout(settings, config)
@@ -239,7 +239,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     @property
     def _length_multiple(self) -> int:
-        """What the length of a micro-batch must be a multiple of, to be cut."""
+        """Return the number of which a micro-batch's length must be a multiple, to be cut."""
         ranks, config = self.settings.context_parallel_size, cast(TransformerConfig, self.model.config)
         slices = self.settings.tensor_parallel_size if config.sequence_parallel else 1
         return math.lcm(2 * ranks if ranks > 1 else 1, ranks * slices)
@@ -307,7 +307,7 @@ class MegatronPolicyWorker(PolicyWorker):
         return {name: Export(shape, make) for name, shape, make in parts}
 
     def _copies_of(self, parameter: Tensor) -> int:
-        """How many ranks have the same part of a weight."""
+        """Count the ranks that hold the same part of a weight."""
         ranks = dist.get_world_size() // self.settings.pipeline.stages
         if not getattr(parameter, "allreduce", True):
             return ranks // self.settings.expert_parallel_size

@@ -228,7 +228,7 @@ class RayPolicy(RayRefit):
         return self._all("return_model_config")[0]
 
     def get_free_memory_bytes(self) -> int:
-        """Of the device that has least."""
+        """Return the free bytes of the device that has least."""
         return min(self._all("get_free_memory_bytes"))
 
     def start_gpu_profiling(self) -> None:
@@ -295,7 +295,7 @@ def local_ray(cpus: int, **options: Any) -> Iterator[None]:
 
 
 def _place(config: Mapping[str, Any], worker_cls: Any, num_workers: int) -> Place:
-    """Which ranks get the same rows."""
+    """Return the coordinates by which ranks get the same rows."""
     parallel_key = getattr(worker_cls, "parallel_key", None)
     if not isinstance(parallel_key, str):
         raise ValueError(

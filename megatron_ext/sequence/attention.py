@@ -220,7 +220,7 @@ def _gathered(kv_TBGD: Tensor, cp_group: Group, fault: ValueError | None) -> Ten
 
 @dataclass(frozen=True)
 class _Scores:
-    """What becomes of q k^T before it meets the values."""
+    """Transform of q k^T before it meets the values."""
 
     scale: float
     dropout: float
@@ -359,7 +359,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _places_on_one_rank(packing: Packing | None, x: Tensor, ranks: int, argument: str) -> Sequence[int]:
-    """How many rows of `x` each document has on one rank."""
+    """Return the number of rows of `x` that each document has on one rank."""
     chunks = 1 if ranks == 1 else 2 * ranks
     places = (x.shape[0] * ranks,) if packing is None else packing.places
     if sum(places) != x.shape[0] * ranks:

@@ -25,7 +25,7 @@ _DIFFERENT = (
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """How Megatron cuts a sequence dim over the context-parallel ranks `group` (None: not at all).
+    """Cut of a sequence dim over the context-parallel ranks `group` (None: not at all), as Megatron makes it.
 
     `cu_seqlens`, integers `[documents + 1]` with padding counted, says where the documents of a packed sequence begin.
     """
@@ -35,7 +35,7 @@ class SequenceParts:
 
     @classmethod
     def of(cls, group: Group, packed: Any) -> Self:
-        """Of Megatron's `PackedSeqParams`, whose own group comes before `group`; None: sequences are whole."""
+        """Make the parts of Megatron's `PackedSeqParams`, whose own group comes first; None: sequences are whole."""
         if packed is None:
             return cls(group)
         if getattr(packed, "cp_group", None) is not None:

@@ -1,4 +1,4 @@
-"""Which token comes next: labels from token ids. The only place where labels are shifted."""
+"""Labels from token ids: the token that comes next. Labels are shifted here alone."""
 
 import torch
 from torch import Tensor

@@ -94,7 +94,7 @@ class PaddedParts:
 
     @property
     def _needed(self) -> int:
-        """How many positions `length` needs on each rank."""
+        """Return the number of positions that `length` needs on each rank."""
         unit = math.lcm(2, self.slices)
         return -(-self.length // (group_size(self.cp_group) * unit)) * unit
 

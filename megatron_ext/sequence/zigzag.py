@@ -58,7 +58,7 @@ def zigzag_positions(length: int, ranks: int, rank: int, device: torch.device | 
 
 
 def thd_partition_indices(cu_seqlens: Tensor, total: int, ranks: int, rank: int) -> Tensor:
-    """Which tokens of a packed sequence `rank` holds, as Transformer Engine's `thd_get_partitioned_indices` says it.
+    """Return the tokens of a packed sequence that `rank` holds, as Transformer Engine's `thd_get_partitioned_indices`.
 
     Args:
         cu_seqlens: integers `[documents + 1]`, where each document begins (padding included), and the end of the last.

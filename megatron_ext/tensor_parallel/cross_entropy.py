@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, require_tensor_parallel_group
-from megatron_ext.head.lm_head import Logits
-from megatron_ext.head.readouts.labels import CrossEntropy
+from megatron_ext.head import CrossEntropy, Logits
 from megatron_ext.tensor_parallel.utils import VocabUtility as VocabUtility
 
 

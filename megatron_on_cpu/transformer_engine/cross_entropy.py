@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed.collectives import all_gather
-from megatron_ext.distributed.groups import group_rank, group_size
+
+def coordinates(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(this rank's number in `group`, how many ranks it has); None is a group of one rank."""
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def cross_entropy_forward(
@@ -23,7 +25,7 @@ def cross_entropy_forward(
 
     The kernels put the gradients where the logits were; here the logits stay.
     """
-    rank, ranks = group_rank(dist_process_group), group_size(dist_process_group)
+    rank, ranks = coordinates(dist_process_group)
     if label_smoothing > 0 and ranks > 1:
         raise NotImplementedError(
             f"label_smoothing is {label_smoothing} over {ranks} ranks: the CPU emulation of Transformer Engine has it "
@@ -39,8 +41,9 @@ def cross_entropy_forward(
     total = (x - top[:, None]).exp().sum(1)
     numbers = torch.stack([top, total, at_label])
     if ranks > 1:
-        gathered = all_gather(numbers, dist_process_group)
-        tops, totals, labels = gathered.view(ranks, 3, -1).unbind(1)
+        gathered = [torch.empty_like(numbers) for _ in range(ranks)]
+        dist.all_gather(gathered, numbers, dist_process_group)
+        tops, totals, labels = torch.stack(gathered).unbind(1)
         top, at_label = tops.amax(0), labels.amax(0)
         total = (totals * (tops - top).exp()).sum(0)
     lse = top + total.log()

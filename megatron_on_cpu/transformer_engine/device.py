@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.transformer_engine.enums import NVTE_QKV_Format
 from megatron_on_cpu.transformer_engine.parameters import taking
 
@@ -63,7 +64,8 @@ def copy_to_kv_cache(given: Any) -> None:
 
     `cu_cached_lens` counts the new ones too.
     """
-    new_lens, all_lens = given.cu_new_lens.diff().tolist(), given.cu_cached_lens.diff().tolist()
+    new_lens = read_by_the_host(given.cu_new_lens.diff(), "the lengths in cu_new_lens")
+    all_lens = read_by_the_host(given.cu_cached_lens.diff(), "the lengths in cu_cached_lens")
     page = given.k_cache.shape[1]
     for i, (new, total) in enumerate(zip(new_lens, all_lens, strict=True)):
         for j in range(new):

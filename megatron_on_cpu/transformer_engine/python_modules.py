@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from megatron_on_cpu.cuda_graphs import read_by_the_host
 from megatron_on_cpu.megatron_modules import Modules, Replacements, always
 from megatron_on_cpu.redirections import cpu_for
 from megatron_on_cpu.transformer_engine import cross_entropy
@@ -89,7 +90,8 @@ def _biases_of_experts(module: ModuleType) -> Replacements:
         bias: torch.Tensor | None,
         dscales: torch.Tensor | None,
     ) -> None:
-        rows, expert = dy[: int(offsets[-1])].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
+        end = read_by_the_host(offsets, "offsets")[-1]
+        rows, expert = dy[:end].float(), torch.arange(len(dbias)).repeat_interleave(offsets.diff())
         if scales is None or bias is None or dscales is None:
             dbias.index_add_(0, expert, rows)
         else:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext import batch_invariant_mode, linear_log_probs
-from megatron_ext.head import LmHead, batch_invariance
-from megatron_ext.head.fixed_bits import products, replaced_operators
+from megatron_ext.head import LmHead
+from megatron_ext.numerics import batch_invariance, fixed_order, replaced_operators
 from tests.batch_invariant_mode import fixed_calls, switch
 from tests.dtensor.models import batch, make
 
@@ -105,7 +105,7 @@ def test_what_is_no_product_of_floats_is_torchs():
 @pytest.mark.parametrize("first_to_leave", [0, 1])
 def test_it_lasts_until_all_who_entered_have_left(first_to_leave, monkeypatch):
     """As two generators or workers of one process do, of which the first to enter may be the first to leave."""
-    calls, mm = [], products.mm
+    calls, mm = [], fixed_order.mm
     monkeypatch.setitem(replaced_operators._PRODUCTS, "mm", lambda *given: calls.append(1) or mm(*given))
     x, modes = drawn(3, D), [batch_invariant_mode() for _ in range(2)]
     for enter_or_leave, on in (
@@ -154,8 +154,8 @@ def test_a_head_that_was_made_before_or_inside_is_as_the_mode_is_when_it_is_read
     outside = LmHead(drawn(N, D))
     with batch_invariant_mode():
         inside = LmHead(drawn(N, D))
-        assert (outside.call().bits, inside.call().bits) == ("batch", "batch")
-    assert (outside.call().bits, inside.call().bits) == ("fast", "fast")
+        assert (outside.resolved().bits, inside.resolved().bits) == ("batch", "batch")
+    assert (outside.resolved().bits, inside.resolved().bits) == ("fast", "fast")
 
 
 def test_a_complex_power_stays_complex():

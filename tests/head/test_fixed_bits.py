@@ -12,7 +12,7 @@ from megatron_ext import VocabShard, head, linear_cross_entropy, linear_log_prob
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.distributed.groups import UNSHARDED
 from megatron_ext.head import LmHead
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.numerics import fixed_order
 from tests.marks import slow
 from tests.ranks import ranks
 
@@ -107,10 +107,10 @@ def test_a_rows_place_does_not_change_its_product(inner, columns, dtype):
     draws = torch.Generator().manual_seed(1)
     rows, matrix = (torch.randn(*shape, generator=draws).to(dtype) for shape in ((1920, inner), (inner, columns)))
     for b in (matrix, matrix.t().contiguous().t()):
-        whole = products.mm(rows, b)
+        whole = fixed_order.mm(rows, b)
         for shift in (1, 6, 100):
-            same([whole.roll(shift, 0)], [products.mm(rows.roll(shift, 0), b)])
-        same([whole[:70]], [products.mm(rows[:70], b)])
+            same([whole.roll(shift, 0)], [fixed_order.mm(rows.roll(shift, 0), b)])
+        same([whole[:70]], [fixed_order.mm(rows[:70], b)])
 
 
 def test_what_fast_gives_does_depend_on_other_tokens():
@@ -255,12 +255,12 @@ def test_a_processor_that_does_not_keep_bits_multiplies_rows_apart(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", differs)
     with pytest.warns(UserWarning, match="product of 64 rows .* gives a row other bits at another place"):
-        assert products.heights.__wrapped__(160, 240, torch.float32, False, 1, True) == (1,)
+        assert fixed_order.heights.__wrapped__(160, 240, torch.float32, False, 1, True) == (1,)
     with warnings.catch_warnings():  # not of a matrix so small that it takes no time
         warnings.simplefilter("error")
-        assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (1,)
+        assert fixed_order.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (1,)
     monkeypatch.setattr(torch, "mm", lambda a, b, **of: (differs if len(a) > 64 else multiply)(a, b, **of))
-    assert products.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)
+    assert fixed_order.heights.__wrapped__(16, 24, torch.float32, False, 1, True) == (64,)
 
 
 @ranks(2, 4)
@@ -278,12 +278,12 @@ def test_a_processor_whose_functions_do_not_keep_bits_is_told_of_on_every_rank(l
 
     part = hidden if layout == "replicated" else hidden.chunk(size)[rank]
     said = "bits: exp depends on an element's place" if rank == 0 else "another rank of tp_group refused"
-    products.functions_fault.cache_clear()
+    fixed_order.functions_fault.cache_clear()
     try:
         with mock.patch.object(torch, "exp", differs if rank == 0 else exp), pytest.raises(ValueError, match=said):
             linear_log_probs(part, weight, labels, group, layout, bits=bits)
     finally:
-        products.functions_fault.cache_clear()
+        fixed_order.functions_fault.cache_clear()
     linear_log_probs(part, weight, labels, group, layout, bits=bits)
 
 
@@ -307,13 +307,13 @@ def test_a_rank_whose_products_do_not_keep_bits_goes_on_by_rows(bits):
         log_probs = linear_log_probs(x, w, labels[tokens], group, bits=bits)
         return [log_probs.detach(), *torch.autograd.grad(log_probs.sum(), x)]
 
-    products.heights.cache_clear()
+    fixed_order.heights.cache_clear()
     try:
         with mock.patch.object(torch, "mm", differs if rank == 0 else multiply), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*gives a row other bits at another place")
             together, some = both(slice(0, 80)), both(slice(3, 20))
     finally:
-        products.heights.cache_clear()
+        fixed_order.heights.cache_clear()
     same([x[3:20] for x in together], some)
     torch.testing.assert_close(together, both(slice(0, 80)), rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext import VocabShard, head
 from megatron_ext.head import LmHead
-from megatron_ext.head.batch_invariance import product
+from megatron_ext.numerics.batch_invariance import product
 from tests.batch_invariant_mode import switch
 from tests.devices import GPU
 from tests.head import test_fixed_bits, test_fixed_bits_of_read_outs
@@ -55,7 +55,7 @@ def test_products_of_layers(dtype, biased):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 def test_products_by_themselves(kind, dtype):
     """True values; a row's bits are those of any other place and number of rows, and a sum's those of two parts."""
-    from megatron_ext.head.kernels.fixed_order_sums import product
+    from megatron_ext.numerics.fixed_order_kernels import product
 
     g = torch.Generator().manual_seed(0)
     m, k, n = 150, 70 + 64, 20
@@ -185,9 +185,10 @@ def test_read_outs_have_the_same_bits(name, bits, small):
 @pytest.mark.parametrize("bits", MODES)
 def test_chunks_and_lora_do_not_change_read_outs_bits(bits, monkeypatch):
     """Of more tokens than a chunk has, and a low rank beside the weight of head and teacher."""
-    from megatron_ext.head.fixed_bits import products
 
-    monkeypatch.setattr(products, "TOKENS", 64)
+    from megatron_ext.numerics import fixed_order
+
+    monkeypatch.setattr(fixed_order, "TOKENS", 64)
     monkeypatch.setattr(test_fixed_bits_of_read_outs, "TOKENS", 80)
     given = test_fixed_bits_of_read_outs.Problem(torch.bfloat16, 80, GPU)
 

@@ -74,7 +74,7 @@ def test_a_head_of_a_dtensor_and_of_a_linear_layer():
         cut = distribute_tensor(getattr(layer, name).detach(), mesh, [Shard(0)])
         setattr(layer, name, torch.nn.Parameter(cut))
     head = LmHead.of(layer)
-    assert head.shard == (VocabShard(0, 11, 21) if dist.get_rank() == 0 else VocabShard(11, 21, 21))
+    assert head.resolved().vocab == (VocabShard(0, 11, 21) if dist.get_rank() == 0 else VocabShard(11, 21, 21))
     found, _ = head.read(hidden, LogProbs(labels), Entropy())
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks.interpreter import round_to_bfloat16
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.kernels import label_terms as twin_terms
 from megatron_ext.head.kernels import logit_passes as twin
 from megatron_ext.head.kernels import nucleus as twin_nucleus
@@ -187,7 +187,7 @@ def compare_nucleus(device: str, dtype: torch.dtype, columns: int, size: float, 
     if columns > 20:
         z[1], z[2, ::3], z[3] = -torch.inf, -torch.inf, 2.5
         z[4, :columns:2], z[5, 3], z[5, 4], z[6, 7], z[7, 7] = 1.5, 0.0, -0.0, torch.nan, torch.inf
-    for top_p in (0.1, 0.9, 0.999):
+    for top_p in (1e-6, 0.1, 0.9, 0.999):
         for rows in (z[:, :columns].contiguous(), z[:, 3:]):
             found = [s.nucleus(rows, top_p, temperature, torch.mm) for s in (plain_nucleus, twin_nucleus)]
             (cut, peak, total), (twin_cut, twin_peak, twin_total) = found
@@ -205,7 +205,14 @@ def compare_selection(device: str, dtype: torch.dtype, columns: int) -> None:
     groups = columns // 64
     maxima = [s.group_maxima(z, groups, 64) for s in (plain_selection, twin_selection)]
     torch.testing.assert_close(maxima[1], maxima[0], rtol=0.0, atol=0.0, equal_nan=True)
+    z[5, 0], z[5, -1], z[6, ::2] = -torch.nan, 0.0, -0.0
     k, candidates = min(5, columns), min(9, columns)
+    chosen_from = [None] if groups < k else [None, torch.stack([torch.randperm(groups)[:k] for _ in z]).to(device)]
+    for of, wanted in itertools.product(chosen_from, (1, k, min(columns, 70))):
+        found = [s.first_columns(z, of, 64, wanted, False) for s in (plain_selection, twin_selection)]
+        assert found[1].equal(found[0])
+        values = [z.gather(1, s.first_columns(z, of, 64, wanted, True)) for s in (plain_selection, twin_selection)]
+        torch.testing.assert_close(values[1], values[0], rtol=0.0, atol=0.0, equal_nan=True)
     largest, places = z.nan_to_num(nan=7.0).topk(candidates, 1)
     counts = [s.equal_counts(z.nan_to_num(nan=7.0), largest, k) for s in (plain_selection, twin_selection)]
     assert counts[1].equal(counts[0])
@@ -231,7 +238,7 @@ def compare_token_terms(device: str, dtype: torch.dtype, ranks: int, call: dict,
     labels[::7] = -100
     z, labels = z.to(device), labels.to(device)
     vocab = VocabShard(0, columns, ranks * columns)
-    settings = Call(None, vocab, **call)
+    settings = ResolvedHead(None, vocab, **call)
     made, targets, shifts = [], [], []
     for rank in range(ranks):
         start = rank * columns
@@ -295,7 +302,11 @@ def comparisons():
     ]
     terms += [(compare_nucleus, (dtype, 41, 3.0, 0.7)) for dtype in DTYPES]
     terms += [
-        (compare_nucleus, (torch.float32, *case)) for case in ((1, 1.0, 1.0), (1500, 1.0, 1.0), (3000, 40.0, 0.7))
+        (compare_nucleus, (dtype, *case))
+        for dtype, case in (
+            *((torch.float32, one) for one in ((1, 1.0, 1.0), (1500, 1.0, 1.0), (3000, 40.0, 0.7))),
+            (torch.bfloat16, (1500, 0.3, 1.0)),
+        )
     ]
     terms += [(compare_selection, case) for case in itertools.product(DTYPES, (1, 9, 130, 4500))]
     passes = [(compare, (*case, seed)) for seed, case in enumerate(cases())]

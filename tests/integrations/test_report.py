@@ -1,5 +1,6 @@
 """What `apply()` says of itself: which names it replaced, in which modules, and how often ours ran since."""
 
+import functools
 import importlib
 import sys
 
@@ -112,6 +113,29 @@ def test_compiled_calls_are_not_counted_and_do_not_compile_anew(framework):
     assert len(graphs) == 1
     assert report.replaced[0].calls == 0
     substitution.restore()
+
+
+def test_a_wrapper_around_ours_stays_after_restore(framework):
+    trainer, substitution = framework
+    module = sys.modules["a_framework"]
+    substitution.apply()
+    inner = module.total
+
+    @functools.wraps(inner)
+    def theirs(x):
+        return inner(x) * 10
+
+    module.total = theirs
+    x = torch.ones(3)
+    assert module.total(x) == 40
+    substitution.restore()
+    assert module.total is theirs
+    assert module.total(x) == 30
+    assert trainer.of_all(x) == 3
+    substitution.apply()  # their wrapper is the framework's function now; who imported the one within keeps that
+    assert module.total(x) == 4
+    substitution.restore()
+    assert module.total is theirs
 
 
 @pytest.mark.parametrize("way_in", [nemo_rl, trl, verl])

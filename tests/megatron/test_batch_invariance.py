@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_ext import batch_invariant_mode, linear_cross_entropy, linear_log_probs, model_utils
-from megatron_ext.head import LmHead, batch_invariance
+from megatron_ext.head import LmHead, options_by_mode
 from megatron_ext.integrations import trl, verl
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
 from megatron_ext.megatron.layer_specs import gpt_layer_spec
 from megatron_ext.megatron.output_processors import NextTokenLogProbs
+from megatron_ext.numerics import batch_invariance
 from tests.batch_invariant_mode import fixed_calls, switch, switched_on
 from tests.gpt import causal_mask, model_parallel
 from tests.megatron.patching import SEQ, batch, one_gpt, patched, run
@@ -92,7 +93,7 @@ def test_bits_are_refused_where_megatron_makes_the_logits():
 @contextmanager
 def vllm_asked():
     """What verl sets in every process where `rollout.full_determinism` is True, and who runs TRL's vLLM by hand."""
-    with mock.patch.dict(os.environ, {batch_invariance.VLLMS: "1"}), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, {options_by_mode.VLLMS: "1"}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "VLLM_BATCH_INVARIANT is set")
         yield
 

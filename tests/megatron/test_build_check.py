@@ -49,10 +49,14 @@ def test_a_stage_without_an_output_layer_has_nothing_to_fuse():
 @ranks(1)
 @pytest.mark.parametrize("built_by", ["optimizer", "forward"])
 def test_a_script_stops_when_its_models_are_built(built_by):
-    seen, init = [], torch.optim.Optimizer.__init__
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    seen, init, construct = [], torch.optim.Optimizer.__init__, LanguageModule.__init__
     with model_parallel():
+        before = tiny_gpt()  # as another test may leave them behind
         stop_when_built(seen.append)
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # of no language model: the script goes on
+        torch.optim.SGD(before[0].parameters())
         (model,) = tiny_gpt()
         tokens = tiny_batches()[0][:, :-1]
         positions, mask = torch.arange(tokens.shape[1]).expand_as(tokens), causal_mask(tokens.shape[1])
@@ -63,6 +67,7 @@ def test_a_script_stops_when_its_models_are_built(built_by):
         with pytest.raises(SystemExit) as stopped:
             first[built_by]()
         assert stopped.value.code == 0
-    assert [one.model for one in seen[0].models if one.why_not is None]
+    assert [(one.model, one.why_not) for one in seen[0].models] == [("GPTModel", None)]
     assert torch.optim.Optimizer.__init__ is init
+    assert LanguageModule.__init__ is construct
     torch.nn.Linear(1, 1)(torch.ones(1))

@@ -1,5 +1,6 @@
 """What the GPTModel patch promises beside its numbers: how it comes and goes, its options, its errors, its costs."""
 
+import functools
 import inspect
 import tempfile
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import torch
 
 from megatron_ext.distributed.counting import count_collectives
 from megatron_ext.megatron import language_model_patch
+from megatron_ext.megatron.fused_loss.function_wrapping import settings_of
 from megatron_ext.megatron.output_layer import OutputLayer, set_output_layer
 from megatron_ext.model_utils import _gpt_forward_with_linear_ce_fusion
 from tests.gpt import VOCAB, causal_mask, loss_and_grads, model_parallel, ours_everywhere, tiny_batches, tiny_gpt
@@ -20,6 +22,7 @@ from tests.megatron.patching import (
     assert_fused_is_stock,
     assert_same,
     batch,
+    counting_logits,
     grads_of,
     one_gpt,
     patch,
@@ -73,6 +76,42 @@ def test_a_model_is_restored_bit_for_bit():
 
 
 @ranks(1)
+@pytest.mark.parametrize("of", ["class", "model"])
+def test_unpatch_leaves_a_users_wrapper_in_its_place(of):
+    with model_parallel():
+        model, calls = one_gpt(), []
+        owner = type(model) if of == "class" else model
+        stock = run(model, batch()[1])
+        patch(chunk_size=3, model=None if of == "class" else model)
+        inner = owner.forward
+
+        @functools.wraps(inner)
+        def theirs(*args, **kwargs):
+            calls.append(1)
+            return 2 * inner(*args, **kwargs)
+
+        with mock.patch.object(owner, "forward", theirs):
+            patch(chunk_size=4, model=None if of == "class" else model)
+            assert owner.forward is theirs
+            assert settings_of(model, "forward").nemo_rl_chunk_size == 4
+            with counting_logits(model.output_layer) as made:
+                torch.testing.assert_close(run(model, batch()[1]), 2 * stock, rtol=1e-6, atol=1e-6)
+            assert not made
+            unpatch(model=None if of == "class" else model)
+            assert owner.forward is theirs
+            assert "return_logprobs_for_linear_ce_fusion" not in inspect.signature(theirs).parameters
+            with counting_logits(model.output_layer) as made:
+                assert torch.equal(run(model, batch()[1]), 2 * stock)
+            assert made
+            assert len(calls) == 2
+            if of == "class":
+                with patched():
+                    torch.testing.assert_close(run(model, batch()[1]), 2 * stock, rtol=1e-6, atol=1e-6)
+                assert owner.forward is theirs
+        vars(model).pop("forward", None)
+
+
+@ranks(1)
 def test_the_patch_survives_an_exception_inside():
     with model_parallel():
         model = one_gpt()
@@ -104,8 +143,8 @@ def test_models_with_different_settings_live_side_by_side():
         assert fused == plain - 2  # Megatron's loss takes three, the fused head one
         assert forward_collectives(classwide) == plain
         with patched(chunk_size=2, cache=1):
-            assert (own._postprocess.settings.nemo_rl_chunk_size, own._postprocess.settings.cache) == (3, 0.5)
-            assert (classwide._postprocess.settings.nemo_rl_chunk_size, classwide._postprocess.settings.cache) == (2, 1)
+            of_both = (settings_of(model, "_postprocess") for model in (own, classwide))
+            assert [(one.nemo_rl_chunk_size, one.cache) for one in of_both] == [(3, 0.5), (2, 1)]
             losses += [run(own, batch()[1]), run(classwide, batch()[1])]
             assert forward_collectives(classwide) == forward_collectives(own) == fused
         assert forward_collectives(classwide) == plain

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ext import cpu_products
 from megatron_on_cpu import megatron_on_cpu
+from megatron_on_cpu.products import sixteen_bit_products
 from tests.gpt import model_parallel, tiny_batches, tiny_gpt
 from tests.on_transformer_engine.models import plain_loss
 from tests.ranks import ranks
@@ -29,7 +29,7 @@ PRODUCTS = {
 
 @contextlib.contextmanager
 def without_sixteen_bit_products(monkeypatch, seen):
-    """`seen` gets the dtypes of what torch's kernels are given, tiles among them."""
+    """`seen` gets the dtypes of what torch's kernels are given."""
     get_kernel = torch.library.get_kernel
 
     def watched(name, key):
@@ -42,15 +42,8 @@ def without_sixteen_bit_products(monkeypatch, seen):
 
         return Watched()
 
-    tiles = cpu_products._product_in_tiles
-
-    def watched_tiles(*args):
-        seen.add(torch.float32)
-        tiles(*args)
-
     monkeypatch.setattr(torch.library, "get_kernel", watched)
-    monkeypatch.setattr(cpu_products, "_product_in_tiles", watched_tiles)
-    with cpu_products.sixteen_bit_products(False), megatron_on_cpu():
+    with sixteen_bit_products(False), megatron_on_cpu():
         yield
 
 
@@ -96,7 +89,7 @@ def test_outside_torch_has_its_kernels(monkeypatch):
     with without_sixteen_bit_products(monkeypatch, seen):
         assert torch.equal(x @ x, (x.float() @ x.float()).bfloat16())
     seen.clear()
-    with cpu_products.sixteen_bit_products(False):
+    with sixteen_bit_products(False):
         assert torch.equal(x @ x, before)
         torch.bmm(x.float()[None], x.float()[None])
     assert not seen
@@ -120,7 +113,7 @@ def test_megatrons_own_layers():
         found = step(torch.bfloat16)
     assert torch.float32 in seen
     assert torch.bfloat16 not in seen
-    with cpu_products.sixteen_bit_products(True):
+    with sixteen_bit_products(True):
         native = step(torch.bfloat16)
     error, of_torchs = (
         sum((got.float() - want).norm() / want.norm() for got, want in zip(some, true, strict=True))

@@ -11,14 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_ext import batch_invariant_mode
 from megatron_ext.distributed.collectives import all_gather
 from megatron_ext.distributed.counting import count_collectives
-from megatron_ext.head import batch_invariance
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.numerics import batch_invariance, fixed_order
 from megatron_ext.tensor_parallel import (
     InferenceLayerNormColumnParallelLinear,
     InferenceRowParallelLinear,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron_ext.tensor_parallel._layers.linear_autograd import Plan, parallel_linear
+from megatron_ext.tensor_parallel._layers.linear_autograd import LinearPlan, parallel_linear
 from tests.batch_invariant_mode import switch, switched_on
 from tests.marks import quick_if, slow
 from tests.operators import Operators
@@ -99,7 +98,7 @@ def test_the_switches_reach_layers_and_functions(monkeypatch):
     """Megatron's and ours; what was on is off afterwards, and is said once."""
     x, w = numbers(S, D, seed=0), numbers(N, D, seed=1)
     given = (w, None, False, False, False)
-    fixed = products.mm(x, w.t())
+    fixed = fixed_order.mm(x, w.t())
     assert not torch.equal(fixed, x[:, None].matmul(w.t())[:, 0]) or not torch.equal(fixed[:3], x[:3] @ w.t())
     layer, weight, bias = layer_of(LAYOUTS[0], torch.float32, Config())
     for on in (lambda: switch(True), batch_invariant_mode):
@@ -108,7 +107,7 @@ def test_the_switches_reach_layers_and_functions(monkeypatch):
             warnings.simplefilter("always")
             found = [linear_with_grad_accumulation_and_async_allreduce(x[:n], *given) for n in (1, 3, S)]
             assert layer.plan().invariant
-            assert torch.equal(layer(x[:3])[0], products.mm(x[:3], weight.t(), bias))
+            assert torch.equal(layer(x[:3])[0], fixed_order.mm(x[:3], weight.t(), bias))
         assert ["tensor-parallel layers take products and sums of one" in str(one.message) for one in said] == [True]
         assert all(torch.equal(y, fixed[: len(y)]) for y in found)
     assert not layer.plan().invariant
@@ -126,7 +125,7 @@ def test_on_cuda_forward_calls_what_megatrons_mode_replaces(layouts, output_dtyp
             x = torch.empty(8, 1, 16, dtype=torch.bfloat16, device="cuda")
             w = torch.empty(12, 16, dtype=torch.bfloat16, device="cuda")
             bias = torch.empty(12, dtype=torch.bfloat16, device="cuda") if column else None
-            parallel_linear(x, w, bias, Plan(world(), *layouts, output_dtype=output_dtype).in_mode())
+            parallel_linear(x, w, bias, LinearPlan(world(), *layouts, output_dtype=output_dtype).in_mode())
         return {str(func) for func in operators.seen if "mm" in func._opname}
 
     assert seen(True) == {"aten.addmm.default" if column else "aten.mm.default"}
@@ -169,7 +168,7 @@ def test_attention_on_cuda_takes_no_flash_kernel():
 
 
 def test_symmetric_memory_is_not_taken():
-    plan = Plan(None, "sequence", "sharded", symmetric=True)
+    plan = LinearPlan(None, "sequence", "sharded", symmetric=True)
     with switched_on():
         assert not plan.in_mode().symmetric
     assert plan.in_mode() is plan

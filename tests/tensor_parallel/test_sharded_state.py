@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 from tests.gpt import child_processes, model_parallel, tiny_config
 from tests.ranks import ranks
 from tests.tensor_parallel.sharded import build, numbers
@@ -125,7 +125,7 @@ def test_parameters_that_fsdp2_cut_over_the_data_parallel_ranks():
         mesh = DeviceMesh.from_group(group, "cpu")
         tensor = distribute_tensor(torch.zeros(N, D), mesh, [Shard(0)])
         for axis in (0, 1):
-            ours = Place((), None, tp_group).tensor(tensor, "w", axis)
+            ours = LayerPlacement((), None, tp_group).tensor(tensor, "w", axis)
             stock = make_tp_sharded_tensor_for_checkpoint(tensor, "w", axis, tp_group=tp_group, dp_cp_group=group)
             for name in ["local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id"]:
                 assert getattr(ours, name) == getattr(stock, name), (axis, name)

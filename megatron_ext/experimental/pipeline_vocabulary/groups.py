@@ -22,7 +22,7 @@ _OWN = {  # what goes over a group of its own, of the pipeline's ranks
 
 
 def communicator_of(kind: Sent) -> str:
-    """What shares a communicator, of two ranks or of the pipeline, is sent one after the other."""
+    """Name the communicator of an exchange. Exchanges on one communicator are sent one after the other."""
     return next((name for name, kinds in _OWN.items() if kind in kinds), kind.value)
 
 

@@ -19,7 +19,7 @@ _MARK: Form = ((1,), torch.int64)
 
 
 class Marks:
-    """Which rank failed, as far as this one knows: its number in the job plus one, 0 for none. On `device`."""
+    """Failed rank, as far as this rank knows: the number in the job plus one, 0 for none. On `device`."""
 
     def __init__(self, device: torch.device):
         self.mark = torch.zeros(1, dtype=torch.int64, device=device)
@@ -39,7 +39,7 @@ class Marks:
         self.mark.copy_(torch.where(self.mark == 0, differ * (dist.get_rank() + 1), self.mark))
 
     def attempt(self, compute: Callable[[], Any], otherwise: Any = None) -> Any:
-        """What `compute` returns; if it fails, or something on this rank has failed before, `otherwise`."""
+        """Return `compute()`; `otherwise` if it fails, or if a computation on this rank has failed before."""
         if not self.has_failed:
             try:
                 return compute()
@@ -49,7 +49,7 @@ class Marks:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank has."""
+        """Return whether this rank has failed."""
         return self._error is not None
 
     def fail(self, error: Exception) -> None:

@@ -32,7 +32,7 @@ class AskLosses(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the schedule tells a forward step when it begins.
+    """Context that the schedule gives to a forward step at its begin.
 
     Attributes:
         expect: `expect(found, expected, name)`: what the model uses has to be what the stages were asked for.

@@ -19,7 +19,7 @@ from megatron_ext.megatron.fused_loss.module_calls import attribute
 
 
 def sharing_of(model: Any) -> Sharing | None:
-    """How a model (one chunk, or a list of them, wrapped or not) shares its vocabulary; None: it does not."""
+    """Return the sharing of the vocabulary of a model (a chunk or a list of them); None: it is not shared."""
     chunk = model[0] if isinstance(model, list) else model
     try:
         return get_attr_wrapped_model(chunk, SHARED)
@@ -28,7 +28,7 @@ def sharing_of(model: Any) -> Sharing | None:
 
 
 def forward_backward(*, model: Any, data_iterator: Any, **arguments: Any) -> list[Any]:
-    """What Megatron's schedules do, with their arguments and their result.
+    """Run a step as Megatron's schedules do, with their arguments and their result.
 
     Communicates, before any message of the step: one all-gather of six int64 over the ranks that share the vocabulary,
     which tells whether all of them have the same order of passes before them. The host waits for it.
@@ -105,7 +105,7 @@ _recordings: list[Callable[[Run], None]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Run]]:
-    """What this stage's schedule runs meanwhile, pass by pass, with the host's `time.perf_counter()`."""
+    """Record the passes that this stage's schedule runs meanwhile, with the host's `time.perf_counter()`."""
     runs: list[Run] = []
     _recordings.append(runs.append)
     try:
@@ -141,7 +141,7 @@ def refuse_others(others: dict[str, Any]) -> None:
 
 
 def estimated_times(config: Any, shape: Shape, sharing: Sharing, seq_length: int) -> Times:
-    """How long passes take, in FLOPs per token of a rank: all stages count alike, and so find the same order."""
+    """Estimate durations of passes in FLOPs per token of a rank: all stages count alike, and so find the same order."""
     width, rows = config.hidden_size, sharing.output.vocab.columns
     tp = config.tensor_model_parallel_size
     feed_forward = (config.ffn_hidden_size or 4 * width) * (3 if config.gated_linear_unit else 2)

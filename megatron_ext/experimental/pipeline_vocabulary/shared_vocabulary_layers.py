@@ -16,7 +16,7 @@ from megatron_ext.experimental.pipeline_vocabulary.paused_forward import AskEmbe
 from megatron_ext.megatron.fused_loss.module_calls import Hooks
 from megatron_ext.megatron.fused_loss.promised_logits import PromisedLogits, Terms, promise_logits
 from megatron_ext.megatron.fusion_report import ModelFusion
-from megatron_ext.tensor_parallel._layers.sharded_checkpoints import Place
+from megatron_ext.tensor_parallel._layers.sharded_checkpoints import LayerPlacement
 
 
 class SharedRows(nn.Module):
@@ -44,7 +44,7 @@ class SharedRows(nn.Module):
         weight = self.state_dict(keep_vars=True)["weight"]
         pieces = {0: (self.vocab.start // self.vocab.columns, self.pieces)}
         # The table may be padded otherwise where it is loaded.
-        return {key: Place(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
+        return {key: LayerPlacement(sharded_offsets, metadata).pieces(weight, key, pieces, allow_shape_mismatch=True)}
 
 
 class SharedEmbedding(SharedRows):
@@ -59,7 +59,7 @@ class SharedEmbedding(SharedRows):
         self.mtp_layers = mtp_layers
 
     def forward(self, input_: Any, *_: Any, **__: Any) -> Any:
-        """Of token ids `[B, S]` their embeddings `[B, S, H]`; of a function see `SharedRows`."""
+        """Return the embeddings `[B, S, H]` of token ids `[B, S]`; for a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
         if self.stage > 0:
@@ -95,7 +95,7 @@ class SharedOutputLayer(SharedRows):
     def forward(
         self, input_: Any, weight: Any = None, runtime_gather_output: bool | None = None, *_: Any, **__: Any
     ) -> Any:
-        """Of hidden states promised logits and None; of a function see `SharedRows`."""
+        """Return promised logits of hidden states, and None; for a function see `SharedRows`."""
         if not isinstance(input_, Tensor):
             return super().forward(input_)
         if weight is not None and weight is not self.weight:
@@ -134,7 +134,7 @@ class SharedOutputLayer(SharedRows):
 
 
 class Sharing(NamedTuple):
-    """How a model, on all of its chunks on this stage, shares its vocabulary."""
+    """Sharing of a model's vocabulary, on all of the model's chunks on this stage."""
 
     groups: PipelineGroups
     embedding: SharedEmbedding

@@ -13,7 +13,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 class Aside(NamedTuple):
-    """What work beside the passes has returned, and when it is there."""
+    """Result of work beside the passes, and the event after which the result is there."""
 
     found: Any
     done: Any
@@ -49,7 +49,7 @@ class SideWork:
         return Aside(found, done)
 
     def take(self, aside: Aside) -> Any:
-        """What the work has returned; the current stream waits for it."""
+        """Return the result of the work; the current stream waits for it."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(aside.done)
             _keep(tree_leaves(aside.found), torch.cuda.current_stream())

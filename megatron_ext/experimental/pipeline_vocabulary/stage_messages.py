@@ -1,4 +1,4 @@
-"""What a stage sends and receives in one step: one message for each exchange, with the mark of a failure in it."""
+"""Messages of a stage in one step: one for each exchange, with the mark of a failure in it."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ _OF_TWO = (Sent.FORWARD, Sent.BACKWARD)  # a sender and a receiver; all others a
 
 
 class Sizes(NamedTuple):
-    """Of a micro-batch on this rank: B, S of all tensor-parallel ranks, S of its slice, H, P predictions a position."""
+    """Sizes of a micro-batch on this rank: B, S whole, S of the rank's slice, H, P predictions a position."""
 
     batch: int
     sequence: int
@@ -83,12 +83,12 @@ class StageMessages:
         return [(self.embedding_shape(exchange.micro_batch, sequences), self.dtype)]
 
     def embedding_shape(self, micro_batch: int, sequences: int) -> tuple[int, int, int]:
-        """Of the embedding of that many sequences, as the layers get it on this rank."""
+        """Return the shape of the embedding of so many sequences, as the layers get it on this rank."""
         _, sequence, piece, width, _ = self.sizes(micro_batch)
         return (piece, sequences, width) if self.in_slices else (sequences, sequence, width)
 
     def put(self, exchange: Exchange, *tensors: Tensor) -> None:
-        """What this stage will send, packed now. What goes to all stages arrives here too, as it is."""
+        """Pack the tensors that this stage will send. Tensors for all stages arrive here too, unpacked."""
         found = [tensor.detach() for tensor in tensors]
         self._put[exchange] = self.marks.pack(*found)
         if exchange.kind not in _OF_TWO:
@@ -132,7 +132,7 @@ class StageMessages:
         return self.marks.unpack(self._arriving.pop(exchange).wait(), self.forms(exchange))
 
     def sent(self, pending: Pending) -> None:
-        """What is on its way is kept."""
+        """Keep a message that is on its way."""
         self._sent.append(pending)
 
     def wait_for_sent(self) -> None:

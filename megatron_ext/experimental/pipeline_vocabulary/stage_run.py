@@ -41,7 +41,7 @@ from megatron_ext.megatron.fused_loss.module_calls import call_known
 
 
 class Call(NamedTuple):
-    """What Megatron's training loop gave the schedule, by its names, as far as it matters; lists: an entry a chunk."""
+    """Arguments of Megatron's training loop for the schedule, by Megatron's names; lists: an entry a chunk."""
 
     forward_step_func: Callable[..., Any]
     data_iterator: list[Any]

@@ -20,7 +20,7 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
 from megatron_ext.experimental.pipeline_vocabulary.side_stream import Aside, SideWork
 from megatron_ext.experimental.pipeline_vocabulary.stage_messages import StageMessages
 from megatron_ext.head.engine import linear_steps
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import CrossEntropy, IsArgmax
 from megatron_ext.head.readouts.read_out import ReadOut
 from megatron_ext.megatron.fused_loss.acceptance_counts import counts_acceptance
@@ -40,7 +40,7 @@ def gradients_held(config: Any, last: bool) -> Iterator[None]:
 
 
 class VocabularyPasses:
-    """Of one step.
+    """Passes of embedding and lm head in one step.
 
     Attributes:
         ids: token ids `[P B, S]`, until the embedding has its gradient.
@@ -56,7 +56,7 @@ class VocabularyPasses:
         self.groups, self.embedding, self.output = _, embedding, output = sharing
         self.backward, self.beside = not shape.forward_only, shape.beside
         fuse = output.gradient_accumulation_fusion
-        self.call = Call(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
+        self.call = ResolvedHead(self.groups.statistics, output.vocab, cache=1, fuse_main_grad=fuse)
         self.hits = output.mtp_layers > 0 and counts_acceptance()
         self.asks_further = self.groups.is_last and shape.further
         self.side = SideWork(output.weight.device, shape.beside)
@@ -77,7 +77,7 @@ class VocabularyPasses:
         )
 
     def finish(self) -> None:
-        """What was begun aside is waited for."""
+        """Wait for the work that was begun on the side stream."""
         if self._part_of_dx is not None:
             self.side.run(self._part_of_dx.wait)
         self.side.close()
@@ -215,7 +215,7 @@ class VocabularyPasses:
         return self.side.take(self.results[n]), unit
 
     def take_loss_gradient(self, n: int, which: int, grad_BS: Tensor) -> Tensor:
-        """Of one prediction. Returned is this rank's slice of it, `[S/R, B]`."""
+        """Take the loss gradient of one prediction, and return this rank's slice of it, `[S/R, B]`."""
         grad_SB = grad_BS.detach().t().contiguous().float()
         self._grad_parts.setdefault(n, {})[which] = grad_SB
         piece = self.messages.sizes(n).slice
@@ -244,7 +244,7 @@ class VocabularyPasses:
         self.marks.attempt(go)
 
     def take_embedding_gradient(self, n: int, grad: Tensor) -> None:
-        """Of what this stage's layers asked for."""
+        """Take the gradient of the embeddings that this stage's layers asked for."""
         self.grad_embeddings[n] = grad.detach().to(self.output.weight.dtype)
 
     def put_embedding_gradient(self, n: int, sequences: int) -> None:

@@ -17,12 +17,12 @@ from megatron_ext.experimental.pipeline_vocabulary.shared_vocabulary_layers impo
     SharedOutputLayer,
     Sharing,
 )
-from megatron_ext.head.batch_invariance import is_on
 from megatron_ext.head.validation.option_checks import rounds
 from megatron_ext.megatron.fused_loss import function_wrapping, patch_points
 from megatron_ext.megatron.fused_loss.module_calls import attribute
 from megatron_ext.megatron.fusion_report import counters_of
 from megatron_ext.megatron.output_layer import is_bent
+from megatron_ext.numerics.batch_invariance import is_on
 
 SHARED = "megatron_ext_shared_vocabulary"  # marks a model whose vocabulary is shared
 
@@ -214,7 +214,7 @@ def output_layer_fault(model: Any) -> ValueError | None:
 
 
 def _depth(model: Any) -> int:
-    """How many layers of multi-token prediction run in this chunk."""
+    """Count the layers of multi-token prediction that run in this chunk."""
     layers = getattr(getattr(model, "mtp", None), "layers", ())
     repeated = getattr(model.config, "mtp_use_repeated_layer", False)
     return model.config.mtp_num_layers if layers and repeated else len(layers)

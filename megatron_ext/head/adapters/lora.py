@@ -16,15 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext import cpu_products
+from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group, group_size
-from megatron_ext.head.engine.autograd import differentiable_once
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.validation.argument_checks import check_floating
 from megatron_ext.head.validation.option_checks import check_number
+from megatron_ext.numerics import cpu_products, fixed_order
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class LoRA(NamedTuple):
@@ -44,10 +43,15 @@ class LoRA(NamedTuple):
     dropout: float = 0.0
 
 
-def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[LoRA, ...]:
-    """One adapter or several, checked as far as every rank sees it."""
-    several = isinstance(lora, list | tuple) and not isinstance(lora, LoRA)
-    adapters = tuple(lora) if several else (lora,)
+def adapters_of(lora: Any) -> tuple[LoRA, ...]:
+    """One adapter or several, as a head was given them."""
+    if lora is None:
+        return ()
+    return tuple(lora) if isinstance(lora, list | tuple) and not isinstance(lora, LoRA) else (lora,)
+
+
+def check_adapters(adapters: Sequence[Any], weight: Any) -> None:
+    """Raises ValueError for what every rank sees wrong with them before it knows its group."""
     for each in adapters:
         if not isinstance(each, LoRA):
             raise ValueError(
@@ -64,13 +68,16 @@ def adapters_of(lora: Any, weight: Any, group: Group, in_slices: bool) -> tuple[
             )
         check_number("lora scaling", each.scaling, "that is finite", math.isfinite, "pass lora_alpha / r")
         check_number("lora dropout", each.dropout, "in [0, 1)", lambda x: 0 <= x < 1, "pass 0 outside of training")
-        if each.dropout and group_size(group) > 1 and not in_slices:
+
+
+def check_dropout(adapters: Sequence[LoRA], ranks: int, in_slices: bool) -> None:
+    """Raises ValueError where ranks that hold the same hidden states would leave out other entries of them."""
+    for each in adapters:
+        if each.dropout and ranks > 1 and not in_slices:
             raise ValueError(
-                f"lora dropout is {each.dropout} over {group_size(group)} ranks that hold the same hidden states: they "
-                f'must leave out the same entries, which nothing here promises; use dropout=0, or hidden_layout="'
-                f'sequence"'
+                f"lora dropout is {each.dropout} over {ranks} ranks that hold the same hidden states: they must leave "
+                f'out the same entries, which nothing here promises; use dropout=0, or hidden_layout="sequence"'
             )
-    return adapters
 
 
 def rows_fault(adapters: Sequence[LoRA], weight: Tensor) -> ValueError | None:
@@ -146,7 +153,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _product(x_TK: Tensor, w_KN: Tensor, fixed: bool) -> Tensor:
-    return products.mm(x_TK, w_KN) if fixed else cpu_products.mm(x_TK, w_KN)
+    return fixed_order.mm(x_TK, w_KN) if fixed else cpu_products.mm(x_TK, w_KN)
 
 
 def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
@@ -155,7 +162,7 @@ def _gradient_of_a(low_TN: Tensor, x_TD: Tensor, fixed: bool) -> Tensor:
     if not fixed:
         return matmul.add_product(None, low_TN.t(), x_TD)
     total_ND = x_TD.new_zeros(low_TN.shape[1], x_TD.shape[1], dtype=accumulation_dtype(x_TD.dtype))
-    products.add_transposed(total_ND, products.aligned(low_TN), x_TD)
+    fixed_order.add_transposed(total_ND, fixed_order.aligned(low_TN), x_TD)
     return total_ND
 
 

@@ -5,20 +5,19 @@ How a call's logits are passed over is a `Way`: of hidden states with exponentia
 (`fixed_bits/linear.py`) or chunk by chunk, and of logits that exist (both in `chunked/ways.py`).
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_ext import main_grad
+from megatron_ext.autograd import differentiable_once, without_autocast
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits.leaves import sum_of_ranks
+from megatron_ext.numerics.tree_sums import sum_of_ranks
 
 
 class Passed(NamedTuple):
@@ -68,24 +67,6 @@ class Way:
     def backward(self, asked: Asked) -> tuple[Tensor | None, ...]:
         """The gradients of the first inputs; the others have none."""
         raise NotImplementedError
-
-
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For `backward` of an autograd function: a second derivative is an error, never a silently missing term.
-
-    torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
-    summed loss would lose its term without a word.
-    """
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():  # nobody builds a graph of this backward
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            found = backward(ctx, *grads)
-        return tuple(_Once.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found)
-
-    return checked
 
 
 class Read(torch.autograd.Function):
@@ -192,23 +173,3 @@ def _of_first_results(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor |
         found.append(grads[at] if readout.differentiable else None)
         at += length
     return found
-
-
-def without_autocast(x: Any) -> AbstractContextManager[Any]:
-    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
-    kind = x.device.type
-    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError(
-            "heads and linear layers cannot be differentiated twice: a gradient of theirs was given to backward() "
-            "again, by create_graph=True"
-        )

@@ -13,17 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_ext.head.engine.call import Call
-from megatron_ext.head.row_passes.gpu_properties import (
-    TILE_M,
-    TILE_N,
-    Device,
-    device_of,
-    on_tensor_cores,
-    product_seconds,
-)
+from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.head.row_passes.gpu_properties import TILE_M, TILE_N, Device, device_of, product_seconds
 from megatron_ext.head.row_passes.side_by_side import Operand
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.matrices import on_tensor_cores
+from megatron_ext.numerics.readable_values import has_values
 
 # Logits of one chunk: on CUDA, where a read-out has dozens of launches a chunk, so many that the host keeps up; on CPU
 # fewer, as long as the product has 256 rows, and those that are all kept take no memory of their own.
@@ -203,7 +197,7 @@ def tiles(
     return [Tile(slice(0, tokens), block) for block in found]
 
 
-def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
+def cached_columns(call: ResolvedHead, tokens: int, columns: int, like: Tensor, later: int = 0) -> int:
     """For how many of the first columns the exponentials are kept for backward, of hidden states `[T, D]` like `like`.
 
     "bounded" keeps as many eighths of the columns as take no more memory than the weight and an fp32 gradient of it do.
@@ -220,7 +214,7 @@ def cached_columns(call: Call, tokens: int, columns: int, like: Tensor, later: i
     return int(cache * columns) if cache <= 1 else min(columns, int(cache) // column)
 
 
-def kept_tokens(call: Call, tokens: int, columns: int, like: Tensor) -> int:
+def kept_tokens(call: ResolvedHead, tokens: int, columns: int, like: Tensor) -> int:
     """For how many of the first tokens the gradient of logits is kept, where forward can make it.
 
     "bounded" keeps on CPU what two chunks of `_CHUNK` logits take, and nothing on CUDA or where the caller says how
@@ -232,7 +226,7 @@ def kept_tokens(call: Call, tokens: int, columns: int, like: Tensor) -> int:
     return tokens * cached_columns(call, tokens, columns, like) // max(columns, 1)
 
 
-def keeps_all(call: Call, tokens: int, like: Tensor) -> bool:
+def keeps_all(call: ResolvedHead, tokens: int, like: Tensor) -> bool:
     """Whether every rank keeps all of its columns, as far as each can tell of the others."""
     return call.cache == 1 or (call.cache == "bounded" and _bounded_eighths(tokens, like) == 8)
 

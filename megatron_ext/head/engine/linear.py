@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import linear_passes
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
@@ -27,6 +26,7 @@ from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import add_label_rows, token_gradient
 from megatron_ext.head.row_passes.logit_passes import part_of
 from megatron_ext.head.row_passes.side_by_side import operand
+from megatron_ext.numerics import cpu_products
 
 
 class OfSoftmax(Way):

@@ -16,8 +16,10 @@ from megatron_ext.head.engine.chunk_sizes import block_room, cached_columns, pie
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, finish_dx, row_gradient, row_statistics
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, part_of, parts_of
+from megatron_ext.head.row_passes.logit_passes import part_of, parts_of
 from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide, tensors_of
+from megatron_ext.numerics import matrices
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class FirstPass(NamedTuple):
@@ -44,9 +46,11 @@ def statistics_pass(
     bias_V = None if bias_V is None else bias_V.to(dtype)
     stats_KT = statistics.new_statistics(tokens, call, dtype, hidden_TD.device)
     later, cached = kept_columns(weight_VD, hidden_TD, plan, keep)
-    exp_TV = matmul.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
+    exp_TV = matrices.new_matrix(hidden_TD, tokens, cached) if cached else hidden_TD.new_empty(tokens, 0)
     shift_T = stats_KT.new_empty(tokens)
-    in_place = cached == columns and not matmul.widens(hidden_TD, call.rounds)  # logits turn into what is kept of them
+    in_place = cached == columns and not matrices.widens(
+        hidden_TD, call.rounds
+    )  # logits turn into what is kept of them
 
     def run(x_TD: Tensor, span: slice) -> None:
         for rows in product_chunks(span, call.chunk_tokens, columns, hidden_TD, later, in_place):
@@ -89,14 +93,14 @@ def _keeps_logits(call, x_TD) -> bool:
     exponentials. The exception is a softcap of 16 or more with 16-bit operands on CUDA: there fp32 logits would be
     rounded to 16 bits, and such large logits lose more of the probabilities by that than the slope gains.
     """
-    return call.softcap is not None and (not matmul.widens(x_TD, call.rounds) or call.softcap < 16)
+    return call.softcap is not None and (not matrices.widens(x_TD, call.rounds) or call.softcap < 16)
 
 
 def kept_columns(weight_VD: Operand, hidden_TD: Tensor, plan: Plan, keep: bool) -> tuple[int, int]:
-    """Bytes that backward will need for dx and dW and that nothing holds during forward, or some if none will follow,
-    and for how many columns exponentials are kept."""
+    """Bytes that backward will need for dx and dW and that nothing holds during forward, or the weight's if none will
+    follow: each chunk reads the weight; and for how many columns exponentials are kept."""
     if not keep:
-        return weight_VD.nbytes // 4, 0
+        return weight_VD.nbytes, 0
     tokens, size = plan.tokens, weight_VD.element_size()
     first, *others = tensors_of(weight_VD)
     alone = others if plan.call.fuse_main_grad else [first, *others]
@@ -111,7 +115,7 @@ def gradient_tile(tile, x_TD, w_VD, bias_V, exp_TV, grad, plan) -> Tensor:
     kept, width = block.stop <= exp_TV.shape[1], block.stop - block.start
     target_T = plan.target_T - block.start
     bias_V = None if bias_V is None else bias_V[block].to(grad.shift.dtype)
-    g_TV = matmul.new_matrix(x_TD, tokens.stop - tokens.start, width)
+    g_TV = matrices.new_matrix(x_TD, tokens.stop - tokens.start, width)
     inside = grad.inside or (None, None, None)
     room = block_room(target_T.shape[0], w_VD.shape[0], x_TD)
     for rows in [tokens] if kept else product_chunks(tokens, None, width, x_TD, room):

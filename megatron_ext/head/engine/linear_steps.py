@@ -24,9 +24,9 @@ from megatron_ext import main_grad
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.collectives import Pending
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.linear_passes import FirstPass, finished_dx, read_out, statistics_pass
 from megatron_ext.head.engine.plan import Plan
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.engine.weight_gradient import WeightGradient
 from megatron_ext.head.row_passes import matmul
@@ -76,7 +76,7 @@ class Result(NamedTuple):
         return self.results[1][0] if len(self.results) > 1 else None
 
 
-def plan_steps(readouts: Any, call: Call, hidden_TD: Tensor) -> Plan:
+def plan_steps(readouts: Any, call: ResolvedHead, hidden_TD: Tensor) -> Plan:
     """The read-outs of hidden states `[T, D]` in steps; gradients are of the first one.
 
     Raises:
@@ -88,11 +88,11 @@ def plan_steps(readouts: Any, call: Call, hidden_TD: Tensor) -> Plan:
             f"softcap is {call.softcap}, read-outs are {names}: the head in steps takes no softcap, and read-outs of "
             f"labels alone, its products are made before the ranks' statistics are known; use linear_cross_entropy"
         )
-    return Plan(readouts, call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
+    return Plan([r.copied() for r in readouts], call, lambda x: x, hidden_TD.shape[0], hidden_TD.device)
 
 
 @torch.no_grad()
-def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: Call, backward: bool) -> Products:
+def products(hidden_TD: Tensor, weight_VD: Tensor, readouts: Any, call: ResolvedHead, backward: bool) -> Products:
     """The first step, of hidden states `[T, D]` that every rank holds, with this rank's shard `[V/R, D]`.
 
     Raises:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.head.engine import logit_gradient, statistics
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import leaf_count
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import check_exchange
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.readable_values import has_values
 
 if TYPE_CHECKING:
     from megatron_ext.head.readouts.read_out import ReadOut
@@ -30,8 +30,9 @@ class Plan:
     """Read-outs bound to one call.
 
     Attributes:
-        call: of all of them.
-        readouts: in the order in which they were asked for.
+        head: that is read.
+        call: the same as the passes take it, with the sums that any read-out wants.
+        readouts: copies of the caller's, in the order in which they were asked for.
         tokens: T.
         softmax: whether any wants the softmax of whole rows.
         needs_logits: whether a gradient may want logits, or a read-out has rows of its own: chunk by chunk then.
@@ -52,7 +53,7 @@ class Plan:
     def __init__(
         self,
         readouts: "Sequence[ReadOut]",
-        call: Call,
+        call: ResolvedHead,
         flat: Any,
         tokens: int,
         device: torch.device,
@@ -65,7 +66,9 @@ class Plan:
         largest = None if call.softcap is None else call.softcap / max(call.temperature, 1.0)
         sums: dict[str, Any] = {name: any(getattr(r, name) for r in readouts) for name in ("mean", "expected", "hits")}
         self.call = replace(bare, largest=largest, **sums) if largest is not None or any(sums.values()) else bare
-        self.readouts = [r.bind(self.call, flat) for r in readouts]
+        self.readouts = readouts
+        for r in readouts:
+            r.bind(self.call, flat)
         self.tokens = self.all_tokens = tokens
         self.places_T: Tensor | None = None
         self.held: torch.dtype | None = None
@@ -85,7 +88,7 @@ class Plan:
         self.ids = self._ids()
         asked = [r.labels_T for r in self.readouts if r.labels_T is not None]
         self.asked: Tensor = asked[0] if asked else self.target_T[:1]
-        self._asked_of, self._options = call, options or {}
+        self.head, self._options = call, options or {}
         self.kept_T = self._kept()
         for r in self.readouts:
             r.masked_later = r.counts_T is self.kept_T
@@ -113,7 +116,7 @@ class Plan:
     @cached_property
     def words(self) -> str:
         """What all ranks must pass alike."""
-        call = self._asked_of
+        call = self.head
         found: dict[str, Any] = {"softcap": call.softcap, "temperature": call.temperature}
         found["logit_scale"] = call.logit_scale
         found |= {} if call.bits == "fast" else {"bits": call.bits}
@@ -165,7 +168,7 @@ class Plan:
             found = found or r.chunks(self.tokens, self.target_T.is_cuda)
         if not found or not self.call.fixed:
             return found
-        step = products.whole_blocks(found[0])
+        step = fixed_order.whole_blocks(found[0])
         return [slice(at, min(at + step, self.tokens)) for at in range(0, self.tokens, step)]
 
     def begin(self, chunks: list[slice], device: torch.device) -> None:
@@ -174,7 +177,7 @@ class Plan:
         for r in self.readouts:
             r.begin(chunks, device, words, self.ids)
 
-    def refuse(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
+    def raise_on_all_ranks(self, fault: ValueError, dtype: torch.dtype, device: torch.device) -> NoReturn:
         """Raises `fault` once the other ranks know of it, by the exchange that they are waiting for."""
         if self.call.ranks > 1 and self.all_tokens:
             begins = next((r for r in self.readouts if r.begins), None)

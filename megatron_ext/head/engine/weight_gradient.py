@@ -14,15 +14,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products, main_grad
+from megatron_ext import main_grad
 from megatron_ext.head.engine.chunk_sizes import pieces
 from megatron_ext.head.engine.linear_passes import counted, weighed_sum
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes.dispatch import add_label_rows, scale_rows
-from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
 from megatron_ext.head.row_passes.logit_passes import part_of
 from megatron_ext.head.row_passes.side_by_side import Operand, column_spans, tensors_of
 from megatron_ext.head.row_passes.token_terms import Gradient
+from megatron_ext.numerics import cpu_products
+from megatron_ext.numerics.matrices import on_tensor_cores
 
 # Rows of dW at a time on CPU with 16-bit operands: their fp32 sum takes little memory, and the product comes faster
 # than as a whole (294 ms against 380 at T 4096, D 512, V 32768). The tokens are summed in this many chunks.

@@ -12,12 +12,12 @@ from torch import Tensor
 from megatron_ext.head.engine import chunk_sizes, linear_passes
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.engine.statistics import Statistics
-from megatron_ext.head.fixed_bits import products
 from megatron_ext.head.fixed_bits.leaves import total_of
-from megatron_ext.head.fixed_bits.products import TOKENS
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes import dispatch, label_terms
 from megatron_ext.head.row_passes.logit_passes import parts_of
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.fixed_order import TOKENS
 
 
 class Gradient:
@@ -95,15 +95,15 @@ class Gradient:
             dispatch.scale_rows(self._scaled[1], x_tD, self._grads[at].scale[rows])
         out_VD, scaled_tD = total_VD[self._rows_of(at, block)], self._scaled[1][:, of_x]
         if self._source.on_gpu:
-            products.transposed(out_VD, g_tV, scaled_tD, adds)
+            fixed_order.transposed(out_VD, g_tV, scaled_tD, adds)
         else:
-            products.add_transposed(out_VD, g_tV, scaled_tD)
+            fixed_order.add_transposed(out_VD, g_tV, scaled_tD)
 
     def add_db(self, total_V: Tensor, rows: slice, at: int, block: slice, g_tV: Tensor) -> None:
         """Add the sum of `scale * G` over tokens."""
         out_V, scale_t = total_V[self._rows_of(at, block)], self._grads[at].scale[rows]
         if self._source.on_gpu:
-            products.transposed(out_V.unsqueeze(1), g_tV, scale_t.to(g_tV.dtype).unsqueeze(1))
+            fixed_order.transposed(out_V.unsqueeze(1), g_tV, scale_t.to(g_tV.dtype).unsqueeze(1))
             return
         for g, scale in zip(g_tV.split(TOKENS), scale_t.split(TOKENS), strict=True):
             out_V += (g.to(out_V.dtype) * scale.unsqueeze(1)).sum(0)

@@ -8,19 +8,16 @@ of neighbours: `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, of which each rank h
 Legend: T tokens, D hidden size, V columns of this rank's vocabulary shard.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.distributed import collectives
-from megatron_ext.distributed.groups import Group, group_rank, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
-from megatron_ext.head.fixed_bits.products import aligned
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.head.engine.resolved_head import ResolvedHead
+from megatron_ext.numerics.fixed_order import aligned
+from megatron_ext.numerics.tree_sums import in_tree
 
 LEAVES = 8
 
@@ -49,7 +46,7 @@ def leaf_width(size: int) -> int:
     return -(-size // LEAVES)
 
 
-def leaves_of(call: Call) -> list[Leaf]:
+def leaves_of(call: ResolvedHead) -> list[Leaf]:
     """The leaves of this rank's shard, in order; of a small vocabulary the last ones may hold nothing."""
     vocab = call.vocab
     if call.bits != "tensor_parallel":
@@ -62,7 +59,7 @@ def leaves_of(call: Call) -> list[Leaf]:
     return found
 
 
-def leaf_count(call: Call) -> int:
+def leaf_count(call: ResolvedHead) -> int:
     """How many leaves a rank has, whatever its shard is."""
     return LEAVES // call.ranks if call.bits == "tensor_parallel" else 1
 
@@ -82,39 +79,9 @@ def leaves_fault(vocab: VocabShard, ranks: int, rank: int) -> ValueError | None:
     )
 
 
-def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """`parts` joined by twos, neighbours first."""
-    if len(parts) == 1:
-        return parts[0]
-    middle = 1 << (len(parts) - 1).bit_length() - 1
-    return joined(in_tree(parts[:middle], joined), in_tree(parts[middle:], joined))
-
-
-def added(x_RT: Tensor, call: Call) -> Tensor:
+def added(x_RT: Tensor, call: ResolvedHead) -> Tensor:
     """The sum of all shards' numbers, in the tree's order where bits are fixed."""
     return in_tree(x_RT.unbind(0), torch.add) if call.fixed else x_RT.sum(0)
-
-
-class TreeSum:
-    """The same of parts that come one after the other, into their memory: at most log2 of their number wait."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, Tensor]] = []
-
-    def add(self, part: Tensor) -> None:
-        """The next part, which is spent."""
-        level = 0
-        while self._waiting and self._waiting[-1][0] == level:
-            part = self._waiting.pop()[1].add_(part)
-            level += 1
-        self._waiting.append((level, part))
-
-    def total(self) -> Tensor:
-        """The sum of all."""
-        found = self._waiting.pop()[1]
-        while self._waiting:
-            found = self._waiting.pop()[1].add_(found)
-        return found
 
 
 def total_of(columns: int, weight: Tensor, dtype: torch.dtype, fused: Tensor | None = None) -> Tensor:
@@ -145,22 +112,3 @@ def of_shard(total: Tensor, weight: Tensor, fused: Tensor | None = None, begun: 
     elif total is not fused:
         fused[:held] += total[:held]
     return fused
-
-
-def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:
-    """The sum of every rank's `x`, added in the tree's order, in fp32 at least, and rounded once to `like`'s dtype.
-
-    `sizes`: each rank keeps so many tokens of it; None: all ranks get all of it.
-
-    Communicates: 1 all-to-all of `(R - 1) / R T D` numbers in `x`'s dtype, and without `sizes` 1 all-gather of as many
-    in that of `like`. (An all-reduce promises no order.)
-    """
-    ranks, tokens = group_size(group), x_TD.shape[0]
-    if ranks == 1 or tokens == 0:
-        return x_TD.to(like.dtype)
-    each = sizes or [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
-    own = each[group_rank(group)]
-    parts_RTD = collectives.all_to_all(x_TD, group, [own] * ranks, each).unflatten(0, (ranks, own))
-    parts_RTD = parts_RTD.to(accumulation_dtype(x_TD.dtype))
-    found_TD = in_tree(parts_RTD.unbind(0), torch.add).to(like.dtype)
-    return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)

@@ -1,10 +1,11 @@
 """The linear head with the same bits for any other tokens, chunk and cache, and by leaves for any number of ranks.
 
 It gives read-outs of the softmax, as `engine/linear.py` does and with the same gradient form; what differs is that
-every sum has one order. A token's logits come from products of a fixed order (`products.py`); its statistics are taken
-leaf by leaf (`leaves.py`) and joined in the tree's order; E = exp(z - m) is relative to the maximum of its leaf, which
-no rank's shard changes. dx is summed over a leaf's columns, then over the leaves and ranks by the tree, and rounded
-once; dW over tokens, one after the other. What is kept for backward (`source.py`) has the bits of what is made again.
+every sum has one order. A token's logits come from products of one order (`numerics/fixed_order.py`); its statistics
+are taken leaf by leaf (`leaves.py`) and joined in the tree's order; E = exp(z - m) is relative to the maximum of its
+leaf, which no rank's shard changes. dx is summed over a leaf's columns, then over the leaves and ranks by the tree,
+and rounded once; dW over tokens, one after the other. What is kept for backward (`source.py`) has the bits of what is
+made again.
 
 Legend: T tokens (after any gather), t of a chunk, D hidden size, V columns of this rank's vocabulary shard, K
 statistics, L leaves.
@@ -21,12 +22,14 @@ from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.linear_passes import kept_columns
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import engine_order, products
+from megatron_ext.head.fixed_bits import engine_order
 from megatron_ext.head.fixed_bits.gradient import Gradient
-from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard
+from megatron_ext.head.fixed_bits.leaves import of_shard
 from megatron_ext.head.fixed_bits.source import Source, part_kept
 from megatron_ext.head.row_passes.dispatch import row_gradient, row_statistics
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.tree_sums import TreeSum
 
 
 class OfSoftmaxFixed(Way):
@@ -77,7 +80,7 @@ class OfSoftmaxFixed(Way):
                 for block in blocks[at]:
                     g_tV = gradient.matrix(rows, at, block)
                     if out.dx:
-                        product_tD = products.product(g_tV, source.weights[at][block], product_tD)
+                        product_tD = fixed_order.product(g_tV, source.weights[at][block], product_tD)
                     if out.dw:
                         gradient.add_dw(total_VD, rows, at, block, g_tV, own, total_VD is out.fused)
                     if out.dlow:

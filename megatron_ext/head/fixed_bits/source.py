@@ -11,12 +11,11 @@ Legend: T tokens, t of a chunk, D hidden size, V columns of a leaf or of a block
 from torch import Tensor
 
 from megatron_ext.head.engine import chunk_sizes
-from megatron_ext.head.engine.call import Call
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import leaves_of
-from megatron_ext.head.fixed_bits.products import TOKENS
-from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext.numerics import fixed_order, matrices
+from megatron_ext.numerics.fixed_order import TOKENS
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 # What a launch sums at a time on CUDA: a product over columns that ends at a multiple of it goes on in the next one.
 _STEP = 64
@@ -25,8 +24,8 @@ _STEP = 64
 class Source:
     """Hidden states of all tokens, and weight, of their dtype, and bias leaf by leaf."""
 
-    def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: Call):
-        self.x_TD, self.call, self.leaves = products.aligned(x_TD), call, leaves_of(call)
+    def __init__(self, x_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: ResolvedHead):
+        self.x_TD, self.call, self.leaves = fixed_order.aligned(x_TD), call, leaves_of(call)
         self.on_gpu, self.dtype = x_TD.is_cuda, accumulation_dtype(x_TD.dtype)
         self.weights = [leaf.cut(weight_VD) for leaf in self.leaves]
         wide_V = None if bias_V is None else bias_V.to(self.dtype)
@@ -40,11 +39,11 @@ class Source:
         tokens, x_TD = self.x_TD.shape[0], self.x_TD
         if not self.on_gpu:
             kept = tokens if share >= 1 else int(tokens * share) // TOKENS * TOKENS
-            return [matmul.new_matrix(x_TD, kept, leaf.width) for leaf in self.leaves]
-        dtype = x_TD.dtype if self.keeps_exp else matmul.logit_dtype(x_TD, self.call.rounds)
+            return [matrices.new_matrix(x_TD, kept, leaf.width) for leaf in self.leaves]
+        dtype = x_TD.dtype if self.keeps_exp else matrices.logit_dtype(x_TD, self.call.rounds)
         share = share * x_TD.element_size() / dtype.itemsize
         widths = [leaf.width if share >= 1 else int(leaf.width * share) // _STEP * _STEP for leaf in self.leaves]
-        return [matmul.new_matrix(x_TD, tokens, width, dtype) for width in widths]
+        return [matrices.new_matrix(x_TD, tokens, width, dtype) for width in widths]
 
     def token_chunks(self, kept: list[Tensor], room: int) -> list[slice]:
         """Tokens at a time in forward. `room`: bytes that a chunk's logits may take on CUDA."""
@@ -74,15 +73,15 @@ class Source:
     def logits(self, rows: slice, at: int, block: slice, out_tV: Tensor | None = None) -> Tensor:
         """Those of a block of leaf `at`, `[t, V]`: new on CUDA, in fp32 or rounded, on a CPU in `out`."""
         out_tV = None if self.on_gpu else out_tV
-        return products.logits(self.x_TD[rows], self.weights[at][block], out_tV, self.call.rounds)
+        return fixed_order.logits(self.x_TD[rows], self.weights[at][block], out_tV, self.call.rounds)
 
     def room(self, rows: slice, at: int, block: slice) -> Tensor:
         """Memory for a matrix `[t, V]` in the hidden states' dtype: on a CPU the same each time."""
         tokens, width = rows.stop - rows.start, block.stop - block.start
         if self.on_gpu:
-            return matmul.new_matrix(self.x_TD, tokens, width)
+            return matrices.new_matrix(self.x_TD, tokens, width)
         if self._whole is None or self._whole.shape[0] < tokens or self._whole.shape[1] != width:
-            self._whole = matmul.new_matrix(self.x_TD, tokens, width)
+            self._whole = matrices.new_matrix(self.x_TD, tokens, width)
         return self._whole[:tokens]
 
 
@@ -93,10 +92,10 @@ def part_kept(kept_TV: Tensor, rows: slice, block: slice) -> Tensor | None:
     return kept_TV[rows, block]
 
 
-def chunks(call: Call, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
+def chunks(call: ResolvedHead, tokens: int, kept_tokens: int, columns: int, on_gpu: bool = False) -> list[slice]:
     """Tokens in chunks of a multiple of `TOKENS`, none of which holds both kept ones and others."""
     given = slice(0, call.chunk_tokens or tokens)
     first = given if call.chunk_tokens else (chunk_sizes.chunks(given, None, columns, on_gpu) or [given])[0]
-    step = products.whole_blocks(first)
+    step = fixed_order.whole_blocks(first)
     parts = [slice(0, kept_tokens), slice(kept_tokens, tokens)]
     return [slice(at, min(at + step, part.stop)) for part in parts for at in range(part.start, part.stop, step)]

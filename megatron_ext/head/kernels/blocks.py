@@ -6,14 +6,13 @@ an SM then, and one computes while the other's row is on its way.
 
 from typing import Any
 
-import torch
-
 # (widest row in columns, columns per step, warps), the first that fits; fp64 takes half the columns.
 Table = tuple[tuple[int, int, int], ...]
 GRADIENT: Table = ((1024, 1024, 4), (1 << 31, 4096, 4))
 FIXED_SUM = 1024  # numbers that a program adds to as many sums, whose order it then decides
 SELECTED = 2048  # logits at a time that are compared
-NUCLEUS = 512  # logits at a time by 8 warps, each for eight sums in fp64 and in fp32: 48 registers of a thread
+CHOSEN_FROM, CHOSEN = 8192, 512  # columns that a top-k compares in registers, 16 of a thread, and how many it finds
+NUCLEUS = 512  # logits at a time by 8 warps, each for eight sums in fp64 and in fp32: 48 registers of a thread's 128
 # Rows of hidden size, 8 elements a thread; of the label's rows 16: a program waits for four loads one after the other,
 # and most have one row to add, so that fewer programs take less time.
 WIDTH: Table = ((512, 512, 2), (1024, 1024, 4), (1 << 31, 2048, 8))
@@ -23,9 +22,6 @@ LABEL_WIDTH: Table = (*WIDTH[:2], (2048, 2048, 4), (1 << 31, 4096, 8))
 # take more of them. Wider ones need 32 warps: an SM has registers for one such program, and waits for its row.
 _WHOLE_ROW, _WHOLE_ROW_AND_MORE = 20480, 16384
 _SMALLEST = 1024  # columns, by 4 warps
-
-# A multiple of what one step of any product adds up: sums that are cut there go on as if they had not been.
-PRODUCT_STEP = 64
 
 
 def sizes(table: Table, columns: int, double: bool) -> tuple[int, int]:
@@ -54,19 +50,3 @@ def long_row(more: bool, double: bool) -> tuple[dict[str, Any], int]:
     """Constants of the kernel that takes a row by blocks, and its warps: 32 elements a thread, 16 with `more`."""
     steps, lanes, warps = (2, 1024, 4) if more else (4, 2048, 8)
     return {"STEPS": steps // 2 if double else steps, "LANES": lanes}, warps
-
-
-def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:
-    """Constants, warps and stages of the products whose sums have one order, which BLOCK_K and the dtype decide.
-
-    Of 16 bits the tile that cuBLAS takes for large products: a program's accumulator is 128 registers of each thread.
-    To load as many before the sum begins takes more than there are, so one that `goes_on` has half as many columns.
-    """
-    if dtype.itemsize == 2:
-        columns = 128 if goes_on else 256
-        sizes = {"BLOCK_M": 128, "BLOCK_N": columns, "BLOCK_K": PRODUCT_STEP, "num_warps": 8, "num_stages": 4}
-    elif dtype.itemsize == 4:
-        sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
-    else:
-        sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2}
-    return {**sizes, "TOGETHER": 8}

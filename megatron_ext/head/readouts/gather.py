@@ -16,7 +16,8 @@ from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.readouts.read_out import AtColumns, Chunk, Flatten, Found, ReadOut
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
-from megatron_ext.head.row_passes.vocabulary_order import largest, largest_columns
+from megatron_ext.head.row_passes.selection import largest
+from megatron_ext.head.row_passes.vocabulary_order import largest_columns
 from megatron_ext.head.validation import argument_checks
 from megatron_ext.head.validation.sampling_checks import check_ids, check_k
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.readouts.labels import Filtered
 from megatron_ext.head.readouts.read_out import AtPlaces, Chunk, Flatten, Found, counted
 from megatron_ext.head.row_passes import dispatch, fixed_order_sums
@@ -139,7 +139,7 @@ class Kept(Filtered):
         super().begin(chunks, device, words, ids)
         self._logits: list[Tensor] = []
 
-    def of_leaf(self, call: Call) -> Self:
+    def of_leaf(self, call: ResolvedHead) -> Self:
         part = super().of_leaf(call)
         part._entries, part._logits = [], []
         return part

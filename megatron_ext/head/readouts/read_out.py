@@ -21,14 +21,15 @@ from torch import Tensor
 
 from megatron_ext.distributed.groups import Group, group_rank
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.logit_gradient import Basis
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import REFUSED, Statistics
-from megatron_ext.head.fixed_bits import leaves, products
+from megatron_ext.head.fixed_bits import leaves
 from megatron_ext.head.row_passes import dispatch
 from megatron_ext.head.validation import agreement
 from megatron_ext.head.validation.argument_checks import REFUSAL, check_agreement
-from megatron_ext.head.validation.readable_values import has_values, raise_if
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.readable_values import has_values, raise_if
 
 # Per-token results, and what the gradient wants of forward: nothing of vocabulary size in either.
 Found = tuple[list[Tensor], list[Tensor]]
@@ -110,7 +111,7 @@ class ReadOut:
     numbers_T: Tensor | None = None  # further integers that all ranks must pass alike
     teacher: Any = None  # a `Teacher`, or other `Logits`
 
-    call: Call
+    call: ResolvedHead
     parts: list[slice]  # how all ranks cut the tokens
     all_count: bool = False  # all labels were seen to be ids of the vocabulary that count
     masked_later: bool = False  # gradients through the softmax are taken at `counts_T` alone
@@ -126,15 +127,13 @@ class ReadOut:
         """The name and the value of an argument that has one entry for each token of all ranks."""
         return None
 
-    def bind(self, call: Call, flat: Flatten) -> Self:
-        """This read-out in one call: a copy whose per-token tensors `flat` makes `[T, ...]`."""
-        bound = self.copied()
-        bound.call = call
-        bound.flatten(flat)
-        return bound
+    def bind(self, call: ResolvedHead, flat: Flatten) -> None:
+        """Makes this copy one of `call`, with per-token tensors `[T, ...]` as `flat` makes them."""
+        self.call = call
+        self.flatten(flat)
 
     def copied(self) -> Self:
-        """A copy, whose tensors are the same ones."""
+        """A copy for one call, whose tensors are the same ones: nothing is written onto the caller's object."""
         found = object.__new__(type(self))
         for name in ("_names", *self._names):
             object.__setattr__(found, name, getattr(self, name))
@@ -150,7 +149,7 @@ class ReadOut:
         return {name: x for name, x in own.items() if isinstance(x, plain)}
 
     def check(self, size: int, vocab: VocabShard | None, group: Group) -> ValueError | None:
-        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see.
+        """Raises what every rank sees wrong with its arguments, returns what this rank alone may see. Of a copy.
 
         Args:
             size: of the vocabulary; a guess where `vocab` is None, see `argument_checks.size_fault`.
@@ -205,7 +204,7 @@ class ReadOut:
     def scan(self, chunk: Chunk) -> None:
         """Write the statistics of this rank's columns."""
 
-    def of_leaf(self, call: Call) -> Self:
+    def of_leaf(self, call: ResolvedHead) -> Self:
         """The same for the columns of one leaf, those of `call`."""
         part = self.copied()
         part.call = call
@@ -223,7 +222,7 @@ class ReadOut:
     @property
     def multiply(self) -> Callable[[Tensor, Tensor], Tensor]:
         """Makes products of rows, with the bits that the call asks for."""
-        return products.mm if self.call.fixed else torch.mm
+        return fixed_order.mm if self.call.fixed else torch.mm
 
     @property
     def shard_index(self) -> int:

@@ -15,9 +15,10 @@ from megatron_ext.head.engine import statistics
 from megatron_ext.head.engine.logit_gradient import Basis
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.readouts.read_out import Chunk, Flatten, Found, ReadOut, counted, put
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 class OfRows(ReadOut):

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.autograd import differentiable_once
 from megatron_ext.distributed import collectives
 from megatron_ext.head.engine import statistics
-from megatron_ext.head.engine.autograd import differentiable_once
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import Flat
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.row_passes.dispatch import row_statistics
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation import argument_checks
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 
 def dense_softmax(z: Any, logarithm: bool) -> Tensor:
     """Probabilities of `z`'s logits `[..., V/R]`, or their logarithms, in fp32 (fp64 for fp64), in their shape."""
-    flat, call = Flat(z.logits), z.call()
+    flat, call = Flat(z.logits), z.resolved()
     z_TV = flat(z.logits)
     fault = argument_checks.shard_fault(call.vocab, z.logits.shape[-1], "logits", call.ranks)
     if fault is not None:
@@ -39,7 +40,7 @@ class DenseSoftmax(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: Call, places_T: Tensor | None = None) -> Tensor:
+    def forward(ctx: Any, z_TV: Tensor, logarithm: bool, call: ResolvedHead, places_T: Tensor | None = None) -> Tensor:
         counted, temperature = call.vocab.counted, call.temperature
         nowhere_T = torch.full((z_TV.shape[0],), -1, device=z_TV.device)
         stats_KT = statistics.new_statistics(z_TV.shape[0], call, accumulation_dtype(z_TV.dtype), z_TV.device)

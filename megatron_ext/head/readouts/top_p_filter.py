@@ -28,7 +28,7 @@ from megatron_ext.head.row_passes.dispatch import nucleus, row_gradient
 from megatron_ext.head.row_passes.logit_passes import transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.argument_checks import check_apart
-from megatron_ext.head.validation.readable_values import raise_unless
+from megatron_ext.numerics.readable_values import raise_unless
 
 # Logits of the whole vocabulary that every rank had rather cut by itself than share: sorting them takes a few
 # milliseconds on a CPU core.

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_ext.head.engine.statistics import Statistics
 from megatron_ext.head.row_passes import fixed_order_sums, label_terms, logit_passes, selection, token_terms
 from megatron_ext.head.row_passes import nucleus as nucleus_pass
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 
 
 def row_statistics(z_TV: Tensor, *arguments: Any) -> None:
@@ -58,6 +58,11 @@ def nucleus(z_TV: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def group_maxima(z_TV: Tensor, *arguments: Any) -> Tensor:
     """See `selection.group_maxima`."""
     return _side(z_TV, selection).group_maxima(z_TV, *arguments)
+
+
+def first_columns(z_TV: Tensor, *arguments: Any) -> Tensor:
+    """See `selection.first_columns`."""
+    return _side(z_TV, selection).first_columns(z_TV, *arguments)
 
 
 def equal_counts(z_TV: Tensor, *arguments: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_ext.head.engine.chunk_sizes import column_blocks, pieces
 from megatron_ext.head.row_passes.logit_passes import part_of
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 
 
 def add_label_rows(

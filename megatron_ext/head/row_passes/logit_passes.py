@@ -13,7 +13,7 @@ What a logit goes through before anything else, in the accumulation dtype (fp32;
 import torch
 from torch import Tensor
 
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 
 # Rows of the statistics tensor. The first three are always there; the others follow in this order where asked for.
 MAX, SUM_EXP, TARGET = 0, 1, 2
@@ -33,11 +33,6 @@ _FEW = 1 << 12
 def statistics_rows(with_mean: bool, with_entropy: bool, with_hits: bool, with_bend: bool) -> int:
     """Number of rows K that `row_statistics` writes; `with_bend`: there is a softcap."""
     return 3 + 2 * with_mean + with_entropy + with_hits + with_bend
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, and fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_statistics(

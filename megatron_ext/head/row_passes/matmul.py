@@ -2,59 +2,22 @@
 
 On CUDA cuBLAS returns its fp32 accumulator (`out_dtype`). On CPU that does not exist and an fp32 matmul of 16-bit
 operands takes four times as long where the processor has 16-bit products: there such a product is rounded once
-(`megatron_ext.cpu_products`), and sums of several run in fp32.
+(`megatron_ext.numerics.cpu_products`), and sums of several run in fp32.
 
 Legend: T tokens, D hidden size, V vocabulary columns. G_TV: a gradient matrix, or what stands for one.
 """
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
-from megatron_ext import cpu_products, main_grad
-from megatron_ext.head.row_passes.gpu_properties import on_tensor_cores
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
+from megatron_ext import main_grad
 from megatron_ext.head.row_passes.side_by_side import Operand, SideBySide
+from megatron_ext.numerics import cpu_products
+from megatron_ext.numerics.matrices import accumulation_dtype, new_matrix, widens
 
 # Rows of a product at a time on CPU: it comes faster so, and a 16-bit one, which is added to wider memory, takes little
 # of its own. That one is summed over this many chunks of columns: several rounded products err less than one.
 _CPU_ROWS, _CPU_CHUNKS = 2048, 4
-
-LINE_BYTES = 64
-_READS_ONE_COLUMN = TorchVersion(torch.__version__) < "2.11"
-# cuBLAS keeps to its fast kernels where rows begin at multiples of 16 bytes, and Triton loads as many at a time.
-_CUDA_MULTIPLE = 16
-
-
-def new_matrix(like: Tensor, tokens: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A new `[tokens, columns]` for logits, whose rows are longer than what they hold where that is quicker.
-
-    On CPU rows begin at cache lines, one line further apart than they need: a power of two apart, as vocabularies make
-    them, they fall into the same places of the cache, and at 32768 columns the three fp32 matmuls then take 10 %
-    longer. 16-bit extra elements are zero: on processors with AMX oneDNN's bf16 matmul reads past the end of a row and
-    multiplies what it finds there by zero, which is NaN where that is NaN or infinite. On CUDA up to a multiple of 16
-    elements, which nothing writes.
-    """
-    more, dtype = 0, dtype or like.dtype
-    # Not where torch compiles, which takes no `out` with gaps; nor one column where torch.mm read such an `out`.
-    if not torch.compiler.is_compiling() and (columns != 1 or not _READS_ONE_COLUMN):
-        line = LINE_BYTES // dtype.itemsize
-        more = -columns % _CUDA_MULTIPLE if like.is_cuda else -columns % line + line
-    matrix = like.new_empty(tokens, columns + more, dtype=dtype)
-    if more and not like.is_cuda and dtype.itemsize == 2:
-        matrix[:, columns:].zero_()
-    return matrix[:, :columns]
-
-
-def widens(x_TD: Tensor, rounds: bool = False) -> bool:
-    """Whether logits of such hidden states come wider than these, in fp32: 16-bit operands on CUDA, unless logits are
-    to be rounded."""
-    return on_tensor_cores(x_TD) and not rounds
-
-
-def logit_dtype(x_TD: Tensor, rounds: bool) -> torch.dtype:
-    """That of logits of such hidden states."""
-    return torch.float32 if widens(x_TD, rounds) else x_TD.dtype
 
 
 def logits(x_TD: Tensor, w_VD: Operand, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.validation.readable_values import has_values, on_host
+from megatron_ext.numerics.readable_values import has_values, on_host
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # of Fibonacci hashing (Knuth, The Art of Computer Programming 3)
 _MASK = (1 << 23) - 1

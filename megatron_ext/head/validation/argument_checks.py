@@ -4,6 +4,7 @@ Faults that only one rank may see (its weight shard, its slice of the sequence) 
 several ranks the caller announces them in the exchange that the call makes anyway, and every rank raises after it.
 """
 
+import os
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ext import main_grad
-from megatron_ext.distributed.groups import Group
+from megatron_ext.distributed.groups import Group, group_size
 from megatron_ext.distributed.vocab import VocabShard
-from megatron_ext.head.engine.call import Call
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.engine.statistics import COUNTED, LABELS, OPTIONS, REFUSED, SIZE, START
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP
 from megatron_ext.head.row_passes.side_by_side import is_quantised
-from megatron_ext.head.validation.readable_values import (
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import (
     OutsideVocabulary,
     check_plain,
     check_within,
@@ -42,6 +44,8 @@ def check_floating(argument: str, x: Tensor, dims: int | None = None) -> None:
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         packed = getattr(x, "quant_state", None) or getattr(x, "CB", None)  # bitsandbytes' weights
         fix = "cast it" if packed is None else "dequantise it, by bitsandbytes.functional, and pass that"
+        if not isinstance(x, Tensor):
+            fix = "pass its .weight, and its .bias as bias" if isinstance(x, torch.nn.Module) else "make one of it"
         raise ValueError(f"{argument} is {kind}: it must be a tensor of float32, bfloat16, float16 or float64; {fix}")
     if x.dim() == 0 or (dims is not None and x.dim() != dims):
         wanted = "at least 1" if dims is None else str(dims)
@@ -84,10 +88,18 @@ def size_fault(
     at unequal shards another rank's guess is larger. The rest is raised.
     """
     hint = ""
-    if group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if group is None and dist.is_available():
+        started = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+        first = "" if dist.is_initialized() else "call torch.distributed.init_process_group first, and "
+        if started > 1:
+            hint = (
+                f". tp_group is None, and {started} ranks run: if what was passed is one rank's shard of the "
+                f"vocabulary, {first}pass the group that shares it"
+            )
+    elif group is not None and vocab is None and group_size(group) > 1:
         hint = (
-            f". tp_group is None, and {dist.get_world_size()} ranks run: if what was passed is one rank's shard of the "
-            f"vocabulary, pass the group that shares it"
+            f". vocab is None, so that the vocabulary was taken for {group_size(group)} shards as wide as this rank's: "
+            f"if their widths differ, pass vocab=VocabShard(start, stop, size) on each rank"
         )
     try:
         check(*arguments, size, hint)
@@ -133,16 +145,18 @@ def check_same_shape(argument: str, x: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{argument} is on {x.device}, labels on {labels.device}: move them to one device")
 
 
-def shard_of(vocab: VocabShard | None, columns: int, group: Group) -> VocabShard:
-    """`vocab`, or equal shards in rank order."""
-    if vocab is None:
-        return VocabShard.equal(columns, group)
+def check_vocab(vocab: Any) -> None:
+    """Raises ValueError unless it is a `VocabShard`."""
     if not isinstance(vocab, VocabShard):
         raise ValueError(
             f"vocab is {vocab!r}: it must be a VocabShard(start, stop, size) or None; "
             f"VocabShard.equal(columns, group, size) makes the one of a padded vocabulary of `size` ids"
         )
-    return vocab
+
+
+def equal_shard(columns: int, group: Group) -> VocabShard:
+    """The shard of this rank where all hold as many columns, in rank order."""
+    return VocabShard(0, columns, columns) if group is None else VocabShard.equal(columns, group)
 
 
 def check_one_piece(weight: Any) -> None:
@@ -264,8 +278,8 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     if not in_slices:
         if hidden.shape[:-1] != labels.shape:
             raise ValueError(
-                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}: hidden must have "
-                f"that shape and D; transpose one of them if the sequence and batch dims are swapped"
+                f"hidden has shape {tuple(hidden.shape)}, {argument} {tuple(labels.shape)}, and hidden_layout is "
+                f'"replicated": hidden must have that shape and D; {_fix_of_layout(hidden, labels, ranks, argument)}'
             )
         return None
     if labels.dim() == 0 or labels.shape[0] % ranks:
@@ -283,7 +297,25 @@ def layout_fault(hidden: Tensor, labels: Tensor, in_slices: bool, ranks: int, ar
     )
 
 
-def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: Call, words: str = "") -> None:
+def _fix_of_layout(hidden: Tensor, labels: Tensor, ranks: int, argument: str) -> str:
+    """The likely reason why whole hidden states do not fit the labels, as what to do."""
+    leading, wanted = tuple(hidden.shape[:-1]), tuple(labels.shape)
+    if ranks == 1 and dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size()
+        group = "tp_group= and "
+    else:
+        group = ""
+    if ranks > 1 and leading[1:] == wanted[1:] and leading and leading[0] * ranks == wanted[0]:
+        return (
+            f"it is a slice of dim 0, one of {ranks}, as under sequence parallelism: pass "
+            f'{group}hidden_layout="sequence", or gather hidden'
+        )
+    if len(wanted) > 1 and leading == (wanted[1], wanted[0], *wanted[2:]):
+        return "the sequence and batch dims are swapped: transpose one of them"
+    return f"pass the hidden states and {argument} of the same tokens"
+
+
+def check_exchange(stats_RKT: Tensor, labels_T: Tensor, call: ResolvedHead, words: str = "") -> None:
     """Raises on every rank alike what only the statistics of all ranks together show.
 
     Without a host sync, as `raise_unless`; not looked at while compiling or on fake tensors. `words`: this rank's
@@ -344,7 +376,7 @@ def check_agreement(numbers_R2: Tensor, words: str) -> None:
     )
 
 
-def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: Call) -> None:
+def check_apart(sums_RKT: Tensor, labels_T: Tensor, call: ResolvedHead) -> None:
     """Raises on every rank, as `check_exchange` does, where each holds the whole vocabulary and not a shard of it.
 
     Then the sums of all ranks are equal, and no label is past the first rank's columns. Shards of one vocabulary do not

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_ext.head.validation.argument_checks import INTEGERS, check_integers
 from megatron_ext.head.validation.option_checks import check_number, is_int
-from megatron_ext.head.validation.readable_values import check_plain, check_within, has_values, raise_if
+from megatron_ext.numerics.readable_values import check_plain, check_within, has_values, raise_if
 
 
 def filters(top_k: Any, top_p: Any) -> bool:

@@ -1,11 +1,12 @@
-"""Replaces functions on Megatron's classes, models and modules, and restores them.
+"""Patches methods of Megatron's classes and of single models, and takes them out: replacements that have settings.
 
-A wrapper remembers what it stands for and which settings it was made for, so that the original objects come back, and
-so that wrapping again with other settings wraps the original.
+A patch is found by identity, also where a user's wrapper stands around it: patching again with other settings changes
+what is within that wrapper.
 """
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,26 +14,44 @@ from megatron.core.models.common.language_module.language_module import Language
 
 from megatron_ext.megatron.fused_loss import patch_points
 from megatron_ext.megatron.fused_loss.head_settings import HeadSettings
+from megatron_ext.replace import Replacement, original_of
 
 Make = Callable[[Any, HeadSettings], Any]  # from an original and settings to what stands in its place
-ClassMake = Callable[[Any, HeadSettings | None], Any]  # None: for the models alone whose spec names settings
 _FUTURE = "__init_subclass__"
 HEAD = "megatron_ext_head"  # the attribute of a layer spec that names settings
 
 
-def wrapper(original: Any, make: Make | ClassMake, settings: Any) -> Any:
-    made: Any = functools.wraps(original)(make(original, settings))
-    made.original, made.settings = original, settings
-    return made
+class Patch(Replacement):
+    """A method of a class or a model with settings; of a class None for the models alone whose spec names some."""
+
+    settings: HeadSettings | None = None
+
+    def __init__(self, owner: Any, name: str):
+        super().__init__(owner, name, lambda original: original)
+
+    def set(self, make: Make, settings: HeadSettings | None) -> None:
+        """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
+        if isinstance(self.owner, type):
+            wanted = functools.partial(_made_by_spec, make, settings)
+        else:
+            wanted = functools.partial(_made, make, settings or HeadSettings())
+        if self.placed is None:
+            self.make = wanted
+            self.apply()
+        elif self.settings != settings:
+            self.change(wanted)
+        self.settings = settings
 
 
-def original_of(function: Any) -> Any:
-    return getattr(function, "original", function)
+_of_classes: dict[tuple[type, str], Patch] = {}
+_of_models: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Patch]]]" = weakref.WeakKeyDictionary()
 
 
 def settings_of(model: Any, name: str) -> HeadSettings:
     """Those of the model's own patch, of its spec, of its class's patch; the usual ones if there is none."""
-    own, of_class = (getattr(f, "settings", None) for f in (vars(model).get(name), getattr(type(model), name, None)))
+    own = next((patch.settings for patch in _patches_of(model) if patch.name == name), None)
+    kinds = (_of_classes.get((kind, name)) for kind in type(model).__mro__)
+    of_class = next((patch.settings for patch in kinds if patch is not None), None)
     return own or settings_of_spec(model) or of_class or HeadSettings()
 
 
@@ -41,39 +60,34 @@ def settings_of_spec(model: Any) -> HeadSettings | None:
     return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
 
 
-def by_spec(make: Make) -> ClassMake:
+def _made(make: Make, settings: HeadSettings, original: Any) -> Any:
+    """`make` for the method of one model; the patch of its class is left out."""
+    return make(original_of(original), settings)
+
+
+def _made_by_spec(make: Make, usual: HeadSettings | None, original: Any) -> Any:
     """`make` for the method of a class: settings of a model's spec come before those of the class."""
+    fused = functools.cache(functools.partial(make, original))
 
-    def made(original: Any, usual: HeadSettings | None) -> Any:
-        fused = functools.cache(functools.partial(make, original))
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = settings_of_spec(self) or usual
+        return (original if settings is None else fused(settings))(self, *args, **kwargs)
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            settings = settings_of_spec(self) or usual
-            return (original if settings is None else fused(settings))(self, *args, **kwargs)
-
-        if usual is not None:
-            method.__signature__ = inspect.signature(fused(usual))  # type: ignore[attr-defined]
-        return method
-
-    return made
-
-
-def replace(owner: Any, name: str, make: Make | ClassMake, settings: HeadSettings | None) -> None:
-    """Put a wrapper in the place of `owner.name`; one made for the same settings stays."""
-    current = vars(owner)[name]
-    if not hasattr(current, "settings") or current.settings != settings:
-        setattr(owner, name, wrapper(original_of(current), make, settings))
+    if usual is not None:
+        method.__signature__ = inspect.signature(fused(usual))  # type: ignore[attr-defined]
+    return method
 
 
 def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
-    """Wrap the methods of every language model, and of those whose classes are made later.
+    """Patch the methods of every language model, and of those whose classes are made later.
 
     `settings`: None for the models alone whose spec names settings.
     """
 
     def wrap(kind: type) -> None:
         for name in patch_points.methods(kind):
-            replace(kind, name, by_spec(makes[name]), settings)
+            patch = _of_classes.setdefault((kind, name), Patch(kind, name))
+            patch.set(makes[name], settings)
 
     def created(kind: type, **arguments: Any) -> None:
         super(LanguageModule, kind).__init_subclass__(**arguments)
@@ -85,10 +99,9 @@ def wrap_models(makes: dict[str, Make], settings: HeadSettings | None) -> None:
 
 
 def unwrap_models() -> None:
-    for kind in patch_points.language_models():
-        for name in patch_points.methods(kind):
-            if hasattr(vars(kind)[name], "original"):
-                setattr(kind, name, original_of(vars(kind)[name]))
+    for patch in _of_classes.values():
+        patch.restore()
+    _of_classes.clear()
     if _FUTURE in vars(LanguageModule):
         del LanguageModule.__init_subclass__
 
@@ -98,18 +111,32 @@ def models_are_wrapped() -> bool:
 
 
 def wrap_model(model: Any, makes: dict[str, Make], settings: HeadSettings) -> None:
-    """Wrap the methods of one model, which come before those of its class."""
+    """Patch the methods of one model, which come before those of its class."""
+    patches = {patch.name: patch for patch in _patches_of(model)}
     for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
-        if name in vars(model) and not hasattr(vars(model)[name], "original"):
+        if name in vars(model) and name not in patches:
             raise ValueError(
                 f"this {type(model).__name__} has a {name} of its own, which the patch would replace; patch first, or "
                 f"patch the classes (model=None)"
             )
     for name in dict.fromkeys((patch_points.FORWARD, patch_points.region(type(model)))):
-        setattr(model, name, wrapper(original_of(getattr(type(model), name)), makes[name], settings).__get__(model))
+        if name not in patches:
+            patches[name] = Patch(model, name)
+        patches[name].set(makes[name], settings)
+    # Held by the function that it has placed, and not here: a patch holds its model.
+    _of_models[model] = [weakref.ref(patch) for patch in patches.values()]
 
 
 def unwrap_model(model: Any) -> None:
-    for name in (patch_points.FORWARD, patch_points.POSTPROCESS):
-        if hasattr(vars(model).get(name), "original"):
-            delattr(model, name)
+    for patch in _patches_of(model):
+        patch.restore()
+    _of_models.pop(model, None)
+
+
+def models_of_their_own() -> bool:
+    """Whether a model has a patch of its own."""
+    return bool(_of_models)
+
+
+def _patches_of(model: Any) -> list[Patch]:
+    return [patch for ref in _of_models.get(model, ()) if (patch := ref()) is not None]

@@ -20,7 +20,7 @@ FACTS = "facts.json"  # written last; its entry "save" tells the saves apart
 
 
 def new(path: Path, save: str) -> Path:
-    """Where a save, 32 hexadecimal digits, writes the next content of `path`."""
+    """Return the folder to which a save, 32 hexadecimal digits, writes the next content of `path`."""
     return path.with_name(f"{path.name}.new-{save}")
 
 
@@ -86,7 +86,7 @@ def of_one_save(paths: Sequence[Path]) -> list[Path]:
 
 
 def save_of(folder: Path) -> str | None:
-    """Which save wrote a folder. None: there is no complete folder."""
+    """Return the save that wrote a folder. None: there is no complete folder."""
     try:
         return str(json.loads((folder / FACTS).read_text())["save"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

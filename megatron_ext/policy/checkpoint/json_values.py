@@ -13,7 +13,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (tuple, set, dic
 
 
 def to_json(value: Any, name: str = "facts") -> Any:
-    """What `json` writes and reads back as it is, and `from_json` turns into `value`, which errors call `name`."""
+    """Convert `value` for `json`; `from_json` turns the result back. Errors call the value `name`."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value

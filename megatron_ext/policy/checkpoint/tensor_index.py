@@ -108,7 +108,7 @@ def check_whole(metadata: Metadata, sizes: Mapping[str, int]) -> None:
 
 
 def _covers(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether each element of a tensor is in one chunk: of the grid that all their beginnings make, each cell is."""
+    """Return whether each element of a tensor is in one chunk: each cell of the grid of all chunks' beginnings is."""
     if any(len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size) for chunk in chunks):
         return False
     beginnings = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(size))]

@@ -28,7 +28,7 @@ class RuntimeErrorElsewhere(FailedElsewhere, RuntimeError):
 
 
 def agree(act: Callable[[], T]) -> list[T]:
-    """What `act` returned on each rank of the world, in rank order. The results are pickled.
+    """Return the results of `act` on each rank of the world, in rank order. The results are pickled.
 
     Communicates: two collectives; the ranks are in step afterwards.
 
@@ -60,6 +60,6 @@ def world() -> Group:
 
 
 def _kind(fault: Exception) -> type[FailedElsewhere]:
-    """What the other ranks raise."""
+    """Return the class of error that the other ranks raise."""
     kinds = {ValueError: ValueErrorElsewhere, OSError: OSErrorElsewhere}
     return next((kinds[kind] for kind in kinds if isinstance(fault, kind)), RuntimeErrorElsewhere)

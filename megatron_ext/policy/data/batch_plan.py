@@ -1,4 +1,4 @@
-"""How the ranks split a batch into micro-batches: validated and agreed on before anything is computed.
+"""Split of a batch into micro-batches over ranks: validated and agreed on before anything is computed.
 
 Legend: B rows of this data-parallel rank, S positions.
 """
@@ -33,7 +33,7 @@ class Place:
         return rank // self.copies % self.dp_size
 
     def first_ranks(self, stage: int = 0) -> range:
-        """Of each data-parallel rank one global rank, on this stage."""
+        """Return one global rank of each data-parallel rank, on this stage."""
         begin = stage * self.dp_size * self.copies
         return range(begin, begin + self.dp_size * self.copies, self.copies)
 
@@ -70,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a micro-batch may be: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
+    """Bounds of a micro-batch: rows (kind "fixed"), or tokens, each row in a multiple of `multiple` places.
 
     Token ids are below `vocabulary`. `at_most`: no more tokens than these does any micro-batch have that the masks of
     the data leave; None: there is no such bound.
@@ -133,7 +133,7 @@ def training_steps(
 
 
 def _own_rows(rows: int, global_batch_size: int, shape: Shape, place: Place) -> int:
-    """How many rows of a global batch are this rank's."""
+    """Count this rank's rows of a global batch."""
     own, rest = divmod(global_batch_size, place.dp_size)
     if rest or rows % own:
         raise ValueError(

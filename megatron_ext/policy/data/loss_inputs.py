@@ -1,4 +1,4 @@
-"""What a loss function reads of the model, by its `input_type`, and how it is called.
+"""Inputs that a loss function reads of the model, by its `input_type`, and the call of that function.
 
 Without one it is called as `LossFunction` says. With one, of `LossInputType` or NeMo-RL's, which have the same values,
 it is called as NeMo-RL calls its losses: `loss_fn(data=..., global_valid_seqs=..., global_valid_toks=..., ...)` with
@@ -39,7 +39,7 @@ class LossInputs(NamedTuple):
 
 
 def inputs_of(worker: Scoring, loss_fn: Any) -> LossInputs:
-    """How `worker` gets what `loss_fn` reads."""
+    """Return the functions by which `worker` gets what `loss_fn` reads."""
     kind = getattr(loss_fn, "input_type", None)
     value = getattr(kind, "value", kind)
     if worker.settings.gives_rewards and value != LossInputType.LOGIT.value:

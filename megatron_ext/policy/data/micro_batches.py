@@ -1,4 +1,4 @@
-"""Which rows of a batch go through the model together: lists of row numbers, each row in exactly one of them.
+"""Rows of a batch that go through the model together: lists of row numbers, each row in exactly one.
 
 `unit` consecutive rows belong to each other (the pairs of DPO) and are not parted.
 """

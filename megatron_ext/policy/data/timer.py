@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 
 class Timer(Protocol):
-    """What is asked of it: NeMo-RL's `nemo_rl.utils.timer.Timer` has it."""
+    """Methods that are called of a timer: NeMo-RL's `nemo_rl.utils.timer.Timer` has them."""
 
     def time(self, label: str) -> AbstractContextManager[Any]:
         """A context whose duration is recorded under `label`."""

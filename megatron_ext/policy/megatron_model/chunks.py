@@ -38,7 +38,7 @@ class Chunks(nn.Module):
                     self._second.append(parameter)
 
     def is_second_copy(self, parameter: Tensor) -> bool:
-        """Whether this is the last stage's copy of tied word embeddings, which the first stage has too."""
+        """Return whether this is the last stage's copy of tied word embeddings, which the first stage has too."""
         return any(parameter is second for second in self._second)
 
     def _register(self, name: str, parameter: nn.Parameter) -> None:
@@ -81,7 +81,7 @@ def _whole_name(piece: Any, name: str, first_expert: int) -> str:
 
 
 class Place(NamedTuple):
-    """Where a whole weight comes from: the pipeline's stage, and for an expert the expert-parallel rank."""
+    """Origin of a whole weight: the pipeline's stage, and for an expert the expert-parallel rank."""
 
     shape: torch.Size
     stage: int
@@ -195,7 +195,7 @@ def build_pieces(make: Callable[..., GPTModel], virtual_stages: int) -> list[GPT
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether tensor-parallel ranks have parts of it."""
+    """Return whether tensor-parallel ranks hold parts of the parameter."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 

@@ -18,7 +18,7 @@ Whole = Callable[[str], Tensor]
 
 
 class Sizes(NamedTuple):
-    """Of attention and MLP."""
+    """Sizes of attention and MLP."""
 
     heads: int
     groups: int
@@ -32,7 +32,7 @@ def sizes(config: Any) -> Sizes:
 
 
 def experts(config: Any) -> int:
-    """How many a layer has that has any; 0 for a model without."""
+    """Count the experts of a layer that has any; 0 for a model without."""
     if config.model_type not in ("mixtral", "qwen3_moe"):
         return 0
     return getattr(config, "num_local_experts", None) or config.num_experts
@@ -85,7 +85,7 @@ def rope_parameters(config: Any) -> Mapping[str, Any]:
 
 
 def transformer_arguments(config: Any) -> dict[str, Any]:
-    """What Megatron's `TransformerConfig` needs to compute the same."""
+    """Return the arguments with which Megatron's `TransformerConfig` computes the same."""
     kind, (heads, groups, channels, count) = config.model_type, sizes(config)
     return {
         **(_experts_arguments(config, count) if count else {}),
@@ -125,7 +125,7 @@ def _experts_arguments(config: Any, count: int) -> dict[str, Any]:
 
 
 def gpt_arguments(config: Any) -> dict[str, Any]:
-    """What `GPTModel` needs beside its config and layers."""
+    """Return the arguments that `GPTModel` needs beside its config and layers."""
     return {
         "vocab_size": config.vocab_size,
         "max_sequence_length": config.max_position_embeddings,
@@ -197,7 +197,7 @@ def _of_state(name: str, state: Mapping[str, Tensor]) -> Tensor:
 
 
 def experts_together(state: Iterable[str]) -> bool:
-    """Whether transformers keeps the experts of a layer in two tensors, by the names of its weights."""
+    """Return whether transformers keeps a layer's experts in two tensors, by the names of the weights."""
     names = list(state)
     if any(".block_sparse_moe." in name for name in names):
         raise ValueError("Mixtral on Megatron needs transformers 5, whose names its weights get; upgrade transformers")

@@ -28,8 +28,8 @@ _RAY_NAMES = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "name", 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long actors may take to start and to build their model; a call may take (None: as long as it does); and an
-    actor may be stopped, or all of them hung (None: nobody looks)."""
+    """Seconds that actors may take to start and to build their model; that a call may take (None: any time); and that
+    an actor may be stopped, or all of them hung (None: nobody looks)."""
 
     start_s: float
     call_s: float | None
@@ -77,7 +77,7 @@ class RayActors:
         return self._collect(begun)
 
     def is_alive(self, timeout_s: float = 30.0) -> bool:
-        """Whether every actor answers in time. One that is busy does not, and goes on; if one is dead, all are ended.
+        """Return whether every actor answers in time. A busy one does not, and goes on; if one is dead, all end.
 
         False after `shutdown`, and after a `restart` that failed.
         """
@@ -192,7 +192,7 @@ class RayActors:
         return [results[rank] for rank in range(len(begun))]
 
     def _late(self, ranks: list[int], errors: Mapping[int, Exception], timeout_s: float | None) -> NoReturn:
-        """Of ranks that did not answer in time."""
+        """Raise the error for ranks that did not answer in time."""
         what = f"ranks {ranks} of {self.world_size} did not answer"
         doing = "" if self._liveness is None else self._liveness.doing(ranks)
         if errors:
@@ -229,7 +229,7 @@ class _Actor:
     """One rank."""
 
     def where(self) -> tuple[Whereabouts, tuple[str, int]]:
-        """Where this actor is, and where the ranks of its group can meet."""
+        """Return this actor's location, and the address at which the ranks of its group can meet."""
         import ray
 
         place = Whereabouts(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
@@ -280,13 +280,13 @@ def import_ray() -> Any:
 
 
 def _death(error: BaseException) -> str:
-    """What Ray says of an actor's death, without its own names for the actor, which come before the reason."""
+    """Return Ray's reason of an actor's death, without Ray's names for the actor, which come before it."""
     told = [line for line in str(error).splitlines() if not line.startswith(_RAY_NAMES)]
     return " ".join(" ".join(told).split())
 
 
 def _own(error: Any) -> Exception:
-    """What the rank raised, of the error in which Ray sent it."""
+    """Return the error that the rank raised, out of the one in which Ray sent it."""
     return error.cause if isinstance(error.cause, Exception) else error
 
 

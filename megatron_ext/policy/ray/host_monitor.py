@@ -1,4 +1,4 @@
-"""What the ranks of one host use, as the operating system tells, and where they are, as they tell themselves.
+"""Use of one host by its ranks, as the operating system tells, and their progress, as the ranks tell themselves.
 
 One such process runs beside the ranks of a host, and answers also while they are stopped, or hold their interpreter's
 lock. It imports the standard library and psutil alone: Ray sends this file by value, and the process loads no torch.
@@ -22,8 +22,8 @@ _ACTIVE = psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP
 
 
 class Sample(NamedTuple):
-    """Of a process: when it was taken; the state of the main thread; how often the threads have given up a processor
-    (-1: not known); processor seconds and bytes that it has used so far; how many threads it has."""
+    """Sample of a process: its time; the state of the main thread; how often the threads have given up a processor
+    (-1: not known); processor seconds and bytes that the process has used so far; its number of threads."""
 
     clock_s: float
     state: str
@@ -42,7 +42,7 @@ class HostMonitor:
         self._since: dict[tuple[int, str], float] = {}
 
     def note(self, rank: int, beat: dict[str, Any]) -> None:
-        """What a rank says of itself; see `heartbeat.Heartbeat`."""
+        """Note what a rank says of itself; see `heartbeat.Heartbeat`."""
         self._beats[rank] = time.monotonic(), beat
 
     def report(self, processes: dict[int, int]) -> dict[int, dict[str, Any]]:
@@ -120,7 +120,7 @@ def _switches(path: str) -> int:
 
 
 def _children_run(process: int) -> bool:
-    """Whether a process that this one has started, or one of theirs, runs: a compiler, for instance."""
+    """Return whether a process that this one has started, or a child of that, runs: a compiler, for instance."""
     with contextlib.suppress(psutil.Error):
         return any(child.status() in _ACTIVE for child in psutil.Process(process).children(recursive=True))
     return False

@@ -22,7 +22,7 @@ _FRESH_S = 3.0  # seconds after which a beat is too old to say what its rank is 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Of an actor: Ray's id of its node, its host's name, its process."""
+    """Location of an actor: Ray's id of its node, its host's name, its process."""
 
     node: str
     host: str
@@ -30,7 +30,7 @@ class Whereabouts:
 
 
 class Liveness:
-    """Of the actors at `places`, by rank. `timeout_s` is how long one may be lost or stopped, or all of them hung.
+    """Liveness of the actors at `places`, by rank. `timeout_s`: how long one may be lost or stopped, or all hung.
 
     Starts a process on each host, which needs no CPU of Ray's.
     """
@@ -57,7 +57,7 @@ class Liveness:
         return self._monitors[self._places[rank].node]
 
     def fault(self, pending: Collection[int]) -> str | None:
-        """What is wrong with the ranks that have not answered yet, None if nothing is. Does not wait."""
+        """Return what is wrong with the ranks that have not answered yet; None: nothing. Does not wait."""
         self._collect()
         for node, silent_s in self._silent_s.items():
             if silent_s >= self._timeout_s and (lost := [r for r in pending if self._places[r].node == node]):
@@ -76,7 +76,7 @@ class Liveness:
         return None
 
     def doing(self, ranks: Collection[int]) -> str:
-        """What these were doing when they told it last, for a message."""
+        """Describe, for a message, what the ranks were doing when they told it last."""
         self._collect()
         return self._told(ranks)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BlockAddress:
-    """Where another process finds a block. The inode tells it from what has its descriptor later."""
+    """Address at which another process finds a block. The inode tells a block from a later user of its descriptor."""
 
     host: str
     process: int

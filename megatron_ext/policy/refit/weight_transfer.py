@@ -30,7 +30,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Row:
-    """Where a weight lies in its bucket."""
+    """Position of a weight in its bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class CudaAddress:
 
 @dataclass(frozen=True)
 class WeightsHandle:
-    """What another process needs to read a bucket."""
+    """Handle with which another process reads a bucket."""
 
     rows: tuple[Row, ...]
     where: BlockAddress | CudaAddress
@@ -150,7 +150,7 @@ def load_weights(model: nn.Module, handle: WeightsHandle) -> None:
 
 
 def require_same_buckets(info: WeightInfo, group: JobsGroup, buffer_bytes: int) -> None:
-    """Whether all ranks of the group are about to send and receive the same buckets; before every broadcast of them.
+    """Check, before every broadcast, that all ranks of the group send and receive the same buckets.
 
     Raises:
         ValueError: one of them would not; on every rank.

@@ -49,7 +49,7 @@ class Refitting(Backend):
     def iter_weight_buckets(
         self, buffer_bytes: int | None = None, hub_names: bool = True
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """As `iter_weights`, in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger weight alone."""
+        """Yield weights in lists of at most `buffer_bytes` (None: `refit_buffer_bytes`); a larger one alone."""
         limit = check_positive("buffer_bytes", buffer_bytes or self.settings.refit_buffer_bytes)
         bucket: list[tuple[str, Tensor]] = []
         for name, weight in self.iter_weights(hub_names):
@@ -62,7 +62,8 @@ class Refitting(Backend):
 
     @cached_property
     def _hub_rename(self) -> Rename:
-        return hub_rename(model_factories(self.settings.model, self.settings.gives_rewards).make_empty)
+        settings = self.settings
+        return hub_rename(model_factories(settings.model, settings.gives_rewards, settings.config_overrides).make_empty)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """The size of each weight in bytes, and how many of them should be asked for at a time."""

@@ -62,7 +62,7 @@ class Backend(ABC):
         self._loss_scale = LossScale(dynamic=self.settings.dtype == torch.float16)
 
     def _mode(self) -> AbstractContextManager[None]:
-        """What passes run in: the model's layers keep what `batch_invariant_mode` promises, as the head does."""
+        """Return the context of passes: layers keep what `batch_invariant_mode` promises, as the head does."""
         return batch_invariant_mode() if self.settings.batch_invariant_mode else nullcontext()
 
     @abstractmethod
@@ -83,11 +83,11 @@ class Backend(ABC):
 
     @abstractmethod
     def _reduce_gradients(self) -> None:
-        """What is left of summing gradients over the ranks, after the last backward pass."""
+        """Finish the sums of gradients over the ranks, after the last backward pass."""
 
     @abstractmethod
     def _gradient_norm(self) -> float:
-        """That of all ranks' gradients together."""
+        """Return the norm of all ranks' gradients together."""
 
     @abstractmethod
     def _state(self) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def _vocabulary(self) -> int:
-        """How many tokens the model knows: all ids are below."""
+        """Return the number of tokens that the model knows: all ids are below."""
 
     def _exports(self) -> dict[str, Export]:
         """The weights that generators get, by transformers' names."""

@@ -30,7 +30,7 @@ def join_world() -> torch.device:
 
 
 def device_id(device: torch.device) -> str:
-    """What tells this device from all others: "GPU-..." as NVML has it, or "CPU-" and the name of the host."""
+    """Return the name of this device alone: "GPU-..." as NVML has it, or "CPU-" and the name of the host."""
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return f"CPU-{platform.node()}"

@@ -44,7 +44,9 @@ class Generating(Refitting):
             nonlocal generator
             if generator is None:
                 with torch.random.fork_rng(devices=[]):
-                    generator = model_factories(self.settings.model).make_empty()
+                    generator = model_factories(
+                        self.settings.model, overrides=self.settings.config_overrides
+                    ).make_empty()
                 generator.to(self.device, self.settings.dtype).eval()
                 _keep_stops(generator)
 
@@ -152,14 +154,14 @@ def _generated(model: Any, batch: BatchedDataDict, settings: SamplingSettings, s
 
 
 def _keep_stops(model: Any) -> None:
-    """Of the model's generation config leave only where it stops: penalties and the like would change what is drawn,
-    and not what is scored."""
+    """Leave nothing of the model's generation config but where it stops: penalties and the like would change what is
+    drawn, and not what is scored."""
     own = model.generation_config
     kept = {"eos_token_id": own.eos_token_id, "cache_implementation": getattr(own, "cache_implementation", None)}
     model.generation_config = type(own)(**kept)
 
 
 def _stops(model: Any) -> list[int]:
-    """Those that the model itself stops at."""
+    """Return the tokens that the model itself stops at."""
     found = model.generation_config.eos_token_id
     return [] if found is None else found if isinstance(found, list) else [found]

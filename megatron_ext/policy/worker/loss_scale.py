@@ -7,7 +7,7 @@ GROWTH_STEPS = 1000
 
 
 class LossScale:
-    """As large as it goes without overflow: halved where gradients are not finite, doubled after good steps.
+    """Loss scale without overflow: halved where gradients are not finite, doubled after good steps.
 
     Every rank sees the same norms, so that all have the same scale. Not `dynamic`: always 1. (Micikevicius et al.,
     "Mixed precision training", 2018.)
@@ -28,7 +28,7 @@ class LossScale:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
     def overflowed(self, norm: float) -> bool:
-        """Whether a step with gradients of this norm must be left out since the scale was too large."""
+        """Return whether a step with gradients of this norm must be left out since the scale was too large."""
         if not self._dynamic:
             return False
         if math.isfinite(norm):

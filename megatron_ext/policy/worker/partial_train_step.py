@@ -23,7 +23,7 @@ from megatron_ext.policy.worker.training import Metrics, Training
 
 @dataclass
 class OpenStep:
-    """What a step that is not finished has gathered. Rows and tokens are those of all data-parallel ranks."""
+    """Step that is not finished, with what it has gathered. Rows and tokens are those of all data-parallel ranks."""
 
     loss_fn: LossFunction
     shape: Shape
@@ -39,12 +39,12 @@ class OpenStep:
 
     @property
     def normalizer(self) -> str:
-        """Which count the loss is a mean over."""
+        """Return the name of the count that the loss is a mean over."""
         kind = getattr(getattr(self.loss_fn, "loss_type", None), "value", LossType.TOKEN_LEVEL.value)
         return "sequences" if kind == LossType.SEQUENCE_LEVEL.value else "tokens"
 
     def scale(self, name: str) -> float:
-        """What a metric of this name is multiplied by."""
+        """Return the factor of a metric of this name."""
         kinds = getattr(self.loss_fn, "metric_normalizations", None)
         kind = kinds.get(name) if isinstance(kinds, Mapping) else None
         return 1 / self.divisors()[self.normalizer if kind is None else kind.value]

@@ -94,7 +94,7 @@ class PolicyWorker(TrainSteps, Generating):
         device_memory.free_cached_memory(self.device)
 
     def finish_training(self, *_: Any, **__: Any) -> None:
-        """What NeMo-RL's callers call after training. Nothing: all stays where it is, see `offload_before_refit`."""
+        """Do nothing: NeMo-RL's callers call it after training. Moves are made by `offload_before_refit`."""
 
     def finish_inference(self) -> None:
         """Model to host memory, after scores that are all for now."""
@@ -180,7 +180,7 @@ class PolicyWorker(TrainSteps, Generating):
         return {"rank": self.rank, "world_size": dist.get_world_size(), **device_memory.device_info(self.device)}
 
     def get_free_memory_bytes(self) -> int:
-        """Of this rank's GPU, by all processes on it; of the host, without a GPU."""
+        """Return the bytes that all processes leave free on this rank's GPU; of the host, without a GPU."""
         return device_memory.free_bytes(self.device)
 
     def report_device_id(self) -> str:

@@ -38,10 +38,14 @@ class SamplingSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], tokenizer: Any, settings: Settings) -> "SamplingSettings":
-        """Of a worker's configuration, and of the settings that `read_config` made of it."""
+        """Make the settings from a worker's configuration, and from what `read_config` made of it."""
         generation = config.get("generation") or {}
         if generation.get("stop_strings"):
             raise ValueError("generation.stop_strings are set: generate() stops at token ids; set stop_token_ids")
+        if generation.get("bad_words"):
+            raise ValueError(
+                f"generation.bad_words is {generation['bad_words']!r}: generate() bans no words; leave it out"
+            )
         most = generation.get("max_new_tokens")
         if type(most) is not int or most < 1:
             raise ValueError(f"generation.max_new_tokens is {most!r}: generate() needs a positive integer; set it")

@@ -118,8 +118,8 @@ class Scoring(Backend):
     def get_reference_policy_logprobs(
         self, data: Mapping[str, Any], micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> BatchedDataDict:
-        """As `get_logprobs`, of the reference policy, whose distribution is whole: top-k and top-p would leave others
-        of it. Key and label are "reference_logprobs" and "get_reference_policy_logprobs".
+        """Return `get_logprobs` of the reference policy, whose distribution is whole: top-k and top-p would leave other
+        tokens of it. Key and label are "reference_logprobs" and "get_reference_policy_logprobs".
         """
         with timed(timer, "get_reference_policy_logprobs"), self.use_reference_model():
             return BatchedDataDict(reference_logprobs=self.get_logprobs(data, micro_batch_size)["logprobs"])
@@ -144,8 +144,8 @@ class Scoring(Backend):
             self._is_reference = False
 
     def _scored(self, data: Mapping[str, Any], micro_batch_size: int | None, read: Read) -> Tensor:
-        """What `read` makes of every micro-batch, `[rows, positions, ...]`, for all of `data` `[B, S, ...]` on the CPU;
-        0 behind a micro-batch's positions."""
+        """Join what `read` makes of every micro-batch, `[rows, positions, ...]`, to `[B, S, ...]` of all `data` on the
+        CPU; 0 behind a micro-batch's positions."""
         batching = self.settings.batching
         rows = batching.logprob_rows if micro_batch_size is None else micro_batch_size
         step = scoring_step(data, self._shape(rows, batching.logprob_tokens), self._place)
@@ -176,7 +176,7 @@ class Scoring(Backend):
                 loss.backward()
 
     def _from_last_stage(self, found: T | None) -> T:
-        """What `_run_passes` left on the last stage of a pipeline, on every rank."""
+        """Return on every rank what `_run_passes` left on the last stage of a pipeline."""
         assert found is not None
         return found
 
@@ -192,8 +192,8 @@ class Scoring(Backend):
         return Rows.of(micro_batch, self.settings.batching.kind == "packed", self._places_multiple)
 
     def _narrowed(self, micro_batch: BatchedDataDict) -> bool:
-        """Whether log-probabilities are those of what top-k and top-p leave, or of what a generator kept: not of the
-        reference, as it has others."""
+        """Return whether log-probabilities are of tokens that top-k and top-p leave, or that a generator kept. The
+        reference's are not: it would leave others."""
         filters = self.settings.top_k is not None or self.settings.top_p < 1
         return (filters or KEPT_IDS in micro_batch) and not self._is_reference
 

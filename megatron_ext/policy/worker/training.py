@@ -96,7 +96,7 @@ class Training(Scoring):
             raise ValueError(f"{act} without an optimizer: the worker was made with init_optimizer=False")
 
     def _refuse_open_step(self, act: str) -> None:
-        """Of `TrainSteps`: there are open steps there."""
+        """Refuse `act` while a step is open: `TrainSteps` alone has open steps."""
 
     def _train_shape(self, mbs: int | None) -> Shape:
         batching = self.settings.batching
@@ -214,7 +214,7 @@ class Training(Scoring):
 
 
 def _validated(returned: Any) -> tuple[Tensor, dict[str, float]]:
-    """What a loss function returned, if it can be trained on and its metrics are numbers."""
+    """Return what a loss function returned, if it can be trained on and its metrics are numbers."""
     if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise ValueError(
             f"loss_fn returned {_kinds(returned)}: it must return the loss, a 0-d tensor, and a dict of metrics"

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products, main_grad
+from megatron_ext import main_grad
 from megatron_ext.distributed.collectives import Pending, start_all_gather
 from megatron_ext.distributed.groups import Group
+from megatron_ext.numerics import cpu_products
 
 
 @dataclass(frozen=True, eq=False)
 class Deferral:
-    """Where pairs of input and output gradient are kept, and how many at most.
+    """Lists that keep pairs of input and output gradient, and how many at most.
 
     Attributes:
         grad_outputs: output gradients, oldest first.

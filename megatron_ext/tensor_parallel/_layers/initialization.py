@@ -24,7 +24,7 @@ from megatron_ext.distributed.groups import (
     parallel_state,
     require_tensor_parallel_group,
 )
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics.readable_values import has_values
 from megatron_ext.tensor_parallel._layers.parameter_attributes import set_tensor_model_parallel_attributes
 from megatron_ext.tensor_parallel._random.generator_state import generator_of
 from megatron_ext.tensor_parallel._random.process_tracker import Process
@@ -34,8 +34,8 @@ InitMethod = Callable[[Tensor], Any]
 
 
 def device_for_parameters(use_cpu_initialization: bool) -> torch.device:
-    """Where new parameters go: torch's default device if it was set (meta, say), the CPU if `use_cpu_initialization`,
-    else where the RNG tracker draws: on the current CUDA device, if the process has one."""
+    """The device of new parameters: torch's default device if it was set (meta, say), the CPU if
+    `use_cpu_initialization`, else that of the RNG tracker: the current CUDA device, if the process has one."""
     default = torch.get_default_device()
     if use_cpu_initialization or default.type != "cpu":
         return default

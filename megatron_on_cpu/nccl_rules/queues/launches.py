@@ -36,6 +36,7 @@ class Part:
     number: int = -1  # given at launch
     received: Payloads = field(default_factory=dict)
     unsent: int = 0
+    lost: set[int] = field(default_factory=set)  # peers that ended before they could be told or sent to
 
     @property
     def complete(self) -> bool:
@@ -61,7 +62,6 @@ class Launch:
     done: bool = False
     waited_for: bool = False
     error: Exception | None = None
-    when_done: list[Callable[[], None]] = field(default_factory=list)
 
     def name(self, part: Part) -> str:
         """What `part` is called on each of its ranks: the communicator, and "all 3", or "0>1 3" of a message."""
@@ -90,7 +90,11 @@ class Communicator:
 
 def lines_of_caller() -> list[str]:
     """The lines of code that the program is at, outside torch and this backend, innermost first."""
-    frame: Any = sys._getframe(1)
+    return lines_from(sys._getframe(1))
+
+
+def lines_from(frame: Any) -> list[str]:
+    """As `lines_of_caller`, of a thread whose innermost frame is `frame`."""
     lines: list[str] = []
     while frame is not None and len(lines) < _LINES:
         file = frame.f_code.co_filename

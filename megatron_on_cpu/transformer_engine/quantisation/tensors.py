@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed.collectives import all_reduce
 from megatron_on_cpu.transformer_engine.enums import TORCH_DTYPES, Float8BlockScaleTensorFormat
 from megatron_on_cpu.transformer_engine.quantisation.blocks import (
     blocks_back,
@@ -28,7 +28,7 @@ from megatron_on_cpu.transformer_engine.quantisation.blocks import (
     mx_back,
     mx_blocks_of,
 )
-from megatron_on_cpu.transformer_engine.quantisation.scales import cast_to_fp8, scale_of_amax
+from megatron_on_cpu.transformer_engine.quantisation.scales import amax_of, cast_to_fp8, scale_of_amax
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 
@@ -45,26 +45,37 @@ def nominal_dtype(tensor: Any) -> torch.dtype:
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """`tensor` as the quantiser has it, in `output` or in a new tensor; nothing is done where `noop` is set."""
-    if noop is not None and output is not None and noop.item() != 0:
-        return output
+    """`tensor` as the quantiser has it, in `output` or in a new tensor. Where `noop` is set, `output` and the
+    quantiser's own amax and scale keep their values; the host does not read `noop`, so a CUDA graph may change it."""
     name = type(quantizer).__name__
     if name not in _KINDS:
         raise NotImplementedError(
             f"quantizer is a {name}: the CPU emulation of Transformer Engine has {', '.join(_KINDS)}; choose an FP8 "
             "recipe of these"
         )
-    held = _KINDS[name][0](tensor.detach(), quantizer)
     if output is None:
-        return _new(tensor, quantizer, held)
+        return _new(tensor, quantizer, _KINDS[name][0](tensor.detach(), quantizer))
+    own = [x for x in (getattr(quantizer, kept, None) for kept in ("amax", "scale")) if isinstance(x, Tensor)]
+    before = [x.clone() for x in own]
+    held = _KINDS[name][0](tensor.detach(), quantizer)
+    for now, old in zip(own, before, strict=True):
+        _overwrite(now, now.clone(), noop, old)
     for attribute, value in held.items():
         was = getattr(output, "_" + attribute, None)
-        tensors = isinstance(was, Tensor) and isinstance(value, Tensor)
-        if tensors and (was.shape, was.dtype) == (value.shape, value.dtype):  # type: ignore[union-attr]
-            was.copy_(value)  # type: ignore[union-attr]
+        if (
+            isinstance(was, Tensor)
+            and isinstance(value, Tensor)
+            and (was.shape, was.dtype) == (value.shape, value.dtype)
+        ):
+            _overwrite(was, value, noop, was)
         else:
             setattr(output, "_" + attribute, value)
     return output
+
+
+def _overwrite(target: Tensor, value: Tensor, noop: Tensor | None, kept: Tensor) -> None:
+    """`value` into `target`, or `kept` where `noop` is set."""
+    target.copy_(value if noop is None else torch.where(noop.view(()) != 0, kept, value))
 
 
 def quantize_into(tensor: Tensor, output: Any, quantizer: Any) -> Any:
@@ -156,20 +167,18 @@ def _of_one_scale(tensor: Tensor, scale: Tensor, quantizer: Any) -> dict[str, An
 
 def _delayed(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     held = _of_one_scale(tensor, quantizer.scale, quantizer)
-    if tensor.numel():
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, tensor.float().abs().max()))
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax_of(tensor.float())))
     return held
 
 
 def _current(tensor: Tensor, quantizer: Any) -> dict[str, Any]:
     """Before 2.20 its quantiser kept the amax and the scale."""
     keeps = hasattr(quantizer, "use_existing_amax")
-    if keeps and quantizer.use_existing_amax:
-        amax = quantizer.amax
-    else:
-        amax = tensor.float().abs().max().view(1) if tensor.numel() else torch.zeros(1)
+    existing = keeps and quantizer.use_existing_amax
+    amax = quantizer.amax if existing else amax_of(tensor.float()).view(1)
     if quantizer.with_amax_reduction:
-        amax = all_reduce(amax, quantizer._canonicalized_amax_reduction_group(), op="max")
+        amax = amax.clone()
+        dist.all_reduce(amax, dist.ReduceOp.MAX, quantizer._canonicalized_amax_reduction_group())
     largest = torch.finfo(TORCH_DTYPES[quantizer.dtype]).max
     scale = scale_of_amax(amax, largest, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
     if keeps:

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ext.distributed.groups import group_rank, group_size
 from megatron_on_cpu.transformer_engine import cross_entropy
 from megatron_on_cpu.transformer_engine.parameters import taking
 
@@ -29,7 +28,7 @@ def cross_entropy_forward(
     )
     count = (target != ignore_idx).sum().clamp(min=1).view(1) if reduce_loss else None
     loss = loss if count is None else (loss.sum() / count).squeeze()
-    return loss, grad, torch.empty(0), target, count, group_rank(dist_process_group), group_size(dist_process_group)
+    return loss, grad, torch.empty(0), target, count, *cross_entropy.coordinates(dist_process_group)
 
 
 @taking("saved_input stats target n_non_ignore grad_output label_smoothing reduce_loss rank world_size ignore_idx")

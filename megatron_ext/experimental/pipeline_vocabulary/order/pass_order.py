@@ -20,7 +20,7 @@ from megatron_ext.experimental.pipeline_vocabulary.order.passes import Kind, Pas
 
 
 class Times(NamedTuple):
-    """How long passes and messages take, in any unit.
+    """Durations of passes and messages, in any unit.
 
     Attributes:
         forward, backward: of the layers, `[stage][chunk]`.
@@ -94,7 +94,7 @@ def pass_order(shape: Shape, times: Times) -> tuple[tuple[Run, ...], ...]:
 
 
 def most_extra(shape: Shape) -> int:
-    """How many extra forward passes are tried: a micro-batch in all chunks.
+    """Return the most extra forward passes that are tried: one micro-batch in all chunks.
 
     Where RESULT is a pass like others it waits for the one under way, on some stage for a whole backward pass, and the
     losses of all stages wait for it. Without interleaving a second micro-batch gives the last stage work meanwhile.
@@ -230,7 +230,7 @@ def stage_queues(stage: int, shape: Shape, extra: int) -> list[list[Pass]]:
 
 
 def pass_duration(times: Times) -> Callable[[int, Pass], float]:
-    """What a stage takes for a pass."""
+    """Make the function that gives a stage's duration of a pass."""
     same = {
         Kind.LOOKUP: times.lookup,
         Kind.PRODUCTS: times.products,
@@ -247,7 +247,7 @@ def pass_duration(times: Times) -> Callable[[int, Pass], float]:
 
 
 def message_times(times: Times) -> dict[Sent, float]:
-    """How long an exchange takes once all that it sends is there."""
+    """Return each exchange's duration, counted from when all of its tensors are there."""
     return {
         Sent.FORWARD: times.send,
         Sent.BACKWARD: times.send,
@@ -263,7 +263,7 @@ def message_times(times: Times) -> dict[Sent, float]:
 
 
 def pass_needs(shape: Shape, times: Times) -> Needs:
-    """What each pass waits for, and how long its message takes."""
+    """Return the passes that each pass waits for, and the duration of the message between."""
     takes = message_times(times)
 
     @cache

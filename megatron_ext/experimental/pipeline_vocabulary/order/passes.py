@@ -1,4 +1,4 @@
-"""What the stages of a pipeline compute and send in a step, and what waits for what: for orders, programs and messages.
+"""Passes and exchanges of a pipeline's stages in a step, and which waits for which: for orders, programs, messages.
 
 A pass is what one stage computes between messages. An exchange is a message, or a few that belong together, which all
 of its stages launch at the same place of the pipeline's order. Nothing is sent within a pass.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What a pass computes, for one micro-batch."""
+    """Computation of a pass, for one micro-batch."""
 
     TOKENS = "tokens"  # first stage: the batch is read, the forward pass begins and asks for the embedding
     LOOKUP = "embedding"  # every stage: its rows of the embedding, summed on the first stage
@@ -32,7 +32,7 @@ class Pass(NamedTuple):
 
 
 class Sent(Enum):
-    """What an exchange sends, for one micro-batch. Those that other stages wait for first come first."""
+    """Content of an exchange, for one micro-batch. Exchanges that other stages wait for first come first."""
 
     FORWARD = "forward"  # activations to the next chunk of layers
     BACKWARD = "backward"  # their gradient, to the chunk before
@@ -58,7 +58,7 @@ class Exchange(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a schedule.
+    """Size of a schedule: its stages, chunks and micro-batches.
 
     Attributes:
         stages, chunks: pipeline stages, and chunks of layers on each (1: not interleaved).
@@ -83,11 +83,11 @@ class Shape(NamedTuple):
         return self.stages - 1
 
     def is_front(self, stage: int, what: Pass) -> bool:
-        """Whether a pass of layers is that of the model's first chunk."""
+        """Return whether a pass of layers belongs to the model's first chunk."""
         return stage == 0 and what.chunk == 0
 
     def is_back(self, stage: int, what: Pass) -> bool:
-        """Whether a pass of layers is that of the model's last chunk."""
+        """Return whether a pass of layers belongs to the model's last chunk."""
         return stage == self.last and what.chunk == self.chunks - 1
 
 

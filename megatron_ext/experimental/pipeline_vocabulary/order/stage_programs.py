@@ -1,4 +1,4 @@
-"""What each stage of a pipeline computes and launches, in which order, so that no machine can make the stages hang.
+"""Program of each stage of a pipeline: passes and launches in an order with which no machine makes the stages hang.
 
 There is one order for all passes and all messages of the pipeline, and each stage's program is its part of it. Whatever
 waits, waits for something that comes earlier in this order, and all stages of a message launch it at the same place. So

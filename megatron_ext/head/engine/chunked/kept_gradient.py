@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products
 from megatron_ext.head.engine import chunk_sizes
 from megatron_ext.head.engine.chunked.sources import Product
 from megatron_ext.head.engine.plan import Plan
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
 from megatron_ext.head.row_passes.side_by_side import WeightSums
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics import cpu_products, matrices
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import has_values
 
 
 class Kept:
@@ -58,7 +58,7 @@ class Kept:
             bad_t = ~out_tV.sum(1, dtype=accumulation_dtype(out_tV.dtype)).isfinite()
             self.bad_T[rows] = bad_t
             out_tV.masked_fill_(bad_t.unsqueeze(1), 0)
-        if rule.changes or matmul.widens(self._source.x_TD, rule.rounds):
+        if rule.changes or matrices.widens(self._source.x_TD, rule.rounds):
             self.unit_TV[rows] = out_tV
 
     def add_products(self, grad_T: Tensor | None, out: tuple[Tensor | None, WeightSums, Tensor | None]) -> None:
@@ -87,5 +87,5 @@ def of(plan: Plan, source: Product) -> Kept | None:
     tokens = chunk_sizes.kept_tokens(call, plan.tokens, w_VD.shape[0], x_TD)
     if not tokens:
         return None
-    source.memory_TV = matmul.new_matrix(x_TD, tokens, w_VD.shape[0])
+    source.memory_TV = matrices.new_matrix(x_TD, tokens, w_VD.shape[0])
     return Kept(plan, source, source.memory_TV, torch.zeros(tokens, dtype=torch.bool, device=x_TD.device))

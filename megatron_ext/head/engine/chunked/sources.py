@@ -11,13 +11,22 @@ from torch import Tensor
 
 from megatron_ext.distributed import collectives
 from megatron_ext.distributed.groups import Group
-from megatron_ext.head.engine.call import Call
 from megatron_ext.head.engine.flatten import rows_of
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.head.engine.resolved_head import ResolvedHead
 from megatron_ext.head.fixed_bits.leaves import leaves_of
 from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype, bend, transformed
+from megatron_ext.head.row_passes.logit_passes import bend, transformed
 from megatron_ext.head.row_passes.side_by_side import in_one, operand
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.matrices import accumulation_dtype
+
+
+class LogitTransform(NamedTuple):
+    """What a head does to its product: a softcap of the logits times a scale, and whether they are rounded first."""
+
+    softcap: float | None
+    scale: float
+    rounds: bool
 
 
 class Rule(NamedTuple):
@@ -82,7 +91,7 @@ class Product:
         return z_tV[rows.start - first * self.repeats :][: rows.stop - rows.start]
 
     def _made(self, rows: slice) -> Tensor:
-        kept_TV, logits = self.memory_TV, products.logits if self.rule.fixed else matmul.logits
+        kept_TV, logits = self.memory_TV, fixed_order.logits if self.rule.fixed else matmul.logits
         out_tV = kept_TV[rows] if kept_TV is not None and rows.stop <= kept_TV.shape[0] else None
         return logits(self.x_TD[rows], self.w_VD, out_tV, self.rule.rounds)
 
@@ -93,7 +102,7 @@ def of_logits(logits: Sequence[Tensor], rules: Sequence[Rule]) -> list[Given]:
 
 
 def of_hidden(
-    inputs: Sequence[Any], rules: Sequence[tuple[float | None, float, bool]], call: Call, sizes: list[int] | None
+    inputs: Sequence[Any], rules: Sequence[LogitTransform], call: ResolvedHead, sizes: list[int] | None
 ) -> list[list[Product]]:
     """The same of each leaf with all tokens' hidden states; `inputs`: those, weight, bias and low rank of each.
     Communicates: with `sizes` 1 all-gather."""
@@ -112,7 +121,7 @@ def of_hidden(
         if not leaves:
             found[0].append(Product(x_TD, w_VD, Rule(wide_V, *rule), repeats))
             continue
-        whole_VD, x_TD = in_one(w_VD), products.aligned(x_TD)
+        whole_VD, x_TD = in_one(w_VD), fixed_order.aligned(x_TD)
         for leaf, made in zip(leaves, found, strict=True):
             own = Rule(None if wide_V is None else leaf.cut(wide_V), *rule, fixed=True)
             made.append(Product(x_TD, leaf.cut(whole_VD), own, repeats))

@@ -18,17 +18,20 @@ from megatron_ext.head.engine.autograd import Asked, HeadGradients, Passed, Way
 from megatron_ext.head.engine.chunked import kept_gradient, sources
 from megatron_ext.head.engine.chunked.by_leaf import Leaves
 from megatron_ext.head.engine.chunked.gradient import ChunkGradient, logits_of_chunk, sides_of
-from megatron_ext.head.engine.chunked.sources import Product, Rule
+from megatron_ext.head.engine.chunked.sources import LogitTransform, Product, Rule
 from megatron_ext.head.engine.flatten import in_runs, new_gradient, rows_of
 from megatron_ext.head.engine.plan import Plan
-from megatron_ext.head.fixed_bits import engine_order, products
-from megatron_ext.head.fixed_bits.leaves import TreeSum, of_shard, total_of
+from megatron_ext.head.fixed_bits import engine_order
+from megatron_ext.head.fixed_bits.leaves import of_shard, total_of
 from megatron_ext.head.fixed_bits.source import chunks as fixed_chunks
 from megatron_ext.head.readouts.read_out import Chunk
 from megatron_ext.head.row_passes import matmul
 from megatron_ext.head.row_passes.dispatch import combined, row_statistics
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, part_of
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, part_of
 from megatron_ext.head.row_passes.side_by_side import WeightSums, column_spans
+from megatron_ext.numerics import fixed_order, matrices
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.tree_sums import TreeSum
 
 
 class OfLogits(Way):
@@ -73,7 +76,7 @@ class OfChunks(Way):
     layout each also gathers the hidden states, with the teachers' in the same collective.
     """
 
-    def __init__(self, rules: Sequence[tuple[float | None, float, bool]], sizes: list[int] | None, keep: bool):
+    def __init__(self, rules: Sequence[LogitTransform], sizes: list[int] | None, keep: bool):
         self.rules, self.sizes, self.keep = rules, sizes, keep
 
     def forward(self, plan: Plan, *inputs: Any) -> Passed:
@@ -116,14 +119,14 @@ class OfChunks(Way):
                 continue
             tree = TreeSum()
             for (leaf, *_), gradient, own_sums, span in zip(made, gradients, of_leaf, spans, strict=True):
-                dz_tV, w_VD = matmul.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
+                dz_tV, w_VD = matrices.new_matrix(x_TD, rows.stop - rows.start, width), leaf.w_VD
                 gradient.write(rows, dz_tV)
                 if dx_TD is not None:
-                    tree.add(products.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD))
+                    tree.add(fixed_order.product(dz_tV, w_VD) if fixed else matmul.add_product(None, dz_tV, w_VD))
                 if sums.wanted:
-                    own_sums.add(dz_tV, x_TD[rows], products.add_transposed if fixed else main_grad.add_product)
+                    own_sums.add(dz_tV, x_TD[rows], fixed_order.add_transposed if fixed else main_grad.add_product)
                 if total_V is not None and fixed:
-                    products.add_column_sums(total_V[span], dz_tV)
+                    fixed_order.add_column_sums(total_V[span], dz_tV)
                 elif total_V is not None:
                     total_V += dz_tV.sum(0, dtype=wide)
                 del dz_tV  # before the next one is made

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megatron_ext.head.readouts.divergences.teacher import SIDE, Normaliser, OfTwoSides, normaliser, side_statistics
 from megatron_ext.head.readouts.read_out import Chunk, Found, put
-from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, accumulation_dtype, transformed
+from megatron_ext.head.row_passes.logit_passes import MAX, SUM_EXP, transformed
 from megatron_ext.head.row_passes.row_blocks import blocks
 from megatron_ext.head.validation.option_checks import one_of
+from megatron_ext.numerics.matrices import accumulation_dtype
 
 Direction = Literal["forward", "reverse"]
 _SUM = 2 * SIDE  # the row of the sum; before it each side's own statistics

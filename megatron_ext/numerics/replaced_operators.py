@@ -1,9 +1,9 @@
 """Products and activations of all layers in this process with the same bits in any batch, whoever calls them.
 
 Layers call torch's products in many spellings, `F.linear` and `@` among them, and all come down to a few operators,
-whose kernels are replaced by those of `products.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on the
-CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are computed
-otherwise than those that fill a vector register. There they are given tensors that have no such elements.
+whose kernels are replaced by those of `fixed_order.py`: what Megatron's `batch_invariant_mode` does on CUDA, here on
+the CPU as well. On a CPU activations need it too: the last elements of a tensor, and of each thread's part, are
+computed otherwise than those that fill a vector register. There they are given tensors that have no such elements.
 """
 
 import importlib.util
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.head.fixed_bits import products
+from megatron_ext.numerics import fixed_order
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-# Functions of one element each. Those of `products.functions_fault` have the same bits as torch has them.
+# Functions of one element each. Those of `fixed_order.functions_fault` have the same bits as torch has them.
 _ACTIVATIONS = ("silu", "gelu", "sigmoid", "softplus", "mish", "elu", "exp2", "cosh", "rsqrt", "pow.Tensor_Scalar")
 # Elements that one thread takes, and of which two vector registers are filled.
 _PIECE, _REGISTERS = 32768, 64
@@ -78,7 +78,7 @@ def _of_groups(kernel: Any) -> Callable[..., Tensor]:
             return kernel.call_boxed(keys, a_MK, b_EKN, offs, *more, **options)
         found, start = a_MK.new_zeros(a_MK.shape[0], b_EKN.shape[2]), 0
         for stop, b_KN in zip(offs.tolist(), b_EKN, strict=True):
-            found[start:stop] = products.mm(a_MK[start:stop], b_KN)
+            found[start:stop] = fixed_order.mm(a_MK[start:stop], b_KN)
             start = stop
         return found
 
@@ -87,14 +87,14 @@ def _of_groups(kernel: Any) -> Callable[..., Tensor]:
 
 def _addmm(added: Tensor, a_MK: Tensor, b_KN: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     if added.shape == b_KN.shape[1:] and beta == alpha == 1:
-        return products.mm(a_MK, b_KN, added)
-    return _with(added, products.mm(a_MK, b_KN), beta, alpha)
+        return fixed_order.mm(a_MK, b_KN, added)
+    return _with(added, fixed_order.mm(a_MK, b_KN), beta, alpha)
 
 
 def _bmm(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
     found = a_BMK.new_empty(a_BMK.shape[0], a_BMK.shape[1], b_BKN.shape[2])
     for out_MN, a_MK, b_KN in zip(found, a_BMK, b_BKN, strict=True):
-        out_MN.copy_(products.mm(a_MK, b_KN))
+        out_MN.copy_(fixed_order.mm(a_MK, b_KN))
     return found
 
 
@@ -108,4 +108,4 @@ def _with(added: Tensor, found: Tensor, beta: float, alpha: float) -> Tensor:
     return found if beta == 0 else found.add_(added if beta == 1 else added * beta)
 
 
-_PRODUCTS: dict[str, Callable[..., Tensor]] = {"mm": products.mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {"mm": fixed_order.mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm}

@@ -1,18 +1,20 @@
-"""What every pass, exchange and gradient of one call takes: facts of the head, and which sums over rows are wanted."""
+"""`ResolvedHead`: a head in one call, with its group and shard found, and which sums over rows are wanted."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_ext.distributed.groups import Group, group_size
+from megatron_ext.distributed.groups import Group
 from megatron_ext.distributed.vocab import VocabShard
 from megatron_ext.head.validation.option_checks import Bits, Cache
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call. All ranks of `group` hold equal calls, `vocab` and `chosen` aside. Checked where heads are made.
+class ResolvedHead:
+    """The part of a head that every pass, exchange and gradient of one call takes; no tensors of the caller's.
+
+    `LmHead.resolved` and `Logits.resolved` make it. On all ranks of `group` they are equal, `vocab` and `chosen` aside.
 
     Attributes:
         group: the ranks that share the vocabulary; None: not sharded.
@@ -31,6 +33,8 @@ class Call:
         rounds: logits are rounded to the hidden states' 16 bits before anything else is done with them.
         chosen: int64, rising: the columns of this rank whose logits are made; None: all.
         leaf: which of this rank's leaves `vocab` is; None: it is all of this rank's columns.
+        in_slices: each rank has its slice of dim 0 of the hidden states.
+        guessed: the caller gave no `vocab`, and equal shards are assumed.
     """
 
     group: Group
@@ -49,6 +53,13 @@ class Call:
     rounds: bool = False
     chosen: Tensor | None = None
     leaf: int | None = None
+    in_slices: bool = False
+    guessed: bool = False
+
+    @property
+    def given_vocab(self) -> VocabShard | None:
+        """This rank's columns, where the caller gave them."""
+        return None if self.guessed else self.vocab
 
     @property
     def fixed(self) -> bool:
@@ -68,7 +79,7 @@ class Call:
         """Where `columns` of this rank's shard are among the logits that are made."""
         return columns if self.chosen is None else torch.searchsorted(self.chosen, columns)
 
-    def without_scale(self) -> "Call":
+    def without_scale(self) -> "ResolvedHead":
         """The same with the scale in softcap and temperature: `c tanh(s z / c) = s (c / s) tanh(z / (c / s))`."""
         if self.logit_scale == 1.0:
             return self
@@ -76,7 +87,7 @@ class Call:
         temperature = self.temperature / self.logit_scale
         return replace(self, softcap=softcap, temperature=temperature, logit_scale=1.0)
 
-    def without_bends(self) -> "Call":
+    def without_bends(self) -> "ResolvedHead":
         """The same of logits that scale and softcap have left already."""
         bent = self.softcap is not None or self.logit_scale != 1.0
         return replace(self, softcap=None, logit_scale=1.0) if bent else self
@@ -84,4 +95,4 @@ class Call:
     @property
     def ranks(self) -> int:
         """Number of ranks that share the vocabulary."""
-        return group_size(self.group)
+        return 1 if self.group is None else self.group.size()

@@ -1,16 +1,15 @@
 """The mode in which a token's forward numbers have the same bits in any batch: who turned it on, and what it asks of
-heads and layers.
+layers.
 
 Megatron calls it `batch_invariant_mode`. There it replaces `aten::mm` and `aten::addmm` on CUDA, or has cuBLASLt take
 one order of sums: layers must call these two operators, and no others. Elsewhere, and where Megatron's switch is off,
-the products are the head's own (`fixed_bits/products.py`).
+the products are ours (`fixed_order.py`).
 
 Legend: M rows, K what a product sums over, N columns.
 """
 
 import contextlib
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,12 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_ext.head.fixed_bits import products
-from megatron_ext.head.fixed_bits.replaced_operators import replace_operators
-from megatron_ext.head.validation.option_checks import Bits, Cache
+from megatron_ext.numerics import fixed_order
+from megatron_ext.numerics.replaced_operators import replace_operators
 
 KERNELS = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-VLLMS = "VLLM_BATCH_INVARIANT"
 
 _entered = 0
 _undo = contextlib.ExitStack()  # puts torch's operators back
@@ -55,52 +52,25 @@ def batch_invariant_mode() -> Iterator[None]:
 
 
 def switched_on() -> bool:
-    """Whether Megatron's global switch is on."""
+    """Return whether Megatron's global switch is on."""
     kernels = sys.modules.get(KERNELS)
     return kernels is not None and bool(kernels.is_batch_invariant_mode_enabled())
 
 
 def is_on(config: Any = None) -> bool:
-    """Whether the mode is: ours, by Megatron's global switch, or by the `batch_invariant_mode` of a config."""
+    """Return whether the mode is on: ours, by Megatron's global switch, or by a config's `batch_invariant_mode`."""
     return bool(_entered) or switched_on() or bool(getattr(config, "batch_invariant_mode", False))
-
-
-def bits_or_mode(asked: Bits | None, config: Any = None) -> Bits:
-    """The bits that were asked for; where none were, "batch" if the mode is on or vLLM is asked for it in this process,
-    which is said once, else "fast".
-
-    Megatron's own kernels do not reach the head's products. Where the head has no such bits it refuses to run rather
-    than give others.
-    """
-    if asked is not None:
-        return asked
-    if is_on(config):
-        say_once('batch_invariant_mode is on: the fused head takes bits="batch"')
-        return "batch"
-    if os.environ.get(VLLMS, "") not in ("", "0"):
-        say_once(f'{VLLMS} is set in the environment: the fused head takes bits="batch"')
-        return "batch"
-    return "fast"
-
-
-def repeatable(cache: Cache, config: Any) -> Cache:
-    """`cache`, but for "auto" under Megatron's `deterministic_mode` "bounded", which is said once: what is kept by free
-    memory changes the gradients' last bits."""
-    if cache != "auto" or not getattr(config, "deterministic_mode", False):
-        return cache
-    say_once('Megatron\'s deterministic_mode is on: the fused head takes cache="bounded" for "auto"')
-    return "bounded"
 
 
 def product(x_MK: Tensor, w_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """`x @ w + bias` of a layer in the mode: by Megatron's kernels on CUDA where its switch is on, else by ours."""
     if x_MK.is_cuda and switched_on():
         return torch.mm(x_MK, w_KN) if bias_N is None else torch.addmm(bias_N, x_MK, w_KN)
-    return products.mm(x_MK, w_KN, bias_N)
+    return fixed_order.mm(x_MK, w_KN, bias_N)
 
 
 def attention_kernels(x: Tensor, config: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """What SDPA of `x` runs under: in the mode, on CUDA, its memory-efficient kernel alone.
+    """Return the context for SDPA of `x`: in the mode, on CUDA, its memory-efficient kernel alone.
 
     The flash kernel cuts keys into parts by the number of sequences and heads, where these do not fill the GPU.
     """

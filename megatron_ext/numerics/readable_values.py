@@ -1,4 +1,4 @@
-"""Whether the values of a tensor can be read (it is not fake or traced), and how to raise on wrong ones."""
+"""Values of tensors: whether they can be read (the tensor is not fake or traced), and errors for wrong ones."""
 
 import sys
 from typing import Any
@@ -12,7 +12,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` is a real tensor, neither a fake one nor one of a graph that is being compiled."""
+    """Return whether `x` is a real tensor, neither a fake one nor one of a graph that is being compiled."""
     if torch.compiler.is_compiling() or not (x.is_cpu or x.is_cuda):
         return False
     wrapped = torch._C._are_functorch_transforms_active() or torch._is_functional_tensor(x)
@@ -20,8 +20,8 @@ def has_values(x: Tensor) -> bool:
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether values of `x` can be read without waiting for a device: numbers of Python's cost less then than operators
-    on a few."""
+    """Return whether values of `x` can be read without waiting for a device: of a few numbers Python costs less then
+    than operators."""
     return not x.is_cuda and has_values(x)
 
 
@@ -84,7 +84,7 @@ def check_within(argument: str, ids: Tensor, size: int, fix: str = "", spared: i
 
 
 def fault_within(argument: str, ids: Tensor, size: int, fix: str = "") -> ValueError | None:
-    """What `check_within` finds, for a rank that tells the others of it before all of them raise it."""
+    """Return the fault that `check_within` finds, for a rank that tells the others before all of them raise."""
     try:
         check_within(argument, ids, size, fix)
     except OutsideVocabulary as fault:
@@ -93,5 +93,5 @@ def fault_within(argument: str, ids: Tensor, size: int, fix: str = "") -> ValueE
 
 
 def raise_if(wrong: Tensor, message: str, error: type[ValueError] = ValueError) -> None:
-    """The same of what is `wrong`, with a launch more on CUDA."""
+    """Raise `error` where `wrong`, a bool tensor with a value, is true: `raise_unless` with a launch more on CUDA."""
     raise_unless(~wrong, message, error)

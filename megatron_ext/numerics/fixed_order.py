@@ -1,6 +1,6 @@
 """Matrix products whose rows have the same bits whatever other rows are multiplied with them.
 
-On CUDA they are Triton's, with tiles of one size and serial sums (`kernels/fixed_order_sums.py`), whose logits come
+On CUDA they are Triton's, with tiles of one size and serial sums (`fixed_order_kernels.py`), whose logits come
 in fp32. What follows is about CPUs, where logits have the operands' dtype.
 
 A library picks its order of additions by the shape of a product: in fp32 a row multiplied alone often differs in its
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext import cpu_products
-from megatron_ext.head.row_passes import matmul
-from megatron_ext.head.row_passes.logit_passes import accumulation_dtype
-from megatron_ext.head.validation.readable_values import has_values
+from megatron_ext.numerics import cpu_products, matrices
+from megatron_ext.numerics.matrices import accumulation_dtype
+from megatron_ext.numerics.readable_values import has_values
 
 TILE = 64  # rows
 _TALLER = (512, 128)
@@ -42,13 +41,13 @@ TOKENS = 256  # over which one product of dW sums
 def aligned(x_MK: Tensor) -> Tensor:
     """`x` with rows without gaps that begin at a cache line, copied if they do not: where they lie may change bits."""
     x_MK = x_MK.contiguous()
-    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % matmul.LINE_BYTES == 0 else x_MK.clone()
+    return x_MK if not has_values(x_MK) or x_MK.data_ptr() % matrices.LINE_BYTES == 0 else x_MK.clone()
 
 
 def logits(x_TD: Tensor, w_VD: Tensor, out_TV: Tensor | None = None, rounds: bool = False) -> Tensor:
     """`x @ W.T`, as `matmul.logits`; in `out` if given, of the dtype that it has there."""
     if out_TV is None:
-        out_TV = matmul.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matmul.logit_dtype(x_TD, rounds))
+        out_TV = matrices.new_matrix(x_TD, x_TD.shape[0], w_VD.shape[0], matrices.logit_dtype(x_TD, rounds))
     if x_TD.is_cuda:
         _kernels().product(x_TD, w_VD.t(), out_TV)
         return out_TV
@@ -105,7 +104,7 @@ def transposed(out_VD: Tensor, g_TV: Tensor, x_TD: Tensor, adds: bool = False) -
 
 
 def _kernels() -> Any:
-    return importlib.import_module("megatron_ext.head.kernels.fixed_order_sums")
+    return importlib.import_module("megatron_ext.numerics.fixed_order_kernels")
 
 
 def column_blocks(columns: int) -> list[slice]:
@@ -115,7 +114,7 @@ def column_blocks(columns: int) -> list[slice]:
 
 
 def whole_blocks(chunk: slice) -> int:
-    """How many tokens a chunk like this one may have: a multiple of those that a product of dW sums over."""
+    """Return the tokens that a chunk like this one may have: a multiple of those that a product of dW sums over."""
     return max(TOKENS, (chunk.stop - chunk.start) // TOKENS * TOKENS)
 
 
@@ -157,7 +156,7 @@ def _padded(x_MK: Tensor, rows: int) -> Tensor:
     if x_MK.shape[0] == rows:
         return x_MK
     whole = (
-        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else matmul.new_matrix(x_MK, rows, x_MK.shape[1])
+        x_MK.new_empty(rows, x_MK.shape[1]) if x_MK.is_contiguous() else matrices.new_matrix(x_MK, rows, x_MK.shape[1])
     ).zero_()
     whole[: x_MK.shape[0]] = x_MK
     return whole
@@ -231,13 +230,13 @@ class _Tried:
     def product(self, left_MK: Tensor, gaps: bool = False) -> Tensor:
         """In the dtype of its sums; `gaps`: operand and result have rows further apart than they need."""
         given_MK, out_MN = (
-            matmul.new_matrix(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
+            matrices.new_matrix(like, len(left_MK), columns) if gaps else like.new_empty(len(left_MK), columns)
             for like, columns in ((left_MK, self._columns), (left_MK.to(self._sums), self._b_KN.shape[1]))
         )
         return cpu_products.mm(given_MK.copy_(left_MK), self._b_KN, out_MN)
 
     def keeps(self, height: int, tile_MK: Tensor, wanted_MN: Tensor) -> bool:
-        """Whether the rows of a tile have the bits that are `wanted` in products of so many rows, at any place."""
+        """Return whether a tile's rows have the `wanted` bits in products of so many rows, at any place."""
 
         def moved(x: Tensor, shift: int) -> Tensor:
             return x.roll(shift, 0).repeat(height // TILE, 1)
@@ -251,7 +250,7 @@ class _Tried:
 
 @functools.cache
 def functions_fault(threads: int) -> ValueError | None:
-    """What is wrong if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
+    """Return the fault if exponentials and their kin, or sums of rows, depend on where an element is in memory."""
     with torch.no_grad():
         number = torch.tensor(-0.731)
         places = number.expand(1 << 16).contiguous()

@@ -3,8 +3,7 @@
 oneDNN multiplies 16-bit matrices quickly where the processor has instructions for it (AVX-512, AMX, Arm's bf16). On
 others, AVX2 alone for example, PyTorch's own loops take 10 to 60 times as long as an fp32 product. There the operands
 are widened to fp32 tile by tile: products of two 16-bit numbers are exact in fp32, sums are in fp32, and a result is
-rounded once, where the 16-bit product rounds it. It takes three tiles of memory, 3 MiB. Inside of `megatron_on_cpu`
-this holds for Megatron's own layers too (`megatron_on_cpu.products`).
+rounded once, where the 16-bit product rounds it. It takes three tiles of memory, 3 MiB.
 
 Which way is taken is asked of oneDNN once per dtype and process; `sixteen_bit_products` sets it, for tests and
 benchmarks; oneDNN itself can be told to do without, by ONEDNN_MAX_CPU_ISA=AVX2 in the environment.
@@ -64,7 +63,7 @@ def mm(left_MK: Tensor, right_KN: Tensor, out_MN: Tensor | None = None, added: T
 
 
 def has_sixteen_bit_products(dtype: torch.dtype) -> bool:
-    """Whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
+    """Return whether products of bf16 or fp16 matrices on CPU are left to PyTorch, which has instructions for them."""
     return _asked(dtype) if _chosen is None else _chosen
 
 

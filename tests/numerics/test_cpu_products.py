@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.meter import measure
-from megatron_ext import cpu_products, doctor, linear_cross_entropy, main_grad, reference
+from megatron_ext import doctor, linear_cross_entropy, main_grad, reference
 from megatron_ext.dtensor.styles import FusedColwise
+from megatron_ext.numerics import cpu_products
 from megatron_ext.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from tests.ranks import ranks
 

@@ -1,0 +1,47 @@
+"""Helpers of our autograd functions: a backward that can be differentiated once, and passes without autocast."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For `backward` of an autograd function: a second derivative is an error, never a silently missing term.
+
+    torch's own `once_differentiable` objects only where the upstream gradient requires grad: a gradient penalty on a
+    summed loss would lose its term without a word.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # nobody builds a graph of this backward
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        return tuple(_Once.apply(x.detach().requires_grad_()) if isinstance(x, Tensor) else x for x in found)
+
+    return checked
+
+
+def without_autocast(x: Any) -> AbstractContextManager[Any]:
+    """Dtypes are settled; a backward pass that runs under autocast must not change those of the forward one."""
+    kind = x.device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if known and torch.is_autocast_enabled(kind) else nullcontext()
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError(
+            "heads and linear layers cannot be differentiated twice: a gradient of theirs was given to backward() "
+            "again, by create_graph=True"
+        )

@@ -1,0 +1,185 @@
+"""Products whose sums have one order: each tile is made in one program, and nothing is chosen by the shape.
+
+A product's tiles have one size for all shapes and its sums are serial, so an element's bits depend on its row, its
+column and what is summed alone. A library's products promise that for one shape at most. A sum may go on from what an
+earlier launch has left, in the same order as if it had been one.
+
+Legend: M rows, N columns, K what a product sums over.
+"""
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A multiple of what one step of any product adds up: sums that are cut there go on as if they had not been.
+PRODUCT_STEP = 64
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _rows_keep_bits() -> bool:
+    """Return whether rows of numpy's products keep their bits: Triton's interpreter multiplies by numpy."""
+    import numpy as np
+
+    own = np.random.default_rng(0)
+    a_MK, b_KN = (own.standard_normal(shape, np.float32) for shape in ((128, 64), (64, 256)))
+    return all(bool((np.roll(a_MK @ b_KN, by, 0) == np.roll(a_MK, by, 0) @ b_KN).all()) for by in (1, 2, 4, 8, 27))
+
+
+# How the interpreter makes a step of a product: of bf16 numbers it would multiply the bits as integers, and as fp32
+# their products are as exact; where rows do not keep bits in fp32, in fp64, rounded when it is added.
+_WIDENED, _IN_DOUBLE = 1, 2
+_STEPS_IN_DOUBLE = _INTERPRETED and not _rows_keep_bits()
+
+
+@triton.jit
+def _summed(a, b, total, WIDENS: tl.constexpr, DTYPE: tl.constexpr):
+    if WIDENS == 2:
+        step = tl.dot(a.to(tl.float64), b.to(tl.float64), input_precision="ieee", out_dtype=tl.float64)
+        return total + step.to(DTYPE)
+    if WIDENS == 1:
+        a, b = a.to(DTYPE), b.to(DTYPE)
+    return tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
+
+
+@triton.jit
+def _read(out_ptr, out_stride, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    """A tile of which `rows` and `columns` are there."""
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    return tl.load(out_ptr + m * out_stride + n, mask=(m < rows) & (n < columns), other=0.0)
+
+
+@triton.jit
+def _write(
+    total,
+    out_ptr,
+    out_stride,
+    rows,
+    columns,
+    ADDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """A tile, or the first `rows` and `columns` of it."""
+    if ADDS:
+        total += _read(out_ptr, out_stride, rows, columns, M, N).to(DTYPE)
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    inside = (m < rows) & (n < columns)
+    tl.store(out_ptr + m * out_stride + n, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def fixed_product_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    rows,
+    columns,
+    length,
+    a_stride_m,
+    a_stride_k,
+    b_stride_k,
+    b_stride_n,
+    out_stride,
+    TAIL: tl.constexpr,
+    GOES_ON: tl.constexpr,
+    ADDS: tl.constexpr,
+    WIDENS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """One tile of `a @ b`. TAIL: K is no multiple of BLOCK_K, and zeros follow.
+
+    Neighbouring programs take TOGETHER tiles of rows of the same columns, whose operands are in the cache then.
+    """
+    program, across, down = tl.program_id(0), tl.cdiv(columns, BLOCK_N), tl.cdiv(rows, BLOCK_M)
+    group = program // (TOGETHER * across)
+    first = group * TOGETHER
+    high = tl.minimum(down - first, TOGETHER)
+    within = program % (TOGETHER * across)
+    first_m, first_n = (first + within % high) * BLOCK_M, within // high * BLOCK_N
+    m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    out_ptr += first_m.to(tl.int64) * out_stride + first_n
+
+    # What is past the end repeats the first row or column, and is not written.
+    m_read = tl.max_contiguous(tl.multiple_of(tl.where(m < rows, m, 0), BLOCK_M), BLOCK_M).to(tl.int64)
+    n_read = tl.max_contiguous(tl.multiple_of(tl.where(n < columns, n, 0), BLOCK_N), BLOCK_N).to(tl.int64)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptrs = a_ptr + m_read[:, None] * a_stride_m + k[None, :] * a_stride_k
+    b_ptrs = b_ptr + k[:, None] * b_stride_k + n_read[None, :] * b_stride_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], DTYPE)
+    if GOES_ON:
+        total = _read(out_ptr, out_stride, rows - first_m, columns - first_n, BLOCK_M, BLOCK_N)
+    for _ in range(length // BLOCK_K):
+        total = _summed(tl.load(a_ptrs), tl.load(b_ptrs), total, WIDENS, DTYPE)
+        a_ptrs += BLOCK_K * a_stride_k
+        b_ptrs += BLOCK_K * b_stride_k
+    if TAIL:
+        there = k < length % BLOCK_K
+        a = tl.load(a_ptrs, mask=there[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=there[:, None], other=0.0)
+        total = _summed(a, b, total, WIDENS, DTYPE)
+    if ADDS:  # by halves, for which there are registers
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _write(left, out_ptr, out_stride, rows - first_m, columns - first_n, True, DTYPE, BLOCK_M, HALF)
+        rest = columns - first_n - HALF
+        _write(right, out_ptr + HALF, out_stride, rows - first_m, rest, True, DTYPE, BLOCK_M, HALF)
+    else:
+        _write(total, out_ptr, out_stride, rows - first_m, columns - first_n, False, DTYPE, BLOCK_M, BLOCK_N)
+
+
+def fixed_product(dtype: torch.dtype, goes_on: bool) -> dict[str, Any]:
+    """Constants, warps and stages of the products whose sums have one order, which BLOCK_K and the dtype decide.
+
+    Of 16 bits the tile that cuBLAS takes for large products: a program's accumulator is 128 registers of each thread.
+    To load as many before the sum begins takes more than there are, so one that `goes_on` has half as many columns.
+    """
+    if dtype.itemsize == 2:
+        columns = 128 if goes_on else 256
+        sizes = {"BLOCK_M": 128, "BLOCK_N": columns, "BLOCK_K": PRODUCT_STEP, "num_warps": 8, "num_stages": 4}
+    elif dtype.itemsize == 4:
+        sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+    else:
+        sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2}
+    return {**sizes, "TOGETHER": 8}
+
+
+def product(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, goes_on: bool = False, adds: bool = False) -> None:
+    """`out = a @ b` in one launch, summed in fp32 (fp64 for fp64) and rounded once to `out`'s dtype.
+
+    `goes_on`: the sums begin with what is in `out`, which has their dtype: as if an earlier product's K went on with
+    this one's, where that K was a multiple of `fixed_product`'s. `adds`: what is in `out` is added at the end.
+    """
+    (rows, length), columns = a_MK.shape, b_KN.shape[1]
+    if rows == 0 or columns == 0:
+        return
+    assert out_MN.stride(1) == 1 or columns == 1, "outputs are made by the head, columns next to each other"
+    sizes: dict[str, Any] = fixed_product(a_MK.dtype, goes_on)
+    programs = triton.cdiv(rows, sizes["BLOCK_M"]) * triton.cdiv(columns, sizes["BLOCK_N"])
+    with torch.cuda.device_of(a_MK):  # Triton launches on the current device, wherever the tensors are
+        fixed_product_kernel[(programs,)](
+            a_MK,
+            b_KN,
+            out_MN,
+            rows,
+            columns,
+            length,
+            *a_MK.stride(),
+            *b_KN.stride(),
+            out_MN.stride(0),
+            TAIL=length % sizes["BLOCK_K"] != 0,
+            GOES_ON=goes_on,
+            ADDS=adds,
+            WIDENS=_IN_DOUBLE if _STEPS_IN_DOUBLE else _WIDENED * (_INTERPRETED and a_MK.dtype == torch.bfloat16),
+            DTYPE=tl.float64 if a_MK.dtype == torch.float64 else tl.float32,
+            **sizes,
+        )

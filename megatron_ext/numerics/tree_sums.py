@@ -1,0 +1,65 @@
+"""Sums of parts in one order, whoever holds the parts: as the leaves of a binary tree of neighbours.
+
+`((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`: 1, 2, 4 or 8 ranks each hold a branch of the same tree. The tree is that of
+"Deterministic Inference across Tensor Parallel Sizes" (TBIK, arXiv 2511.17826).
+
+Legend: T tokens, D hidden size, R ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ext.distributed import collectives
+from megatron_ext.distributed.groups import Group, group_rank, group_size
+from megatron_ext.numerics.matrices import accumulation_dtype
+
+
+def in_tree(parts: Sequence[Tensor], joined: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """`parts` joined by twos, neighbours first."""
+    if len(parts) == 1:
+        return parts[0]
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return joined(in_tree(parts[:middle], joined), in_tree(parts[middle:], joined))
+
+
+class TreeSum:
+    """The same of parts that come one after the other, into their memory: at most log2 of their number wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, Tensor]] = []
+
+    def add(self, part: Tensor) -> None:
+        """The next part, which is spent."""
+        level = 0
+        while self._waiting and self._waiting[-1][0] == level:
+            part = self._waiting.pop()[1].add_(part)
+            level += 1
+        self._waiting.append((level, part))
+
+    def total(self) -> Tensor:
+        """The sum of all."""
+        found = self._waiting.pop()[1]
+        while self._waiting:
+            found = self._waiting.pop()[1].add_(found)
+        return found
+
+
+def sum_of_ranks(x_TD: Tensor, like: Tensor, group: Group, sizes: list[int] | None) -> Tensor:
+    """The sum of every rank's `x`, added in the tree's order, in fp32 at least, and rounded once to `like`'s dtype.
+
+    `sizes`: each rank keeps so many tokens of it; None: all ranks get all of it.
+
+    Communicates: 1 all-to-all of `(R - 1) / R T D` numbers in `x`'s dtype, and without `sizes` 1 all-gather of as many
+    in that of `like`. (An all-reduce promises no order.)
+    """
+    ranks, tokens = group_size(group), x_TD.shape[0]
+    if ranks == 1 or tokens == 0:
+        return x_TD.to(like.dtype)
+    each = sizes or [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
+    own = each[group_rank(group)]
+    parts_RTD = collectives.all_to_all(x_TD, group, [own] * ranks, each).unflatten(0, (ranks, own))
+    parts_RTD = parts_RTD.to(accumulation_dtype(x_TD.dtype))
+    found_TD = in_tree(parts_RTD.unbind(0), torch.add).to(like.dtype)
+    return found_TD if sizes else collectives.all_gather(found_TD, group, sizes=each)
