@@ -27,14 +27,11 @@ class Patch(Replacement):
     settings: HeadSettings | None = None
 
     def __init__(self, owner: Any, name: str):
-        super().__init__(owner, name, lambda original: original)
+        super().__init__(owner, name, original_of)
 
     def set(self, make: Make, settings: HeadSettings | None) -> None:
         """Put what `make` makes for the settings in the place, or let that stand there which stands there already."""
-        if isinstance(self.owner, type):
-            wanted = functools.partial(_made_by_spec, make, settings)
-        else:
-            wanted = functools.partial(_made, make, settings or HeadSettings())
+        wanted = functools.partial(_made_by_spec if isinstance(self.owner, type) else _made, make, settings)
         if self.placed is None:
             self.make = wanted
             self.apply()
@@ -60,7 +57,7 @@ def settings_of_spec(model: Any) -> HeadSettings | None:
     return next((vars(spec)[HEAD] for spec in vars(model).values() if HEAD in getattr(spec, "__dict__", ())), None)
 
 
-def _made(make: Make, settings: HeadSettings, original: Any) -> Any:
+def _made(make: Make, settings: Any, original: Any) -> Any:
     """`make` for the method of one model; the patch of its class is left out."""
     return make(original_of(original), settings)
 
