@@ -49,6 +49,20 @@ def _multimodal(tied):
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def _with_images(name):
+    """The class for images and text of a family, with a tiny vision tower."""
+
+    def made(tied):
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+        vision |= {"out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16}
+        text, prefix = family_config(name, tied).to_dict(), MORE[name][0]
+        config = getattr(transformers, f"{prefix}Config")
+        config = config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+        return getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+
+    return made
+
+
 MOE = SIZES | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 LINEAR = {
@@ -207,7 +221,9 @@ MORE = {name: family for name, family in MORE.items() if _class(family[0])}
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "granite_moe_hybrid", "inkling2")
 MIXTURES = ("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe", "llama4")
 MIXTURES += ("qwen3_next", "qwen3_5_moe", "granite_moe_hybrid", "inkling2")
-_MAKERS = {name: _family(name) for name in (*BASIC, *FAMILIES, *MORE)} | {"gemma3_multimodal": _multimodal}
+WITH_IMAGES = {f"{name}_multimodal": _with_images(name) for name in ("qwen3_5", "qwen3_5_moe") if name in MORE}
+_MAKERS = {name: _family(name) for name in (*BASIC, *FAMILIES, *MORE)}
+_MAKERS |= {"gemma3_multimodal": _multimodal} | WITH_IMAGES
 
 
 def drawn(*shape):

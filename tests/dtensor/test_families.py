@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.dtensor.cells import check
-from tests.dtensor.models import FAMILIES, HYBRIDS, MIXTURES, MORE, STACKED
+from tests.dtensor.models import FAMILIES, HYBRIDS, MIXTURES, MORE, STACKED, WITH_IMAGES
 from tests.ranks import ranks
 
 LAYOUTS = {
@@ -36,7 +36,7 @@ def test_two_ranks(name, layout):
 @pytest.mark.slow
 @pytest.mark.each_version
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name in MORE])
+@pytest.mark.parametrize("name", [*(name for name in HYBRIDS if name in MORE), *WITH_IMAGES])
 @ranks(2)
 def test_hybrids_on_two_ranks(name, layout):
     check(name, False, tolerance=5e-6, **LAYOUTS[layout])
